@@ -1,0 +1,30 @@
+"""Which peers to avoid after failures, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# First pause after a failure: about one retry on another continent. Each further failure in a row doubles it.
+FIRST_PAUSE_S = 1.0
+# A peer is tried again after at most this long; its announcement expires in about the same time if it is dead.
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(slots=True)
+class PeerHealth:
+    """Remembers failed calls. A success clears a peer's record."""
+
+    _failures: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def failed(self, peer_id: str, now: float) -> float:
+        """Record a failure and return the pause that follows from it, in seconds."""
+        count = self._failures.get(peer_id, (0, 0.0))[0] + 1
+        pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - 1), LONGEST_PAUSE_S)
+        self._failures[peer_id] = (count, now + pause_s)
+        return pause_s
+
+    def succeeded(self, peer_id: str) -> None:
+        self._failures.pop(peer_id, None)
+
+    def avoided(self, now: float) -> frozenset[str]:
+        return frozenset(peer_id for peer_id, (_, until) in self._failures.items() if now < until)

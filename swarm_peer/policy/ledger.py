@@ -1,0 +1,73 @@
+"""How far a global step has come: a grow-only counter per stage-0 peer.
+
+Progress is counted in one place only: samples whose gradient came back to stage 0. Each stage-0 peer owns one count per
+step, and the counts are merged by taking the larger one, so order and repetition do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """One stage-0 peer's share of one global step.
+
+    Attributes:
+        samples: samples whose gradient came back
+        claimed: samples launched, counted or still under way; at least `samples`
+        loss_sum: sum of the losses of the counted samples, in nats per token
+    """
+
+    samples: int = 0
+    claimed: int = 0
+    loss_sum: float = 0.0
+
+    def supersedes(self, other: StepCount) -> bool:
+        return (self.samples, self.claimed) > (other.samples, other.claimed)
+
+
+class StepLedger:
+    """Counts of the current and the next global steps, by stage-0 peer."""
+
+    def __init__(self, global_batch_size: int):
+        self.global_batch_size = global_batch_size
+        self._counts: dict[int, dict[str, StepCount]] = {}
+
+    def knows(self, step: int, peer_id: str, count: StepCount) -> bool:
+        """Whether `count` would add nothing (so that its signature need not be checked)."""
+        known = self._counts.get(step, {}).get(peer_id)
+        return known is not None and not count.supersedes(known)
+
+    def merge(self, step: int, peer_id: str, count: StepCount) -> bool:
+        """Take over a count if it is news. Returns whether it was."""
+        if self.knows(step, peer_id, count):
+            return False
+        self._counts.setdefault(step, {})[peer_id] = count
+        return True
+
+    def counts(self, step: int) -> Iterator[tuple[str, StepCount]]:
+        yield from sorted(self._counts.get(step, {}).items())
+
+    def samples(self, step: int) -> int:
+        return sum(count.samples for _, count in self.counts(step))
+
+    def loss_sum(self, step: int) -> float:
+        return sum(count.loss_sum for _, count in self.counts(step))
+
+    def is_full(self, step: int) -> bool:
+        return self.samples(step) >= self.global_batch_size
+
+    def may_launch(self, step: int, live_peers: Collection[str]) -> bool:
+        """Whether the global batch still has room for a microbatch that nobody has launched.
+
+        What a peer had under way when it vanished does not come back: of peers that are not in `live_peers` only the
+        counted samples are charged, so others take over the rest.
+        """
+        charged = sum(count.claimed if peer_id in live_peers else count.samples for peer_id, count in self.counts(step))
+        return charged < self.global_batch_size
+
+    def forget_before(self, step: int) -> None:
+        for old in [known for known in self._counts if known < step]:
+            del self._counts[old]

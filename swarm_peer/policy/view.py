@@ -1,0 +1,52 @@
+"""An immutable snapshot of the swarm, as far as one peer knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+# The stage of a peer that has joined and has not chosen its stage yet.
+UNDECIDED = -1
+
+
+class PeerState(str, Enum):
+    JOINING = "joining"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """What one peer last announced.
+
+    Attributes:
+        samples_per_s: measured compute throughput of its stage, forward and backward; 0 if not measured yet
+        queue: microbatches that it holds
+    """
+
+    peer_id: str
+    stage: int
+    state: PeerState
+    step: int = 0
+    samples_per_s: float = 0.0
+    queue: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmView:
+    """All announced peers, sorted by id, so that every peer that folds over them computes the same answer."""
+
+    num_stages: int
+    peers: tuple[PeerView, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.peer_id)))
+
+    def in_stage(self, stage: int) -> tuple[PeerView, ...]:
+        return tuple(peer for peer in self.peers if peer.stage == stage)
+
+    def serving(self, stage: int) -> tuple[PeerView, ...]:
+        return tuple(peer for peer in self.in_stage(stage) if peer.state is PeerState.SERVING)
+
+    def peer(self, peer_id: str) -> PeerView | None:
+        return next((peer for peer in self.peers if peer.peer_id == peer_id), None)

@@ -1,0 +1,105 @@
+"""Keys and signatures. A peer's libp2p id *is* its Ed25519 public key, so a signature needs no key exchange.
+
+Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md (identity multihash of the encoded key).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarm_peer.errors import UserError
+
+# Protobuf encodings of libp2p's `PrivateKey{type: Ed25519, data: 64 bytes}` and `PublicKey{type: Ed25519, data: 32}`.
+_PRIVATE_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])
+_PUBLIC_PREFIX = bytes([0x08, 0x01, 0x12, 0x20])
+# Identity multihash (code 0) of the 36 bytes of the encoded public key.
+_PEER_ID_PREFIX = bytes([0x00, 0x24]) + _PUBLIC_PREFIX
+# Longest text that can be a peer id; anything longer is not worth decoding.
+_MAX_PEER_ID_CHARS = 64
+
+
+class Identity:
+    """The private key of a peer or of a run. Signing takes 0.03 ms."""
+
+    def __init__(self, key: Ed25519PrivateKey):
+        self._key = key
+        self.peer_id = base58.b58encode(_PEER_ID_PREFIX + key.public_key().public_bytes_raw()).decode()
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id})"
+
+    @classmethod
+    def generate(cls) -> Identity:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_file(cls, path: Path) -> Identity:
+        """Read a key that `save` or libp2p wrote.
+
+        Raises:
+            UserError: not readable, or no Ed25519 key
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read the identity {path}: {error.strerror}; check the path") from error
+        if len(data) != 68 or not data.startswith(_PRIVATE_PREFIX):
+            raise UserError(
+                f"{path} is no Ed25519 identity: name a file that swarm made, or one that does not exist yet"
+            )
+        return cls(Ed25519PrivateKey.from_private_bytes(data[4:36]))
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        if path.exists():
+            return cls.from_file(path)
+        identity = cls.generate()
+        identity.save(path)
+        return identity
+
+    def save(self, path: Path) -> None:
+        """Write the key in libp2p's format, readable by its owner only."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_PRIVATE_PREFIX + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw())
+        except OSError as error:
+            raise UserError(f"cannot write the identity {path}: {error.strerror}; name another path") from error
+
+    def sign(self, data: bytes) -> bytes:
+        return self._key.sign(data)
+
+
+@lru_cache(maxsize=4096)
+def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+    if len(peer_id) > _MAX_PEER_ID_CHARS:
+        return None
+    try:
+        data = base58.b58decode(peer_id)
+        if len(data) != len(_PEER_ID_PREFIX) + 32 or not data.startswith(_PEER_ID_PREFIX):
+            return None
+        return Ed25519PublicKey.from_public_bytes(data[len(_PEER_ID_PREFIX) :])
+    except ValueError:
+        return None
+
+
+def is_peer_id(text: str) -> bool:
+    return _public_key(text) is not None
+
+
+def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+    """Whether `signature` of `data` was made with the key that `peer_id` is. Takes 0.1 ms."""
+    key = _public_key(peer_id)
+    if key is None:
+        return False
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True

@@ -1,0 +1,178 @@
+"""Calls between peers: their frames on a stream, and the schema of each body.
+
+A frame is `[header length: u32][payload length: u64][header: msgpack][payload: the tensors, one after the other]`. It
+says its length because a dropped libp2p stream reads as a plain end of stream: whatever is short was cut off.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field
+
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.wire.records import NonNegativeFloat, Samples, Step
+
+PROTOCOL = "swarm/1"
+PREFIX = struct.Struct("!IQ")
+# Progress counts of some hundred stage-0 peers are the largest thing in a header.
+MAX_HEADER_BYTES = 256 * 1024
+MAX_TENSORS = 8
+
+
+class FrameType(IntEnum):
+    CALL = 0
+    REPLY = 1
+    ERROR = 2
+    CANCEL = 3
+
+
+@dataclass(slots=True)
+class Frame:
+    """One message on a stream. `op` names what is called; replies and errors carry the id of their call."""
+
+    type: FrameType
+    call_id: int
+    op: str = ""
+    body: dict[str, Any] | None = None
+    tensors: Sequence[memoryview] = ()
+
+    def head(self) -> bytes:
+        """All bytes of the frame but its tensors."""
+        sizes = [tensor.nbytes for tensor in self.tensors]
+        header = msgpack.packb([int(self.type), self.call_id, self.op, self.body, sizes])
+        return bytes(PREFIX.pack(len(header), sum(sizes)) + header)
+
+
+def parse_lengths(prefix: bytes, max_payload_bytes: int) -> tuple[int, int]:
+    """Header and payload length, bounded before anything is allocated.
+
+    Raises:
+        InvalidMessage
+    """
+    header_bytes, payload_bytes = PREFIX.unpack(prefix)
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > max_payload_bytes:
+        raise InvalidMessage(
+            f"frame of {header_bytes} + {payload_bytes} bytes; at most {MAX_HEADER_BYTES} + {max_payload_bytes} go"
+        )
+    return header_bytes, payload_bytes
+
+
+def parse_frame(header: bytes, payload: memoryview) -> Frame:
+    """Build a frame of its two parts; the tensors are views of the payload.
+
+    Raises:
+        InvalidMessage
+    """
+    try:
+        fields = msgpack.unpackb(header, max_buffer_size=MAX_HEADER_BYTES)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidMessage(f"header is no msgpack: {error}") from error
+    match fields:
+        case [int() as kind, int() as call_id, str() as op, dict() | None as body, list() as sizes] if (
+            0 <= kind <= FrameType.CANCEL
+            and len(sizes) <= MAX_TENSORS
+            and all(isinstance(size, int) and size >= 0 for size in sizes)
+            and sum(sizes) == len(payload)
+        ):
+            tensors, offset = [], 0
+            for size in sizes:
+                tensors.append(payload[offset : offset + size])
+                offset += size
+            return Frame(FrameType(kind), call_id, op, body, tensors)
+        case _:
+            raise InvalidMessage("header is not [type, id, op, body, sizes that add up to the payload]")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Hash = Annotated[str, Field(min_length=32, max_length=32)]
+# A signed progress count: (peer id of its author, envelope).
+SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=512)]]
+SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
+
+
+class MicrobatchCall(Body):
+    """Run a microbatch through `stage` and all later stages. Tensors: tokens (B, T+1), hidden (B, T, D)."""
+
+    op: Literal["microbatch"] = "microbatch"
+    manifest: Hash
+    step: Step
+    stage: int = Field(ge=1, lt=256)
+    microbatch: bytes = Field(min_length=16, max_length=16)  # the same on every try and at every stage
+    mode: Literal["train", "evaluate"]
+    num_samples: int = Field(ge=1, lt=2**20)
+    timeout_s: float = Field(gt=0, le=86400, allow_inf_nan=False)
+    counts: SignedCounts = ()
+
+
+class MicrobatchReply(Body):
+    """Tensors: in training, the gradient of the loss sum with respect to the call's hidden (B, T, D)."""
+
+    loss_sum: float = Field(allow_inf_nan=False)
+    samples_per_s: NonNegativeFloat
+    counts: SignedCounts = ()
+
+
+class CountsCall(Body):
+    """Progress for a peer that has no traffic to learn it from. The reply has the callee's counts."""
+
+    op: Literal["counts"] = "counts"
+    manifest: Hash
+    step: Step
+    counts: SignedCounts
+
+
+class CountsReply(Body):
+    step: Step
+    counts: SignedCounts
+
+
+class VoteCall(Body):
+    """What the caller got out of an averaging round, to a stage-mate; the reply is empty."""
+
+    op: Literal["vote"] = "vote"
+    manifest: Hash
+    stage: int = Field(ge=0, lt=256)
+    step: Step
+    attempt: int = Field(ge=0, lt=1000)
+    checksum: Annotated[str, Field(max_length=64)] | None
+    samples: Samples
+
+
+class StateIndexCall(Body):
+    """What is in the callee's state (weights, optimizer), as of its newest finished step."""
+
+    op: Literal["state_index"] = "state_index"
+    manifest: Hash
+
+
+class StateEntry(Body):
+    name: str = Field(max_length=512)
+    dtype: str = Field(max_length=32)
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**40)], ...] = Field(max_length=8)
+    sha256: bytes = Field(min_length=32, max_length=32)
+
+
+class StateIndex(Body):
+    stage: int
+    step: Step
+    entries: tuple[StateEntry, ...] = Field(max_length=100_000)
+
+
+class StateChunkCall(Body):
+    """Bytes `offset` to `offset + size` of a tensor of the state of `step`. The reply's only tensor is these bytes."""
+
+    op: Literal["state_chunk"] = "state_chunk"
+    manifest: Hash
+    step: Step
+    entry: int = Field(ge=0, lt=100_000)
+    offset: int = Field(ge=0)
+    size: int = Field(gt=0, le=8 * 2**20)

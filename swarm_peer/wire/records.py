@@ -1,0 +1,167 @@
+"""Signed records: what stands in the DHT, and the progress counts that ride on calls.
+
+A record travels as an envelope `[body, signature]` under the id of its author. The signature covers the kind of the
+record and the run as well, so no record can be passed off as one of another kind or of another run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarm_peer.config import describe
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
+from swarm_peer.wire.identity import Identity, verify
+
+# The manifest is the largest record: a few kilobytes of configuration.
+MAX_RECORD_BYTES = 64 * 1024
+
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Step = Annotated[int, Field(ge=0, lt=2**40)]
+Samples = Annotated[int, Field(ge=0, lt=2**40)]
+
+
+class Record(BaseModel):
+    """Base of all signed records; unknown fields, wrong types and non-finite numbers are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    kind: ClassVar[str]
+
+
+class ManifestRecord(Record):
+    """The run's manifest as canonical JSON; signed with the run key, stored under the run's id."""
+
+    kind = "manifest"
+    manifest: str = Field(max_length=MAX_RECORD_BYTES)
+
+
+class EndRecord(Record):
+    """The run is over and its model is saved: peers may go. Signed with the run key."""
+
+    kind = "end"
+    reason: str = Field(max_length=200)
+
+
+class Announcement(Record):
+    """What a peer says of itself, every few seconds.
+
+    `serial` grows with every announcement of a peer, so an old one cannot be played back over a newer one.
+    """
+
+    kind = "announcement"
+    serial: int = Field(ge=0)
+    stage: int = Field(ge=UNDECIDED, lt=256)
+    state: str = Field(pattern="^(joining|serving|draining)$")
+    step: Step
+    samples_per_s: NonNegativeFloat
+    queue: int = Field(ge=0, lt=2**20)
+    version: str = Field(max_length=32)
+    device: str = Field(max_length=64)
+
+    def view(self, peer_id: str) -> PeerView:
+        return PeerView(peer_id, self.stage, PeerState(self.state), self.step, self.samples_per_s, self.queue)
+
+
+class Progress(Record):
+    """One stage-0 peer's count of one global step (see policy/ledger.py)."""
+
+    kind = "progress"
+    step: Step
+    samples: Samples
+    claimed: Samples
+    loss_sum: Annotated[float, Field(allow_inf_nan=False)]
+
+    def count(self) -> StepCount:
+        return StepCount(self.samples, self.claimed, self.loss_sum)
+
+
+class StepReport(Record):
+    """A finished global step, as its stage-0 group agreed on it."""
+
+    kind = "report"
+    step: Step
+    samples: Samples
+    loss: Annotated[float, Field(allow_inf_nan=False)]
+    seconds: NonNegativeFloat
+    finished_at: NonNegativeFloat  # Unix time
+    validation_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    validation_samples: Samples = 0
+
+
+class ProgressRecord(Record):
+    """The slow path of progress: a stage-0 peer's newest count and its last finished steps."""
+
+    kind = "progress_record"
+    current: Progress
+    finished: tuple[StepReport, ...] = Field(max_length=64)
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def _signed_bytes(kind: str, run: str, body: bytes) -> bytes:
+    return b"swarm\0" + kind.encode() + b"\0" + run.encode() + b"\0" + body
+
+
+def seal(record: Record, run: str, identity: Identity) -> bytes:
+    """Sign a record.
+
+    Args:
+        run: hash of the run's manifest; for the manifest itself and what the run key says, the run's id
+    """
+    body = msgpack.packb(record.model_dump())
+    return bytes(msgpack.packb([body, identity.sign(_signed_bytes(record.kind, run, body))]))
+
+
+def unseal(record_type: type[AnyRecord], data: object, run: str, author: str) -> AnyRecord:
+    """Check size, form, signature and schema of an envelope, in this order, and return the record.
+
+    Raises:
+        InvalidMessage: with what is wrong
+    """
+    name = f"{record_type.kind} of {author[:60]}"
+    if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
+        raise InvalidMessage(f"{name}: not an envelope of at most {MAX_RECORD_BYTES} bytes")
+    try:
+        envelope = msgpack.unpackb(data, max_buffer_size=MAX_RECORD_BYTES)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidMessage(f"{name}: no msgpack ({error})") from error
+    match envelope:
+        case [bytes() as body, bytes() as signature]:
+            pass
+        case _:
+            raise InvalidMessage(f"{name}: an envelope is [body, signature]")
+    if not verify(author, _signed_bytes(record_type.kind, run, body), signature):
+        raise InvalidMessage(f"{name}: the signature does not match")
+    return parse(record_type, body, name)
+
+
+def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
+    try:
+        fields = msgpack.unpackb(body, max_buffer_size=MAX_RECORD_BYTES, use_list=False)
+        return model.model_validate(fields)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        detail = describe(error) if isinstance(error, ValidationError) else str(error)
+        raise InvalidMessage(f"{name}: {detail:.300}") from error
+
+
+def manifest_key(run_id: str | None = None) -> str:
+    """DHT key of manifests. One key for all runs: a newcomer knows an address and nothing else."""
+    return "swarm/runs"
+
+
+def end_key(run_id: str) -> str:
+    return f"swarm/{run_id}/end"
+
+
+def stage_key(manifest_hash: str, stage: int) -> str:
+    """DHT key of the announcements of one stage; UNDECIDED for peers that have not chosen yet."""
+    return f"swarm/{manifest_hash}/stage/{stage}"
+
+
+def progress_key(manifest_hash: str) -> str:
+    return f"swarm/{manifest_hash}/progress"
