@@ -1,0 +1,98 @@
+"""A trained model as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swarm_peer.errors import UserError
+from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.optimizer import STATE_PREFIX
+from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.stage import StageModule
+
+
+def export_model(
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    specs: Sequence[StageSpec] = (),
+    share_layers: bool = False,
+) -> None:
+    """Write config.json and model.safetensors; the folder appears complete or not at all.
+
+    Args:
+        config: the run's inline model config
+        tensors: the union of all stages' states; entries of optimizers are left out
+        folder: must not exist, or be empty
+        specs: the run's stages, of use where layers are shared
+        share_layers: whether each stage has one layer only; each layer gets a copy of it under its own name
+
+    Raises:
+        UserError: the folder is not empty, or tensors are missing, unknown, or of another shape than the model's
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already and is no empty folder: name another one, or remove it")
+    weights = {name: value for name, value in tensors.items() if not name.startswith(STATE_PREFIX)}
+    parsed = parse_model_config(config)
+    whole = StageModule(parsed, StageSpec(0, 1, 0, parsed.num_hidden_layers))
+    if share_layers:
+        weights = _unshare(weights, f"{whole.family.body}.{whole.family.layers}", specs)
+    _check_complete(weights, whole.state_dict())
+
+    content = {key: value for key, value in config.items() if key != "torch_dtype"}
+    content |= {
+        "architectures": [whole.family.model_class.__name__],
+        "dtype": "float32",
+        "transformers_version": transformers.__version__,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unshare(weights: Mapping[str, Tensor], layers_path: str, specs: Sequence[StageSpec]) -> dict[str, Tensor]:
+    """Each stage's one layer, copied to the names of all of them."""
+    unshared = {name: value for name, value in weights.items() if not name.startswith(f"{layers_path}.")}
+    for spec in specs:
+        first = f"{layers_path}.{spec.first_layer}."
+        layer = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
+        for index in spec.layers:
+            unshared |= {f"{layers_path}.{index}.{name}": value for name, value in layer.items()}
+    return unshared
+
+
+def _check_complete(weights: dict[str, Tensor], template: Mapping[str, Tensor]) -> None:
+    """Compare with the model's state dict, and give each tensor memory of its own, as safetensors wants it."""
+    if missing := sorted(template.keys() - weights.keys()):
+        raise UserError(
+            f"the model lacks {len(missing)} of its {len(template)} tensors, such as {missing[0]}: "
+            f"export needs the states of all stages"
+        )
+    if extra := sorted(weights.keys() - template.keys()):
+        raise UserError(
+            f"{len(extra)} tensors are none of the model's, such as {extra[0]}: do config and states belong together?"
+        )
+    for name, expected in template.items():
+        if weights[name].shape != expected.shape:
+            raise UserError(
+                f"tensor {name} has shape {tuple(weights[name].shape)}, and the config says {tuple(expected.shape)}: "
+                f"do config and states belong together?"
+            )
+        weights[name] = weights[name].detach().to("cpu", torch.float32, copy=True).contiguous()

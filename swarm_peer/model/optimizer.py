@@ -1,0 +1,117 @@
+"""Learning rate, optimizer, and the optimizer's state as named tensors.
+
+A state entry is called `optimizer/<parameter>/<entry>`. Two peers of a stage that took the same steps hold the same
+entries, bit for bit, and a peer that loads them goes on exactly as the one that saved them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarm_peer.config import OptimizerSection, RunManifest
+
+STATE_PREFIX = "optimizer/"
+
+# bitsandbytes keeps one scale for each block of quantised values (optim/optimizer.py, init_state).
+EIGHT_BIT_BLOCK = 256
+
+# bitsandbytes' code books: constants of the library, put back on loading and not part of a state.
+CODE_BOOKS = {"qmap1": "dynamic", "qmap2": "udynamic"}
+
+
+def learning_rate(manifest: RunManifest, step: int) -> float:
+    """The learning rate of the update that ends global step `step`, counted from 0.
+
+    Warm-up rises linearly to the highest rate, which the first step after it has. The decay that follows ends at
+    final_fraction of it in the run's last step, and stays there.
+    """
+    schedule, highest = manifest.schedule, manifest.optimizer.learning_rate
+    if step < schedule.warmup_steps:
+        return highest * (step + 1) / (schedule.warmup_steps + 1)
+    decay_steps = manifest.training.steps - 1 - schedule.warmup_steps
+    if schedule.name == "constant" or decay_steps < 1:
+        return highest
+    progress = min(1.0, (step - schedule.warmup_steps) / decay_steps)
+    left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return highest * (schedule.final_fraction + (1 - schedule.final_fraction) * left)
+
+
+def make_optimizer(section: OptimizerSection, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a stage. Matrices decay, vectors (biases, normalisations) do not."""
+    parameters = list(module.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=section.learning_rate, momentum=section.momentum)
+    if section.name == "adamw":
+        return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps)
+    from bitsandbytes.optim import AdamW8bit  # takes seconds to import, and most runs do without
+
+    return AdamW8bit(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    """CPU copies of the optimizer's state; empty before the first step."""
+    entries = {}
+    for name, parameter in module.named_parameters():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if value is not None and entry not in CODE_BOOKS:
+                entries[f"{STATE_PREFIX}{name}/{entry}"] = torch.as_tensor(value).detach().to("cpu", copy=True)
+    return entries
+
+
+def optimizer_state_template(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    """What optimizer_state() returns after the first step, as tensors on the meta device: names, dtypes, shapes."""
+    return {
+        f"{STATE_PREFIX}{name}/{entry}": value
+        for name, parameter in module.named_parameters()
+        for entry, value in _entry_templates(optimizer, parameter).items()
+    }
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, entries: Mapping[str, Tensor]) -> None:
+    """Replace the optimizer's state by what optimizer_state() returned, also where it was empty.
+
+    The entries must be complete or none, as in optimizer_state_template(): who takes them from others checks that.
+    """
+    optimizer.state.clear()
+    for name, parameter in module.named_parameters():
+        templates = _entry_templates(optimizer, parameter)
+        if f"{STATE_PREFIX}{name}/{next(iter(templates), '')}" not in entries:
+            continue
+        state: dict[str, Any] = {}
+        for entry in templates:
+            value = entries[f"{STATE_PREFIX}{name}/{entry}"].detach().clone()
+            if entry != "step":
+                value = value.to(parameter.device)
+            elif not isinstance(optimizer, torch.optim.AdamW):
+                value = int(value)  # torch counts steps in a tensor on the CPU, bitsandbytes in an int
+            state[entry] = value
+        if state.get("state1") is not None and state["state1"].dtype == torch.uint8:
+            for entry, kind in CODE_BOOKS.items():
+                state[entry] = optimizer.name2qmap[kind] = optimizer.name2qmap[kind].to(parameter.device)
+        optimizer.state[parameter] = state
+
+
+def _entry_templates(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def template(shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    values = template(parameter.shape)
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer": values} if optimizer.defaults["momentum"] else {}
+    if isinstance(optimizer, torch.optim.AdamW):
+        return {"step": template(()), "exp_avg": values, "exp_avg_sq": values}
+    step = template((), torch.int64)
+    if parameter.numel() < optimizer.args.min_8bit_size:
+        return {"step": step, "state1": values, "state2": values}
+    quantised = template(parameter.shape, torch.uint8)
+    scales = template((math.ceil(parameter.numel() / EIGHT_BIT_BLOCK),))
+    return {"step": step, "state1": quantised, "state2": quantised, "absmax1": scales, "absmax2": scales}

@@ -1,0 +1,128 @@
+"""One stage of a model as a torch module, and its initial weights.
+
+A stage holds its own layers only, under the names that the Hugging Face model's state dict gives them, so that the
+union of all stages' state dicts is the model's. Knows nothing of optimizers or peers.
+
+Shapes: B samples, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from swarm_peer.model.families import family_of
+from swarm_peer.model.partition import StageSpec
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class StageModule(nn.Module):
+    """The layers of one stage. Parameters are fp32 and on the meta device until initialise() makes them real.
+
+    Args:
+        config: as parse_model_config returns it
+        share_layers: apply one layer, named as the stage's first, once for each layer of the stage
+        activation_checkpointing: keep each layer's input only, and recompute the rest in the backward pass
+        precision: autocast type on CUDA devices; others compute in fp32
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        spec: StageSpec,
+        *,
+        share_layers: bool = False,
+        activation_checkpointing: bool = False,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    ):
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        self.family = family_of(config)
+        self.activation_checkpointing = activation_checkpointing
+        self.precision = precision
+        self.layer_names = [str(spec.first_layer if share_layers else index) for index in spec.layers]
+        with torch.device("meta"):
+            body = nn.Module()
+            if spec.has_embedding:
+                for name, module in self.family.build_embeddings().items():
+                    body.add_module(name, module)
+            layers = {name: self.family.build_layer(int(name)) for name in dict.fromkeys(self.layer_names)}
+            body.add_module(self.family.layers, nn.ModuleDict(layers))
+            if spec.has_head:
+                body.add_module(self.family.norm, self.family.build_norm())
+            self.add_module(self.family.body, body)
+            if spec.has_head:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Its frequencies follow from the config and are in no state dict: they are real from the start.
+        with torch.device("cpu"):
+            self.rotary = self.family.build_rotary()
+
+    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Run the stage.
+
+        Args:
+            inputs: tokens_BT (int64) for the first stage, hidden_BTD for the others
+            targets_BT: token ids (int64) that follow the inputs; for the last stage only
+
+        Returns:
+            hidden_BTD; on the last stage losses_B, each sample's mean cross entropy in fp32, or logits_BTV if there are
+            no targets
+        """
+        assert targets_BT is None or self.spec.is_last, "only the last stage computes a loss"
+        body = self.get_submodule(self.family.body)
+        layers = body.get_submodule(self.family.layers)
+        with self._autocast(inputs.device):
+            hidden_BTD = self.family.embed(body, inputs) if self.spec.is_first else inputs
+            arguments = self.family.layer_arguments(self.rotary, hidden_BTD)
+            for name in self.layer_names:
+                if self.activation_checkpointing and torch.is_grad_enabled():
+                    hidden_BTD = checkpoint(layers[name], hidden_BTD, use_reentrant=False, **arguments)
+                else:
+                    hidden_BTD = layers[name](hidden_BTD, **arguments)
+            if not self.spec.is_last:
+                return hidden_BTD
+            logits_BTV = self.lm_head(body.get_submodule(self.family.norm)(hidden_BTD))
+        if targets_BT is None:
+            return logits_BTV
+        losses_N = functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
+        return losses_N.view_as(targets_BT).mean(dim=1)
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager:
+        if device.type != "cuda" or self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.precision])
+
+
+def initialise(module: StageModule, seed: int) -> None:
+    """Make the parameters real, on the CPU, with the initial weights that the model's family prescribes.
+
+    Each value depends on the seed and on the parameter's name alone, so that any cut of a model, on any peer, starts
+    from the same weights.
+    """
+    for module_name, owner in module.named_modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            values = torch.zeros(parameter.shape)
+            if name == "weight":
+                if isinstance(owner, (nn.Linear, nn.Embedding, Conv1D)):
+                    path = f"{module_name}.{name}"
+                    values.normal_(std=module.family.weight_std(path), generator=_generator(seed, path))
+                else:
+                    values.fill_(1.0)  # of a normalisation
+            if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
+                values[owner.padding_idx] = 0.0
+            owner.register_parameter(name, nn.Parameter(values))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # torch takes 63 bits

@@ -1,0 +1,261 @@
+"""Weights, gradient accumulator and optimizer of one stage; the same for one process and for a swarm of peers.
+
+Knows of samples and global steps, not of peers, microbatch ids or deadlines.
+
+Shapes: B samples, T tokens, S = T + 1 token ids (the targets are the inputs moved by one), D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import StepClosed
+from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.checks import check_float, check_state, check_tokens
+from swarm_peer.model.optimizer import (
+    learning_rate,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+    optimizer_state_template,
+)
+from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.stage import StageModule, initialise
+
+# Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
+# power of two changes no digits; a larger one would leave too little below fp16's end at 65504.
+FP16_LOSS_SCALE = 2.0**10
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """What one forward pass left for its backward pass.
+
+    Attributes:
+        output: hidden_BTD for the next stage; None on the last stage
+        losses_B: each sample's loss; None but on the last stage
+        step: the global step whose weights computed it
+    """
+
+    output: Tensor | None
+    losses_B: Tensor | None
+    step: int
+    _result: Tensor | None  # with its graph; None once it has gone backward
+    _hidden_BTD: Tensor | None  # the leaf whose gradient the stage before wants
+    _weights_version: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """How one optimizer step went.
+
+    Attributes:
+        grad_norm: of the stage's mean gradient, before clipping
+        skipped: the gradient was not finite, so the weights stayed as they were
+    """
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+class StageTrainer:
+    """One stage in training, from the run's initial weights on.
+
+    Not thread-safe: all methods are called from one thread, the device thread. Tensors that are passed in may be on
+    any device; hidden states and losses are returned on the trainer's own, gradients' means and states on the CPU.
+    With dropout in the model's config, results depend on torch's global random state.
+
+    Args:
+        manifest: its model config is inline (resolve_model_config)
+        spec: from stages_of(manifest)
+
+    Attributes:
+        step: the global step whose weights it holds
+        num_samples: samples whose gradients are accumulated in this step
+    """
+
+    def __init__(self, manifest: RunManifest, spec: StageSpec, device: torch.device | str = "cpu"):
+        assert isinstance(manifest.model.config, dict), "resolve_model_config comes first"
+        self.manifest = manifest
+        self.spec = spec
+        self.device = torch.device(device)
+        self.step = 0
+        self.num_samples = 0
+        self.module = StageModule(
+            parse_model_config(manifest.model.config),
+            spec,
+            share_layers=manifest.model.share_layers,
+            activation_checkpointing=manifest.model.activation_checkpointing,
+            precision=manifest.model.precision,
+        )
+        initialise(self.module, manifest.seed)
+        self.module.to(self.device)
+        self.optimizer = make_optimizer(manifest.optimizer, self.module)
+        fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
+        self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
+        self._weights_version = 0  # tells passes before a change of weights from those after it, even in one step
+
+    def forward(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> ForwardPass:
+        """Run the stage, and keep what the backward pass needs.
+
+        Args:
+            tokens_BS: token ids of any integer type; inputs of the first stage, targets of the last
+            hidden_BTD: output of the stage before; None for the first stage
+
+        Raises:
+            InvalidMessage: shapes, types or token ids that do not fit
+        """
+        inputs, targets_BT = self._prepare(tokens_BS, hidden_BTD)
+        if not self.spec.is_first:
+            inputs.requires_grad_()
+        self.module.train()
+        result = self.module(inputs, targets_BT)
+        return ForwardPass(
+            output=None if self.spec.is_last else result.detach(),
+            losses_B=result.detach() if self.spec.is_last else None,
+            step=self.step,
+            _result=result,
+            _hidden_BTD=None if self.spec.is_first else inputs,
+            _weights_version=self._weights_version,
+        )
+
+    def backward(self, forward_pass: ForwardPass, grad_BTD: Tensor | None = None) -> Tensor | None:
+        """Add the gradients of a pass to the accumulator, and count its samples. Once for each pass.
+
+        Accumulated is the sum over samples of the gradients of each sample's mean loss. Gradients that travel
+        between stages are scaled by `loss_scale`, the same at all stages of a run.
+
+        If it fails half-way (out of memory), all that was accumulated in this step is lost: `num_samples` is 0.
+
+        Args:
+            grad_BTD: gradient of `forward_pass.output`; None for the last stage
+
+        Returns:
+            gradient of the pass's hidden_BTD; None for the first stage
+
+        Raises:
+            InvalidMessage: the gradient's shape or type does not fit; the pass can still go backward
+            StepClosed: the weights have changed since the forward pass
+        """
+        assert forward_pass._result is not None, "a forward pass goes backward once"
+        assert (grad_BTD is None) == self.spec.is_last, "a gradient comes from the next stage, if there is one"
+        if forward_pass._weights_version != self._weights_version:
+            raise StepClosed(
+                f"this stage has left the weights of global step {forward_pass.step} and is in step {self.step}",
+                self.step,
+            )
+        result = forward_pass._result
+        if grad_BTD is None:
+            root_gradient = torch.full_like(result, self.loss_scale)
+        else:
+            check_float(grad_BTD, result.shape, "gradient")
+            root_gradient = grad_BTD.detach().to(self.device, result.dtype)
+        forward_pass._result = None
+        try:
+            result.backward(root_gradient)
+        except Exception:
+            # Some parameters may have got their share and others not (out of memory): what is left is no gradient.
+            self.discard_gradients()
+            raise
+        self.num_samples += len(result)
+        return None if forward_pass._hidden_BTD is None else forward_pass._hidden_BTD.grad
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> Tensor:
+        """hidden_BTD, or on the last stage losses_B, without dropout and without keeping anything.
+
+        Raises:
+            InvalidMessage: shapes, types or token ids that do not fit
+        """
+        inputs, targets_BT = self._prepare(tokens_BS, hidden_BTD)
+        self.module.eval()
+        return self.module(inputs, targets_BT)
+
+    def mean_gradients(self) -> list[Tensor]:
+        """The mean of the accumulated gradients over samples: fp32 on the CPU, in the order of the parameters.
+
+        Zeros where nothing is accumulated; weigh it by `num_samples` when averaging with others.
+        """
+        means = []
+        for parameter in self.module.parameters():
+            if parameter.grad is None or self.num_samples == 0:
+                means.append(torch.zeros(parameter.shape))
+            else:
+                total = parameter.grad.to("cpu", torch.float32, copy=True)
+                means.append(total.div_(self.num_samples * self.loss_scale))
+        return means
+
+    @torch.no_grad()
+    def apply(self, mean_gradients: Sequence[Tensor]) -> StepResult:
+        """Finish the global step: clip, update the weights, clear the accumulator, go to the next step.
+
+        A gradient that is not finite changes no weights, but the step ends all the same: stage-mates that hold the
+        same gradient do the same.
+        """
+        parameters = list(self.module.parameters())
+        assert [g.shape for g in mean_gradients] == [p.shape for p in parameters], "gradients of another stage"
+        self.discard_gradients()
+        gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        rate = learning_rate(self.manifest, self.step)
+        skipped = not bool(norm.isfinite())
+        if not skipped:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            if self.manifest.training.max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.manifest.training.max_grad_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self._enter(self.step + 1)
+        return StepResult(grad_norm=float(norm), learning_rate=rate, skipped=skipped)
+
+    def discard_gradients(self) -> None:
+        """Empty the accumulator. Passes that have not gone backward yet still may."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_samples = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies, on the CPU, of all that the next steps depend on: the weights and the optimizer's state."""
+        weights = {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
+        return weights | optimizer_state(self.optimizer, self.module)
+
+    def state_template(self) -> dict[str, Tensor]:
+        """What state() returns after the first step, as tensors on the meta device: names, dtypes, shapes."""
+        weights = {name: torch.empty_like(value, device="meta") for name, value in self.module.state_dict().items()}
+        return weights | optimizer_state_template(self.optimizer, self.module)
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Take over a state() of global step `step`; accumulated gradients are dropped.
+
+        Raises:
+            InvalidMessage: names, types, shapes or values that do not fit this stage; nothing has changed then
+        """
+        check_state(tensors, self.state_template())
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(tensors[name])
+        load_optimizer_state(self.optimizer, self.module, tensors)
+        self._enter(step)
+
+    def _enter(self, step: int) -> None:
+        self.discard_gradients()
+        self.step = step
+        self._weights_version += 1
+
+    def _prepare(self, tokens_BS: Tensor, hidden_BTD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Inputs and targets of the module, checked, on its device."""
+        assert (hidden_BTD is None) == self.spec.is_first, "hidden states come from the stage before, if there is one"
+        config = self.module.config
+        check_tokens(tokens_BS, config, self.spec)
+        targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64) if self.spec.is_last else None
+        if hidden_BTD is None:
+            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT
+        check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
+        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT
