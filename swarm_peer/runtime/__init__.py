@@ -1,0 +1,1 @@
+"""Effects: processes, sockets, threads, files. peer.py wires the parts together; the parts do not know each other."""

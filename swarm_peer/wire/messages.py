@@ -70,11 +70,11 @@ def parse_frame(header: bytes, payload: memoryview) -> Frame:
         InvalidMessage
     """
     try:
-        fields = msgpack.unpackb(header, max_buffer_size=MAX_HEADER_BYTES)
+        fields = msgpack.unpackb(header, max_buffer_size=MAX_HEADER_BYTES, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise InvalidMessage(f"header is no msgpack: {error}") from error
     match fields:
-        case [int() as kind, int() as call_id, str() as op, dict() | None as body, list() as sizes] if (
+        case [int() as kind, int() as call_id, str() as op, dict() | None as body, tuple() as sizes] if (
             0 <= kind <= FrameType.CANCEL
             and len(sizes) <= MAX_TENSORS
             and all(isinstance(size, int) and size >= 0 for size in sizes)
@@ -148,7 +148,7 @@ class VoteCall(Body):
 
 
 class StateIndexCall(Body):
-    """What is in the callee's state (weights, optimizer), as of its newest finished step."""
+    """What is in the callee's state (weights, optimizer); the reply's only tensor is a StateIndex as msgpack."""
 
     op: Literal["state_index"] = "state_index"
     manifest: Hash

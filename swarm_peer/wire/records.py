@@ -1,7 +1,6 @@
 """Signed records: what stands in the DHT, and the progress counts that ride on calls.
 
-A record travels as an envelope `[body, signature]` under the id of its author. The signature covers the kind of the
-record and the run as well, so no record can be passed off as one of another kind or of another run.
+A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers all of it, so no record can be passed off as one of another kind or of another run.
 """
 
 from __future__ import annotations
@@ -111,19 +110,20 @@ def seal(record: Record, run: str, identity: Identity) -> bytes:
     """Sign a record.
 
     Args:
-        run: hash of the run's manifest; for the manifest itself and what the run key says, the run's id
+        run: hash of the run's manifest; for what the run key signs, the run's id
     """
     body = msgpack.packb(record.model_dump())
-    return bytes(msgpack.packb([body, identity.sign(_signed_bytes(record.kind, run, body))]))
+    signature = identity.sign(_signed_bytes(record.kind, run, body))
+    return bytes(msgpack.packb([record.kind, run, body, signature]))
 
 
-def unseal(record_type: type[AnyRecord], data: object, run: str, author: str) -> AnyRecord:
-    """Check size, form, signature and schema of an envelope, in this order, and return the record.
+def open_envelope(data: object, author: str) -> tuple[str, str, bytes]:
+    """Check size, form and signature of an envelope. Returns kind, run and body.
 
     Raises:
         InvalidMessage: with what is wrong
     """
-    name = f"{record_type.kind} of {author[:60]}"
+    name = f"record of {author[:60]}"
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise InvalidMessage(f"{name}: not an envelope of at most {MAX_RECORD_BYTES} bytes")
     try:
@@ -131,13 +131,27 @@ def unseal(record_type: type[AnyRecord], data: object, run: str, author: str) ->
     except (ValueError, msgpack.UnpackException) as error:
         raise InvalidMessage(f"{name}: no msgpack ({error})") from error
     match envelope:
-        case [bytes() as body, bytes() as signature]:
+        case [str() as kind, str() as run, bytes() as body, bytes() as signature]:
             pass
         case _:
-            raise InvalidMessage(f"{name}: an envelope is [body, signature]")
-    if not verify(author, _signed_bytes(record_type.kind, run, body), signature):
+            raise InvalidMessage(f"{name}: an envelope is [kind, run, body, signature]")
+    if not verify(author, _signed_bytes(kind, run, body), signature):
         raise InvalidMessage(f"{name}: the signature does not match")
-    return parse(record_type, body, name)
+    return kind, run, body
+
+
+def unseal(record_type: type[AnyRecord], data: object, run: str, author: str) -> AnyRecord:
+    """Check an envelope and the schema of the record in it, and return the record.
+
+    Raises:
+        InvalidMessage: with what is wrong
+    """
+    kind, of_run, body = open_envelope(data, author)
+    if (kind, of_run) != (record_type.kind, run):
+        raise InvalidMessage(
+            f"record of {author[:60]}: {kind:.20} of run {of_run:.40}, expected {record_type.kind} of run {run}"
+        )
+    return parse(record_type, body, f"{record_type.kind} of {author[:60]}")
 
 
 def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
@@ -149,9 +163,8 @@ def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
         raise InvalidMessage(f"{name}: {detail:.300}") from error
 
 
-def manifest_key(run_id: str | None = None) -> str:
-    """DHT key of manifests. One key for all runs: a newcomer knows an address and nothing else."""
-    return "swarm/runs"
+# DHT key of manifests. One key for all runs: a newcomer knows an address and nothing else.
+MANIFESTS_KEY = "swarm/runs"
 
 
 def end_key(run_id: str) -> str:

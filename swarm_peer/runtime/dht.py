@@ -1,0 +1,211 @@
+"""Signed records in hivemind's DHT: its process, its deadlines, and the check that every node makes on storing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+from hivemind.dht import DHT
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm_peer.errors import InvalidMessage, SwarmError, UserError
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.processes import die_with_parent
+from swarm_peer.wire.identity import Identity, is_peer_id
+from swarm_peer.wire.records import AnyRecord, Record, open_envelope, seal, unseal
+
+log = logging.getLogger(__name__)
+
+# A request that takes longer has lost its DHT process or its network.
+REQUEST_TIMEOUT_S = 10.0
+# libp2p's own start takes half a second; dialling an address that does not answer, as long as it is allowed to.
+START_TIMEOUT_S = 15.0
+
+
+class SignedRecordValidator(RecordValidatorBase):
+    """Lets nobody store a record under another peer's id. Runs in every node that stores or fetches."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            author = MSGPackSerializer.loads(record.subkey)
+        except ValueError:
+            return True  # hivemind's own: a plain value, or a subkey of raw bytes
+        if not isinstance(author, str) or not is_peer_id(author):
+            return True
+        try:
+            open_envelope(MSGPackSerializer.loads(record.value), author)
+        except (InvalidMessage, ValueError):
+            return False
+        return True
+
+
+class _DHTProcess(DHT):
+    def run(self) -> None:
+        die_with_parent(self._parent_pid)
+        super().run()
+
+
+class SwarmDHT:
+    """This process's DHT node. Start it in the main thread, before the event loop and before CUDA (it forks)."""
+
+    def __init__(self, node: DHT, identity: Identity, metrics: PeerMetrics):
+        self.node = node
+        self.identity = identity
+        self._metrics = metrics
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        initial_peers: Sequence[str],
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str],
+        identity: Identity,
+        identity_path: Path,
+        metrics: PeerMetrics,
+    ) -> SwarmDHT:
+        """Start a node and join the DHT of `initial_peers`, or begin a new one if there are none.
+
+        Raises:
+            UserError: an address is malformed, nobody answers, or a port is taken
+        """
+        for address in initial_peers:
+            check_peer_address(address)
+        for address in (*host_maddrs, *announce_maddrs):
+            _check_multiaddress(address)
+        node = _DHTProcess(
+            initial_peers=list(initial_peers) or None,
+            start=False,
+            host_maddrs=list(host_maddrs),
+            announce_maddrs=list(announce_maddrs) or None,
+            identity_path=str(identity_path),
+            check_if_identity_free=False,
+            record_validators=[SignedRecordValidator()],
+            # No traffic that nobody asked for: port mapping and NAT probing are the operator's choice.
+            nat_port_map=False,
+            auto_nat=False,
+            startup_timeout=START_TIMEOUT_S,
+        )
+        try:
+            node.run_in_background(await_ready=True, timeout=START_TIMEOUT_S + 2)
+        except Exception as error:  # hivemind raises whatever its child process met
+            node.kill()
+            raise _explain_start_failure(error, initial_peers, host_maddrs) from error
+        return cls(node, identity, metrics)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.node.is_alive()
+
+    def addresses(self) -> list[str]:
+        return [str(address) for address in self.node.get_visible_maddrs()]
+
+    async def p2p(self) -> P2P:
+        return await self.node.replicate_p2p()
+
+    async def store(
+        self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
+    ) -> bool:
+        """Sign a record and store it under its author's id. Failures are counted and reported, not raised."""
+        signer = signer or self.identity
+        future = self.node.store(
+            key,
+            subkey=signer.peer_id,
+            value=seal(record, run, signer),
+            expiration_time=get_dht_time() + lifetime_s,
+            return_future=True,
+        )
+        stored = await self._request("store", key, future)
+        return bool(stored)
+
+    async def fetch(self, key: str, record_type: type[AnyRecord], run: str | None) -> dict[str, AnyRecord]:
+        """All valid records under a key, by author. Invalid ones are dropped and counted.
+
+        Args:
+            run: the run that the records must be of; None where each must be of its author's own run
+        """
+        found = await self._request("fetch", key, self.node.get(key, latest=True, return_future=True))
+        entries = found.value if found is not None else None
+        if not isinstance(entries, dict):
+            return {}
+        records: dict[str, AnyRecord] = {}
+        for author, entry in entries.items():
+            try:
+                if not isinstance(author, str):
+                    raise InvalidMessage("the author is no peer id")
+                records[author] = unseal(record_type, getattr(entry, "value", None), run or author, author)
+            except InvalidMessage as error:
+                self._metrics.invalid_messages.labels("record").inc()
+                log.warning("invalid_record key=%s reason=%s", key, error)
+        return records
+
+    async def _request(self, name: str, key: str, future: Any) -> Any:
+        try:
+            with anyio.fail_after(REQUEST_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            reason = f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # hivemind passes on whatever its process met
+            reason = repr(error)
+        self._metrics.dht_failures.labels(name).inc()
+        log.warning("dht_%s_failed key=%s reason=%s", name, key, reason)
+        return None
+
+    async def watch(self) -> None:
+        """Return only by raising, when the DHT process or its daemon has died: nothing works without it."""
+        while self.is_alive:
+            await anyio.sleep(1.0)  # a process has no event to wait for
+        raise SwarmError("the DHT process has died: start the peer again (out of memory? see the kernel's log)")
+
+    def shutdown(self) -> None:
+        self.node.shutdown()
+        self.node.join(timeout=1.0)
+
+
+def _check_multiaddress(address: str) -> Multiaddr:
+    try:
+        return Multiaddr(address)
+    except Exception as error:  # the library raises many types
+        raise UserError(
+            f"{address!r} is no multiaddress ({' '.join(str(error).split()):.80}): expected one such as "
+            f"/ip4/1.2.3.4/tcp/31337"
+        ) from error
+
+
+def check_peer_address(address: str) -> str:
+    """Return the peer id at the end of an initial peer's address.
+
+    Raises:
+        UserError
+    """
+    _check_multiaddress(address)
+    peer_id = address.rpartition("/p2p/")[2]
+    if not is_peer_id(peer_id):
+        raise UserError(
+            f"initial peer {address!r} does not end in /p2p/ and an id (12D3Koo...): copy the whole line that the "
+            f"coordinator prints"
+        )
+    return peer_id
+
+
+def _explain_start_failure(error: Exception, initial_peers: Sequence[str], host_maddrs: Sequence[str]) -> UserError:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "failed to listen" in text or "address already in use" in text:
+        return UserError(
+            f"cannot listen on {', '.join(host_maddrs)}: {text[-160:]}; name another port in --host-maddrs"
+        )
+    if initial_peers:
+        return UserError(
+            f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
+            f"and its port are right, and that no firewall is between ({text[-160:]})"
+        )
+    return UserError(f"the libp2p daemon did not start: {text[-300:]}")

@@ -1,0 +1,69 @@
+"""What a peer counts and measures, for Prometheus. Labels are bounded: no peer ids among them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from swarm_peer import __version__
+from swarm_peer.errors import UserError
+
+# From a small model's millisecond to a large one's minute.
+SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+
+class PeerMetrics:
+    """One instance per process, in a registry of its own, so that tests can have many."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"swarm_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"swarm_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"swarm_{name}", text, labels, registry=registry, buckets=SECONDS_BUCKETS)
+
+        self.microbatches = counter("microbatches", "Microbatches by what became of them", "mode", "outcome")
+        self.forward_seconds = histogram("forward_duration_seconds", "Forward pass of one microbatch on the device")
+        self.backward_seconds = histogram("backward_duration_seconds", "Backward pass of one microbatch on the device")
+        self.device_busy_seconds = counter("device_busy_seconds", "Time that the compute thread was computing")
+        self.sent_bytes = counter("sent_bytes", "Bytes sent to peers in calls and replies")
+        self.received_bytes = counter("received_bytes", "Bytes received from peers in calls and replies")
+        self.queue = gauge("queue_microbatches", "Jobs that wait for the compute thread")
+        self.in_flight = gauge("in_flight_microbatches", "Microbatches that this peer holds")
+        self.window = gauge("in_flight_window_microbatches", "Microbatches that stage 0 may keep in flight")
+        self.round_trip_seconds = histogram("round_trip_duration_seconds", "From sending activations to the gradient")
+        self.retries = counter("retries", "Tries of a hop that failed", "cause")
+        self.duplicates = counter("duplicate_microbatches", "Microbatches that came again", "outcome")
+        self.lost_samples = counter("lost_samples", "Samples whose gradient was accumulated and did not count")
+        self.invalid_messages = counter("invalid_messages", "What arrived and was refused", "part")
+        self.lost_replies = counter("lost_replies", "Replies that their caller did not take")
+        self.handler_defects = counter("handler_defects", "Handlers that failed for a reason of their own")
+        self.averaging_rounds = counter("averaging_rounds", "Averaging rounds with stage-mates", "outcome")
+        self.averaging_seconds = histogram("averaging_duration_seconds", "One averaging round, matchmaking included")
+        self.resyncs = counter("resyncs", "Times that the state was downloaded from stage-mates", "cause")
+        self.global_step = gauge("global_step", "Global step whose weights this peer holds")
+        self.stage = gauge("stage", "Pipeline stage that this peer serves")
+        self.loss = gauge("loss", "Training loss of the last global step, nats per token")
+        self.samples_per_s = gauge("announced_samples_per_second", "Throughput that this peer announces")
+        self.dht_failures = counter("dht_failures", "DHT requests that failed or took too long", "request")
+        self.event_loop_lag_seconds = gauge("event_loop_lag_seconds", "How late the event loop woke up of late")
+        gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
+
+
+def serve_metrics(registry: CollectorRegistry, port: int) -> int:
+    """Serve a registry over HTTP and return the port.
+
+    Raises:
+        UserError: the port is taken
+    """
+    try:
+        server, _ = start_http_server(port, registry=registry)
+    except OSError as error:
+        raise UserError(
+            f"cannot serve metrics on port {port}: {error.strerror}; name another --metrics-port, or 0 for a free one"
+        ) from error
+    return int(server.server_port)
