@@ -164,8 +164,6 @@ def _check_sizes(config: PretrainedConfig) -> None:
     _check_multiple(config, "hidden_size", "num_attention_heads")
     if config.model_type == "llama":
         _check_multiple(config, "num_attention_heads", "num_key_value_heads")
-        if config.head_dim % 2:
-            raise UserError(f"model.config: head_dim={config.head_dim} must be even for rotary embeddings: change it")
         rope_type = config.rope_parameters["rope_type"]
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise UserError(

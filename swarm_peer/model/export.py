@@ -69,12 +69,16 @@ def export_model(
 
 def _unshare(weights: Mapping[str, Tensor], layers_path: str, specs: Sequence[StageSpec]) -> dict[str, Tensor]:
     """Each stage's one layer, copied to the names of all of them."""
-    unshared = {name: value for name, value in weights.items() if not name.startswith(f"{layers_path}.")}
-    for spec in specs:
-        first = f"{layers_path}.{spec.first_layer}."
-        layer = {name.removeprefix(first): value for name, value in weights.items() if name.startswith(first)}
-        for index in spec.layers:
-            unshared |= {f"{layers_path}.{index}.{name}": value for name, value in layer.items()}
+    unshared = {}
+    for name, value in weights.items():
+        layer, _, suffix = name.removeprefix(f"{layers_path}.").partition(".")
+        if not name.startswith(f"{layers_path}."):
+            unshared[name] = value
+            continue
+        spec = next((spec for spec in specs if str(spec.first_layer) == layer), None)
+        if spec is None:
+            raise UserError(f"tensor {name} belongs to no stage's first layer: do stages and states belong together?")
+        unshared |= {f"{layers_path}.{index}.{suffix}": value for index in spec.layers}
     return unshared
 
 

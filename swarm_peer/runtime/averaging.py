@@ -30,6 +30,7 @@ from hivemind.dht import DHT
 from hivemind.utils.asyncio import as_aiter, azip
 
 from swarm_peer.config import AveragingSection
+from swarm_peer.errors import SwarmError
 from swarm_peer.runtime.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -202,9 +203,10 @@ class GradientAverager:
             for buffer, gradient in zip(self._buffers, gradients, strict=True):
                 buffer.copy_(gradient)
 
-    @property
-    def is_alive(self) -> bool:
-        return bool(self._process.is_alive())
+    async def watch(self) -> None:
+        """Return only by raising, when the averager's process has died."""
+        await anyio.wait_readable(self._process.sentinel)
+        raise SwarmError("the averaging process has died: start the peer again (out of memory? see the kernel's log)")
 
     def shutdown(self) -> None:
         self._process.shutdown()

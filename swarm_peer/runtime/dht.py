@@ -162,8 +162,7 @@ class SwarmDHT:
 
     async def watch(self) -> None:
         """Return only by raising, when the DHT process or its daemon has died: nothing works without it."""
-        while self.is_alive:
-            await anyio.sleep(1.0)  # a process has no event to wait for
+        await anyio.wait_readable(self.node.sentinel)
         raise SwarmError("the DHT process has died: start the peer again (out of memory? see the kernel's log)")
 
     def shutdown(self) -> None:

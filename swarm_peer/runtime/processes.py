@@ -1,4 +1,4 @@
-"""Child processes that never outlive us."""
+"""Child processes that never outlive us, and the event loop."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Make the kernel kill this process when its parent dies. To be called first thing in a child.
 
     Without it, a peer that is killed leaves its DHT, averager and libp2p daemon running, and the swarm goes on using
@@ -18,7 +25,18 @@ def die_with_parent(parent_pid: int) -> None:
     """
     if sys.platform != "linux":
         return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
+
+
+def run_loop(function: Callable[..., Any], *args: object) -> Any:
+    """Run a coroutine function in an event loop of uvloop; the first error of its task groups is raised bare."""
+    try:
+        return anyio.run(function, *args, backend_options={"use_uvloop": True})
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group

@@ -135,16 +135,49 @@ class CountsReply(Body):
     counts: SignedCounts
 
 
+Checksum = Annotated[str, Field(max_length=64)]
+
+
+class ReadyCall(Body):
+    """The caller has finished its microbatches of `step` and waits for its stage-mates to average with."""
+
+    op: Literal["ready"] = "ready"
+    manifest: Hash
+    stage: int = Field(ge=0, lt=256)
+    step: Step
+    attempt: int = Field(ge=0, lt=1000)
+    counts: SignedCounts
+
+
+class ReadyReply(Body):
+    """Attributes:
+    attempt: the round that the callee is ready for; None while it is not ready: ask again
+    lineage: digest of all updates that made its weights
+    """
+
+    attempt: int | None = Field(ge=0, lt=1000)
+    lineage: Checksum
+    counts: SignedCounts
+
+
 class VoteCall(Body):
-    """What the caller got out of an averaging round, to a stage-mate; the reply is empty."""
+    """What came of the round at the caller's; the reply says what came of it at the callee's."""
 
     op: Literal["vote"] = "vote"
     manifest: Hash
     stage: int = Field(ge=0, lt=256)
     step: Step
     attempt: int = Field(ge=0, lt=1000)
-    checksum: Annotated[str, Field(max_length=64)] | None
-    samples: Samples
+
+
+class VoteReply(Body):
+    """Attributes:
+    attempt: the round that the callee speaks of; None while it has no outcome: ask again
+    """
+
+    attempt: int | None = Field(ge=0, lt=1000)
+    checksum: Checksum | None = None
+    samples: Samples = 0
 
 
 class StateIndexCall(Body):
@@ -152,6 +185,7 @@ class StateIndexCall(Body):
 
     op: Literal["state_index"] = "state_index"
     manifest: Hash
+    min_step: Step  # a state of an earlier step is of no use to the caller; the callee waits for this one
 
 
 class StateEntry(Body):
@@ -164,6 +198,7 @@ class StateEntry(Body):
 class StateIndex(Body):
     stage: int
     step: Step
+    lineage: Checksum
     entries: tuple[StateEntry, ...] = Field(max_length=100_000)
 
 

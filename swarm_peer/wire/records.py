@@ -1,6 +1,7 @@
 """Signed records: what stands in the DHT, and the progress counts that ride on calls.
 
-A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers all of it, so no record can be passed off as one of another kind or of another run.
+A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers all of
+it, so no record can be passed off as one of another kind or of another run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from swarm_peer.wire.identity import Identity, verify
 # The manifest is the largest record: a few kilobytes of configuration.
 MAX_RECORD_BYTES = 64 * 1024
 
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Step = Annotated[int, Field(ge=0, lt=2**40)]
 Samples = Annotated[int, Field(ge=0, lt=2**40)]
@@ -72,31 +74,38 @@ class Progress(Record):
     step: Step
     samples: Samples
     claimed: Samples
-    loss_sum: Annotated[float, Field(allow_inf_nan=False)]
+    loss_sum: FiniteFloat
 
     def count(self) -> StepCount:
         return StepCount(self.samples, self.claimed, self.loss_sum)
 
 
 class StepReport(Record):
-    """A finished global step, as its stage-0 group agreed on it."""
+    """A finished global step, as its stage-0 group agreed on it. `step` counts finished steps, from 1."""
 
     kind = "report"
     step: Step
     samples: Samples
-    loss: Annotated[float, Field(allow_inf_nan=False)]
+    loss: FiniteFloat
     seconds: NonNegativeFloat
-    finished_at: NonNegativeFloat  # Unix time
-    validation_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    validation_samples: Samples = 0
+
+
+class Validation(Record):
+    """One stage-0 peer's share of the validation of the weights after `step` global steps."""
+
+    kind = "validation"
+    step: Step
+    samples: Samples
+    loss_sum: FiniteFloat
 
 
 class ProgressRecord(Record):
-    """The slow path of progress: a stage-0 peer's newest count and its last finished steps."""
+    """The slow path of progress: a stage-0 peer's newest count, its last finished steps and validations."""
 
     kind = "progress_record"
     current: Progress
     finished: tuple[StepReport, ...] = Field(max_length=64)
+    validations: tuple[Validation, ...] = Field(max_length=64)
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)

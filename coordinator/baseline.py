@@ -1,0 +1,110 @@
+"""The reference: one process trains the run's manifest without any network.
+
+It shares the model, data and optimizer code with the peers, and nothing else. The stages are chained, so clipping is by
+stage as in a swarm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from swarm_peer.config import RunManifest
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.data import SampleStream, validation_samples
+
+# The stream that the baseline reads; peers use their ids.
+STREAM_ID = "baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineStep:
+    """One global step; `step` counts finished steps, from 1. The validation is of the weights after it."""
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    validation_loss: float | None = None
+    validation_samples: int = 0
+
+
+class Baseline:
+    """All stages of a run in one process.
+
+    Args:
+        manifest: with an inline model config
+    """
+
+    def __init__(self, manifest: RunManifest, device: torch.device | str = "cpu"):
+        self._manifest = manifest
+        self.trainers = [StageTrainer(manifest, spec, device) for spec in stages_of(manifest)]
+
+    def train_step(self, microbatches: Iterable[torch.Tensor]) -> tuple[float, int]:
+        """One global step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples."""
+        loss_sum, num_samples = 0.0, 0
+        for tokens_BS in microbatches:
+            passes = []
+            hidden_BTD = None
+            for trainer in self.trainers:
+                passes.append(trainer.forward(tokens_BS, hidden_BTD))
+                hidden_BTD = passes[-1].output
+            losses_B = passes[-1].losses_B
+            assert losses_B is not None
+            loss_sum += float(losses_B.sum())
+            num_samples += len(tokens_BS)
+            grad_BTD = None
+            for trainer, forward_pass in zip(reversed(self.trainers), reversed(passes), strict=True):
+                grad_BTD = trainer.backward(forward_pass, grad_BTD)
+        for trainer in self.trainers:
+            trainer.apply(trainer.mean_gradients())
+        return loss_sum / num_samples, num_samples
+
+    def evaluate(self, samples: np.ndarray) -> float:
+        """Mean loss of samples (N, T+1), in nats per token."""
+        loss_sum = 0.0
+        for tokens_BS in torch.from_numpy(samples).split(self._manifest.training.microbatch_size):
+            value = None
+            for trainer in self.trainers:
+                value = trainer.evaluate(tokens_BS, value)
+            assert value is not None
+            loss_sum += float(value.sum())
+        return loss_sum / len(samples)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights and optimizer states of all stages."""
+        return {name: tensor for trainer in self.trainers for name, tensor in trainer.state().items()}
+
+
+def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iterator[list[torch.Tensor]]:
+    """Cut a sample stream into global batches of microbatches."""
+    training = manifest.training
+    while True:
+        batch = [next(stream) for _ in range(training.global_batch_size)]
+        yield list(torch.from_numpy(np.stack(batch)).split(training.microbatch_size))
+
+
+def run_baseline(
+    manifest: RunManifest, device: torch.device, num_steps: int, cache_dir: Path | None = None
+) -> Iterator[tuple[Baseline, BaselineStep]]:
+    """Train, yielding after each global step. `num_steps` may be less than the manifest's."""
+    training = manifest.training
+    held_out = validation_samples(manifest, training.validation_samples, cache_dir)
+    batches: Iterator[Sequence[torch.Tensor]] = microbatches_of(SampleStream(manifest, STREAM_ID, cache_dir), manifest)
+    baseline = Baseline(manifest, device)
+    for step in range(1, num_steps + 1):
+        begin = time.monotonic()
+        loss, samples = baseline.train_step(next(batches))
+        seconds = time.monotonic() - begin
+        due = training.validation_every and (step % training.validation_every == 0 or step == num_steps)
+        validation_loss = baseline.evaluate(held_out) if due else None
+        yield (
+            baseline,
+            BaselineStep(step, loss, samples, seconds, validation_loss, len(held_out) if due else 0),
+        )

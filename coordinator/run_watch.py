@@ -1,0 +1,162 @@
+"""What the coordinator makes of announcements and progress: the state of the run, and one line a global step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarm_peer.config import RunManifest
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.wire.records import ProgressRecord, StepReport
+
+# A step's line waits this long for the validation of its weights.
+VALIDATION_WAIT_S = 20.0
+
+
+def step_line(
+    step: int,
+    loss: float,
+    samples: int,
+    seconds: float,
+    sequence_length: int,
+    peers: list[int],
+    validation_loss: float | None,
+    validation_samples: int,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl: losses in nats per token, times in seconds, peers a list by stage."""
+    tokens = samples * sequence_length
+    line: dict[str, Any] = {
+        "step": step,
+        "loss": round(loss, 6),
+        "samples": samples,
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
+        "seconds": round(seconds, 4),
+        "peers": peers,
+    }
+    if validation_loss is not None:
+        line |= {"validation_loss": round(validation_loss, 6), "validation_samples": validation_samples}
+    return line
+
+
+@dataclass
+class RunWatch:
+    """Merges what stage-0 peers report. `lines` are complete, in order, one a finished step."""
+
+    manifest: RunManifest
+    view: SwarmView
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    current_samples: int = 0
+    current_step: int = 0
+    initial_validation_loss: float | None = None
+    _reports: dict[int, tuple[StepReport, list[int], float]] = field(default_factory=dict)
+    _validations: dict[int, dict[str, tuple[int, float]]] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return int(self.lines[-1]["step"]) if self.lines else 0
+
+    def peers_by_stage(self) -> list[int]:
+        return [len(self.view.serving(stage)) for stage in range(self.manifest.stages.count)]
+
+    def observe(self, view: SwarmView, progress: Mapping[str, ProgressRecord], now: float) -> list[dict[str, Any]]:
+        """Take in what the DHT says and return the lines of steps that are complete now."""
+        self.view = view
+        authors = sorted(peer.peer_id for peer in view.in_stage(0))
+        known = {author: progress[author] for author in authors if author in progress}
+        self.current_step = max((record.current.step for record in known.values()), default=self.current_step)
+        self.current_samples = sum(
+            record.current.samples for record in known.values() if record.current.step == self.current_step
+        )
+        for author, record in known.items():
+            for report in record.finished:
+                self._reports.setdefault(report.step, (report, self.peers_by_stage(), now))
+            for validation in record.validations:
+                self._validations.setdefault(validation.step, {})[author] = (validation.samples, validation.loss_sum)
+        self.initial_validation_loss = self._validation(0)[0]
+        new = []
+        while (line := self._next_line(now)) is not None:
+            new.append(line)
+            self.lines.append(line)
+        return new
+
+    def _validation(self, step: int) -> tuple[float | None, int]:
+        shares = self._validations.get(step, {}).values()
+        samples = sum(count for count, _ in shares)
+        return (sum(loss for _, loss in shares) / samples if samples else None), samples
+
+    def _next_line(self, now: float) -> dict[str, Any] | None:
+        later = [step for step in self._reports if step > self.step]
+        if not later:
+            return None
+        report, peers, seen = self._reports[min(later)]
+        loss, samples = self._validation(report.step)
+        training = self.manifest.training
+        due = training.validation_every and (
+            report.step % training.validation_every == 0 or report.step == training.steps
+        )
+        if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
+            return None
+        return step_line(
+            report.step,
+            report.loss,
+            report.samples,
+            report.seconds,
+            self.manifest.data.sequence_length,
+            peers,
+            loss,
+            samples,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What `status` shows: the run as a whole, its stages and their peers."""
+        last = self.lines[-1] if self.lines else None
+        return {
+            "name": self.manifest.name,
+            "manifest": self.manifest.hash,
+            "step": self.step,
+            "steps": self.manifest.training.steps,
+            "samples_in_step": self.current_samples,
+            "global_batch_size": self.manifest.training.global_batch_size,
+            "loss": last["loss"] if last else None,
+            "tokens_per_s": last["tokens_per_s"] if last else None,
+            "validation_loss": next(
+                (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line), None
+            ),
+            "stages": [
+                {
+                    "stage": stage,
+                    "peers": [
+                        {
+                            "peer": peer.peer_id,
+                            "state": peer.state.value,
+                            "step": peer.step,
+                            "samples_per_s": round(peer.samples_per_s, 3),
+                            "tokens_per_s": round(peer.samples_per_s * self.manifest.data.sequence_length, 1),
+                            "queue": peer.queue,
+                        }
+                        for peer in self.view.in_stage(stage)
+                    ],
+                }
+                for stage in range(self.manifest.stages.count)
+            ],
+        }
+
+
+class MetricsFile:
+    """metrics.jsonl: one line a global step, flushed at once."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("w")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,106 @@
+"""The one thread that uses the device. Backward goes before forward: it frees memory and ends microbatches."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from swarm_peer.runtime.metrics import PeerMetrics
+
+Result = TypeVar("Result")
+
+# Weight of a new measurement of the time per sample.
+_SMOOTHING = 0.1
+
+
+class Priority(IntEnum):
+    """Smaller goes first."""
+
+    STEP = 0
+    BACKWARD = 1
+    FORWARD = 2
+    EVALUATE = 3
+
+
+class ComputeThread:
+    """Runs jobs one at a time, by priority and then by age. `run` belongs to the event loop's thread."""
+
+    def __init__(self, metrics: PeerMetrics):
+        self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._metrics = metrics
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
+        self._thread.start()
+
+    async def run(self, priority: Priority, job: Callable[[], Result], num_samples: int = 0) -> Result:
+        """Run a job in the thread and return its result.
+
+        If the caller is cancelled while the job waits, it is not run; while it runs, it is finished and its result is
+        dropped, and the cancellation arrives after that: what a job has changed is never in doubt.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        turn = threading.Lock()  # whoever takes it first decides: the thread that runs the job, or its cancellation
+        self._jobs.put((priority, next(self._order), (job, num_samples, loop, future, turn)))
+        self._metrics.queue.set(self._jobs.qsize())
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not turn.acquire(blocking=False):
+                await asyncio.wait([future])
+                future.exception()  # its outcome is dropped on purpose
+            raise
+
+    @property
+    def samples_per_s(self) -> float:
+        """Measured throughput of a forward and a backward pass together; 0 before both were measured."""
+        forward, backward = self._seconds_per_sample.values()
+        return 1 / (forward + backward) if forward and backward else 0.0
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Let the job that runs finish, and end the thread."""
+        self._jobs.put((-1, next(self._order), None))
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            priority, _, item = self._jobs.get()
+            if item is None:
+                return
+            job, num_samples, loop, future, turn = item
+            if not turn.acquire(blocking=False):
+                continue
+            begin = time.perf_counter()
+            try:
+                outcome, error = job(), None
+            except Exception as caught:
+                outcome, error = None, caught
+            self._measure(Priority(priority), time.perf_counter() - begin, num_samples if error is None else 0)
+            loop.call_soon_threadsafe(_settle, future, outcome, error)
+
+    def _measure(self, priority: Priority, seconds: float, num_samples: int) -> None:
+        self._metrics.device_busy_seconds.inc(seconds)
+        self._metrics.queue.set(self._jobs.qsize())
+        if priority not in self._seconds_per_sample or not num_samples:
+            return
+        histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds
+        histogram.observe(seconds)
+        known = self._seconds_per_sample[priority]
+        new = seconds / num_samples
+        self._seconds_per_sample[priority] = known + _SMOOTHING * (new - known) if known else new
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,107 @@
+"""Who is in the swarm: announces this peer in the DHT and keeps a view of the others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from swarm_peer import __version__
+from swarm_peer.config import RunManifest
+from swarm_peer.policy.view import PeerView, SwarmView
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.wire.records import Announcement, stage_key
+
+log = logging.getLogger(__name__)
+
+# Announcements of an announcement's lifetime; one or two may be lost on the way.
+ANNOUNCEMENTS_PER_LIFETIME = 4
+# How often to look for others: quickly while nobody serves where somebody must, then at leisure.
+FAST_POLL_S = 0.5
+SLOW_POLL_S = 3.0
+
+
+class Directory:
+    """Belongs to the event loop's thread.
+
+    Args:
+        describe_self: (stage, state, step, samples/s, queue) of this peer, asked at each announcement
+    """
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        dht: SwarmDHT,
+        device: str,
+        describe_self: Callable[[], PeerView],
+        metrics: PeerMetrics,
+        changed: Signal,
+    ):
+        self._manifest = manifest
+        self._hash = manifest.hash
+        self._dht = dht
+        self._device = device
+        self._describe_self = describe_self
+        self._metrics = metrics
+        self._changed = changed
+        self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time of arrival
+        self._urgent = anyio.Event()
+        self.view = SwarmView(manifest.stages.count)
+
+    async def refresh(self, stages: Sequence[int]) -> SwarmView:
+        """Look up who announces these stages; the rest of the view stays as it was."""
+        for stage in stages:
+            found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
+            for peer_id, announcement in found.items():
+                known = self._peers.get(peer_id)
+                fits = announcement.stage == stage and stage < self._manifest.stages.count
+                if fits and (known is None or announcement.serial > known[0].serial):
+                    self._peers[peer_id] = (announcement, time.monotonic())
+        self._rebuild()
+        return self.view
+
+    def _rebuild(self) -> None:
+        oldest = time.monotonic() - self._manifest.limits.announcement_s
+        self._peers = {peer_id: entry for peer_id, entry in self._peers.items() if entry[1] >= oldest}
+        others = [a.view(peer_id) for peer_id, (a, _) in self._peers.items() if peer_id != self._dht.identity.peer_id]
+        self.view = SwarmView(self._manifest.stages.count, (*others, self._describe_self()))
+        self._changed.notify()
+
+    async def announce(self) -> None:
+        """Publish this peer's state now."""
+        me = self._describe_self()
+        self._metrics.samples_per_s.set(me.samples_per_s)
+        record = Announcement(
+            serial=time.time_ns() // 1_000_000,
+            stage=me.stage,
+            state=me.state.value,
+            step=me.step,
+            samples_per_s=me.samples_per_s,
+            queue=me.queue,
+            version=__version__,
+            device=self._device,
+        )
+        await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
+        self._rebuild()
+
+    def announce_soon(self) -> None:
+        """Have `run_announcing` publish at its next turn rather than in some seconds."""
+        self._urgent.set()
+
+    async def run_announcing(self) -> None:
+        while True:
+            await self.announce()
+            with anyio.move_on_after(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME):
+                await self._urgent.wait()
+            self._urgent = anyio.Event()
+
+    async def run_polling(self, stages: Sequence[int]) -> None:
+        """Keep the view of these stages fresh."""
+        while True:
+            await self.refresh(stages)
+            all_served = all(self.view.serving(stage) for stage in stages)
+            await anyio.sleep(SLOW_POLL_S if all_served else FAST_POLL_S)

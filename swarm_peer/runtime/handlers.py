@@ -1,0 +1,159 @@
+"""Answers the calls of other peers: checks who and what, and hands on to the part that does it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing
+from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.next_stage import HopResult, Microbatch
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.stage_group import StageGroup
+from swarm_peer.runtime.stage_runner import StageRunner
+from swarm_peer.runtime.state_transfer import StateDonor
+from swarm_peer.runtime.transport import AnyBody, Reply, check_body
+from swarm_peer.wire.codecs import encoded_bytes
+from swarm_peer.wire.messages import (
+    CountsCall,
+    CountsReply,
+    MicrobatchCall,
+    MicrobatchReply,
+    ReadyCall,
+    StateChunkCall,
+    StateIndexCall,
+    VoteCall,
+)
+
+log = logging.getLogger(__name__)
+
+
+class CallDispatcher:
+    """The CallHandler of a peer."""
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        stage: int,
+        microbatches: MicrobatchHandler,
+        group: StageGroup,
+        donor: StateDonor,
+        progress: ProgressBook,
+    ):
+        self._hash = manifest.hash
+        self._stage = stage
+        self._progress = progress
+        self._handlers: dict[str, tuple[type[Any], Callable[..., Awaitable[Reply]]]] = {
+            "microbatch": (MicrobatchCall, microbatches.handle),
+            "ready": (ReadyCall, group.handle_ready),
+            "vote": (VoteCall, group.handle_vote),
+            "counts": (CountsCall, self._handle_counts),
+            "state_index": (StateIndexCall, donor.handle_index),
+            "state_chunk": (StateChunkCall, donor.handle_chunk),
+        }
+
+    async def __call__(self, caller: str, op: str, body: dict[str, Any], tensors: Sequence[memoryview]) -> Reply:
+        known = self._handlers.get(op)
+        if known is None:
+            raise InvalidMessage(f"unknown operation {op[:40]!r}")
+        schema, handler = known
+        call = check_run(schema, body, self._hash)
+        if getattr(call, "stage", self._stage) != self._stage:
+            raise NotServing(f"this peer serves stage {self._stage}, not {call.stage}")
+        return await handler(caller, call, tensors)
+
+    async def _handle_counts(self, caller: str, call: CountsCall, tensors: Sequence[memoryview]) -> Reply:
+        self._progress.merge(call.counts)
+        return Reply(CountsReply(step=self._progress.step, counts=self._progress.signed_counts()).model_dump())
+
+
+def check_run(schema: type[AnyBody], body: dict[str, Any], manifest_hash: str) -> AnyBody:
+    """Validate a call's body and that it is meant for this run.
+
+    Raises:
+        InvalidMessage
+    """
+    call = check_body(schema, body)
+    if getattr(call, "manifest", manifest_hash) != manifest_hash:
+        raise InvalidMessage(f"call for the run with manifest {call.manifest}; this one has {manifest_hash}")
+    return call
+
+
+class MicrobatchHandler:
+    """Serves the microbatches that the stage before sends. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        hidden_size: int,
+        gate: StepGate,
+        runner: StageRunner,
+        progress: ProgressBook,
+        metrics: PeerMetrics,
+    ):
+        self._manifest = manifest
+        self._hidden_size = hidden_size
+        self._gate = gate
+        self._runner = runner
+        self._progress = progress
+        self._metrics = metrics
+        self._running: dict[bytes, asyncio.Event] = {}
+
+    async def handle(self, caller: str, call: MicrobatchCall, tensors: Sequence[memoryview]) -> Reply:
+        self._progress.merge(call.counts)
+        self._check_sizes(call, tensors)
+        microbatch = Microbatch(call.microbatch, call.step, call.mode, call.num_samples, tensors[0])
+        outcome = "failed"
+        try:
+            with anyio.fail_after(call.timeout_s):
+                result = await self._run_once(microbatch, tensors[1], anyio.current_time() + call.timeout_s)
+            outcome = "done"
+        except TimeoutError:
+            raise CallTimeout(f"not done within {call.timeout_s:.1f} s") from None
+        except Exception as error:
+            outcome = getattr(error, "code", "defect")
+            raise
+        finally:
+            self._metrics.microbatches.labels(call.mode, outcome).inc()
+        body = MicrobatchReply(
+            loss_sum=result.loss_sum,
+            samples_per_s=self._runner.samples_per_s,
+            counts=self._progress.signed_counts(),
+        )
+        return Reply(body.model_dump(), () if result.grad is None else (result.grad,))
+
+    async def _run_once(self, microbatch: Microbatch, hidden: memoryview, deadline: float) -> HopResult:
+        if microbatch.mode != "train":
+            async with self._gate.enter(microbatch.step):
+                return await self._runner.run(microbatch, hidden, deadline)
+        # The same microbatch can come again while it runs, from a caller that lost its connection.
+        while (other := self._running.get(microbatch.id)) is not None:
+            await other.wait()
+        done = self._running[microbatch.id] = asyncio.Event()
+        try:
+            async with self._gate.enter(microbatch.step):
+                self._metrics.in_flight.set(self._gate.admitted)
+                known = self._runner.counted_reply(microbatch.id)
+                return known or await self._runner.run(microbatch, hidden, deadline)
+        finally:
+            self._metrics.in_flight.set(self._gate.admitted)
+            del self._running[microbatch.id]
+            done.set()
+
+    def _check_sizes(self, call: MicrobatchCall, tensors: Sequence[memoryview]) -> None:
+        if call.num_samples > self._manifest.training.microbatch_size:
+            raise InvalidMessage(
+                f"microbatch of {call.num_samples} samples; at most {self._manifest.training.microbatch_size} go"
+            )
+        length = self._manifest.data.sequence_length
+        shape = (call.num_samples, length, self._hidden_size)
+        expected = [4 * call.num_samples * (length + 1), encoded_bytes(shape, self._manifest.wire.activations)]
+        sizes = [tensor.nbytes for tensor in tensors]
+        if sizes != expected:
+            raise InvalidMessage(f"tensors of {sizes} bytes where tokens and activations of {expected} were expected")

@@ -1,0 +1,164 @@
+"""Sends a microbatch to a peer of the next stage: chooses it, retries on others, and learns from what happens."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, PeerUnreachable, StepClosed
+from swarm_peer.policy.health import PeerHealth
+from swarm_peer.policy.routing import Router
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.transport import Reply, Transport, check_body
+from swarm_peer.wire.codecs import encoded_bytes
+from swarm_peer.wire.messages import MicrobatchCall, MicrobatchReply
+
+log = logging.getLogger(__name__)
+
+# Pause before all peers are asked again after each was busy or failed; doubled each time, with jitter.
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What travels.
+
+    Attributes:
+        id: 16 bytes, the same on every try and at every stage
+        mode: train or evaluate
+        tokens: encoded (B, T+1)
+    """
+
+    id: bytes
+    step: int
+    mode: str
+    num_samples: int
+    tokens: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class HopResult:
+    loss_sum: float
+    grad: memoryview | None  # encoded gradient (B, T, D) in training
+
+
+class NextStage:
+    """The peers of one stage, as the stage before sees them. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        stage: int,
+        manifest: RunManifest,
+        hidden_size: int,
+        transport: Transport,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+        metrics: PeerMetrics,
+        rng: random.Random,
+    ):
+        self.stage = stage
+        self._manifest = manifest
+        self._hash = manifest.hash
+        self._hidden_size = hidden_size
+        self._transport = transport
+        self._progress = progress
+        self._view = view
+        self._metrics = metrics
+        self._rng = rng
+        self._router = Router(rng)
+        self._health = PeerHealth()
+
+    @property
+    def timeout_s(self) -> float:
+        """For one try: a hop's time for this stage and for each one after it."""
+        return self._manifest.limits.hop_timeout_s * (self._manifest.stages.count - self.stage)
+
+    async def send(self, microbatch: Microbatch, hidden: memoryview, deadline: float) -> HopResult:
+        """Run a microbatch through the next stage and all that follow.
+
+        Args:
+            hidden: encoded activations (B, T, D)
+            deadline: of anyio.current_time; tries end there
+
+        Raises:
+            StepClosed: the step is over there: the microbatch belongs to a later one
+            HopFailed: no peer did it within the tries and the time
+        """
+        tried: set[str] = set()
+        failures = 0
+        backoff_s = FIRST_BACKOFF_S
+        reason = "no try was made"
+        while failures < self._manifest.limits.hop_tries:
+            remaining_s = deadline - anyio.current_time()
+            if remaining_s <= 0:
+                reason = f"out of time, last: {reason}"
+                break
+            self._router.update(self._view().serving(self.stage))
+            route = self._router.choose(microbatch.num_samples, self._health.avoided(time.monotonic()) | tried)
+            if route.peer_id is None:
+                reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
+                await anyio.sleep(min(backoff_s * (0.5 + self._rng.random()), max(remaining_s, 0)))
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+                tried.clear()
+                continue
+            try:
+                return await self._call(route.peer_id, microbatch, hidden, min(remaining_s, self.timeout_s))
+            except StepClosed:
+                raise
+            except CallError as error:
+                reason = f"{error.code}: {error}"
+                self._metrics.retries.labels(error.code).inc()
+                if error.avoid:
+                    pause_s = self._health.failed(route.peer_id, time.monotonic())
+                    log.info("peer_avoided peer=%s seconds=%.0f reason=%s", route.peer_id, pause_s, reason)
+                tried.add(route.peer_id)
+                failures += not isinstance(error, Busy)
+        raise HopFailed(f"stage {self.stage} after {failures} failed tries: {reason:.300}")
+
+    async def _call(self, peer_id: str, microbatch: Microbatch, hidden: memoryview, timeout_s: float) -> HopResult:
+        body = MicrobatchCall(
+            manifest=self._hash,
+            step=microbatch.step,
+            stage=self.stage,
+            microbatch=microbatch.id,
+            mode="train" if microbatch.mode == "train" else "evaluate",
+            num_samples=microbatch.num_samples,
+            timeout_s=timeout_s,
+            counts=self._progress.signed_counts(),
+        )
+        tensors = (microbatch.tokens, hidden)
+        deadline = anyio.current_time() + timeout_s
+        try:
+            reply = await self._transport.call(peer_id, body, tensors, timeout_s=timeout_s)
+        except PeerUnreachable:
+            # The reply may have been lost on the way. The same peer knows the id and does not count it twice; another
+            # one would. If it cannot be reached again at once, it is gone, and its share of the step with it.
+            self._metrics.retries.labels("reconnect").inc()
+            reply = await self._transport.call(
+                peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
+            )
+        result = self._check(reply, microbatch)
+        self._health.succeeded(peer_id)
+        self._router.observe(peer_id, result[1])
+        return result[0]
+
+    def _check(self, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
+        body = check_body(MicrobatchReply, reply.body)
+        self._progress.merge(body.counts)
+        if microbatch.mode != "train":
+            return HopResult(body.loss_sum, None), body.samples_per_s
+        shape = (microbatch.num_samples, self._manifest.data.sequence_length, self._hidden_size)
+        expected = encoded_bytes(shape, self._manifest.wire.gradients)
+        if len(reply.tensors) != 1 or reply.tensors[0].nbytes != expected:
+            sizes = [tensor.nbytes for tensor in reply.tensors]
+            raise InvalidMessage(f"reply with tensors of {sizes} bytes; one of {expected} is right")
+        return HopResult(body.loss_sum, reply.tensors[0]), body.samples_per_s

@@ -1,0 +1,402 @@
+"""The composition root of a peer: makes the parts, wires them, starts them and stops them in reverse order."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import torch
+
+from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.partition import StageSpec, model_costs, stage_cost, stages_of
+from swarm_peer.model.stage import StageModule
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.rebalancing import choose_stage
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
+from swarm_peer.runtime.averaging import GradientAverager
+from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.compute import ComputeThread
+from swarm_peer.runtime.data import SampleStream, load_tokenizer, validation_samples
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
+from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.next_stage import NextStage
+from swarm_peer.runtime.p2p_transport import P2PTransport
+from swarm_peer.runtime.processes import run_loop
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.source import MicrobatchSource, SampleReader
+from swarm_peer.runtime.stage_group import StageGroup
+from swarm_peer.runtime.stage_runner import StageRunner
+from swarm_peer.runtime.state_transfer import CHUNK_BYTES, StateDonor
+from swarm_peer.runtime.steps import StepLoop
+from swarm_peer.wire.codecs import encoded_bytes
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import EndRecord, ProgressRecord, end_key, progress_key
+
+log = logging.getLogger(__name__)
+
+# How long undecided newcomers wait for each other's announcements before they choose a stage.
+CHOOSING_S = 1.5
+PUBLISH_PROGRESS_S = 1.0
+LOOK_FOR_END_S = 2.0
+# What is in flight when a peer is told to stop gets this long; a spot instance has 30 s or more.
+DRAIN_S = 10.0
+# fp32 tensors of one value a parameter: weights, gradients, two of AdamW, averaging buffers.
+VALUES_PER_PARAMETER = 5
+# Hidden-sized fp32 tensors that the backward pass of one transformer layer keeps, roughly.
+KEPT_TENSORS_PER_LAYER = 24
+# The state's index and the headroom of a frame.
+FRAME_SLACK_BYTES = 16 * 2**20
+
+
+def run_peer(options: PeerOptions, counted: Callable[[int, torch.Tensor], None] | None = None) -> None:
+    """Run a peer until it is told to stop or the run ends. To be called in the main thread.
+
+    Args:
+        counted: told of each microbatch that a stage-0 peer counts: (step, tokens (B, T+1))
+
+    Raises:
+        UserError: something that the user can mend
+    """
+    metrics = PeerMetrics()
+    if options.metrics_port is not None:
+        log.info("metrics_served port=%d", serve_metrics(metrics.registry, options.metrics_port))
+    device = choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    addresses = read_addresses(options.initial_peers)
+    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
+        identity_path = options.identity_path or Path(folder) / "identity"
+        identity = Identity.load_or_create(identity_path)
+        dht = SwarmDHT.start(
+            initial_peers=addresses,
+            host_maddrs=options.host_maddrs,
+            announce_maddrs=options.announce_maddrs,
+            identity=identity,
+            identity_path=identity_path,
+            metrics=metrics,
+        )
+        log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses()))
+        try:
+            _run_in_swarm(options, addresses, device, dht, metrics, counted)
+        finally:
+            dht.shutdown()
+
+
+def _run_in_swarm(
+    options: PeerOptions,
+    addresses: list[str],
+    device: torch.device,
+    dht: SwarmDHT,
+    metrics: PeerMetrics,
+    counted: Callable[[int, torch.Tensor], None] | None,
+) -> None:
+    run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics)
+    spec = stages_of(manifest)[stage]
+    log.info("stage_chosen run=%s manifest=%s stage=%d layers=%s", run_id, manifest.hash, stage, list(spec.layers))
+    # Forked before anything computes here, and before CUDA.
+    averager = make_averager(manifest, spec, dht)
+    try:
+        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, counted)
+        run_loop(peer.run)
+    finally:
+        averager.shutdown()
+
+
+async def _choose_run_and_stage(
+    dht: SwarmDHT, options: PeerOptions, addresses: list[str], metrics: PeerMetrics
+) -> tuple[str, RunManifest, int]:
+    run_id, manifest = await find_manifest(dht, addresses, options.run_id)
+    count = manifest.stages.count
+    if options.stage != "auto":
+        if int(options.stage) >= count:
+            raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
+        return run_id, manifest, int(options.stage)
+    me = dht.identity.peer_id
+    myself = PeerView(me, UNDECIDED, PeerState.JOINING)
+    directory = Directory(manifest, dht, options.device, lambda: myself, metrics, Signal())
+    await directory.announce()
+    await anyio.sleep(CHOOSING_S)
+    view = await directory.refresh([*range(count), UNDECIDED])
+    choice = choose_stage(view, stage_costs(manifest), me)
+    log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
+    return run_id, manifest, choice.stage
+
+
+def stage_costs(manifest: RunManifest) -> list[float]:
+    """Forward FLOPs of a token in each stage."""
+    assert isinstance(manifest.model.config, dict)
+    costs = model_costs(parse_model_config(manifest.model.config), manifest.data.sequence_length)
+    return [float(stage_cost(costs, spec, manifest.model.share_layers).flops) for spec in stages_of(manifest)]
+
+
+def make_averager(manifest: RunManifest, spec: StageSpec, dht: SwarmDHT) -> GradientAverager:
+    assert isinstance(manifest.model.config, dict)
+    module = StageModule(
+        parse_model_config(manifest.model.config), spec, share_layers=manifest.model.share_layers
+    )  # on the meta device: shapes alone
+    shapes = [parameter.shape for parameter in module.parameters()]
+    return GradientAverager(shapes, dht.node, f"swarm-{manifest.hash}-stage{spec.index}", manifest.averaging)
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises UserError: no such device here. Does not initialise CUDA, because forks are still to come."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.device_count() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: no such kind of device; use cpu, cuda, cuda:N or auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: only cpu and cuda devices are supported")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices that torch can use; use cpu "
+            f"or auto, or install a CUDA build of torch and a driver for it"
+        )
+    return device
+
+
+def microbatch_capacity(manifest: RunManifest, spec: StageSpec, num_parameters: int, max_memory: int | None) -> int:
+    """Microbatches that a peer may hold at once.
+
+    Raises:
+        UserError: the stage does not fit into `max_memory` bytes
+    """
+    if max_memory is None:
+        return manifest.limits.max_in_flight
+    assert isinstance(manifest.model.config, dict)
+    hidden_size = parse_model_config(manifest.model.config).hidden_size
+    fixed = 4 * VALUES_PER_PARAMETER * num_parameters
+    hidden = 4 * manifest.training.microbatch_size * manifest.data.sequence_length * hidden_size
+    each = hidden * (2 if manifest.model.activation_checkpointing else KEPT_TENSORS_PER_LAYER) * len(spec.layers)
+    if fixed + each > max_memory:
+        raise UserError(
+            f"--max-memory {max_memory / 2**30:.1f}GiB is too little: stage {spec.index} needs about "
+            f"{(fixed + each) / 2**30:.1f} GiB; choose a smaller stage, or let it have more"
+        )
+    return min(manifest.limits.max_in_flight, (max_memory - fixed) // each)
+
+
+class Peer:
+    """One peer of one stage. The constructor builds the model; `run` does the rest."""
+
+    def __init__(
+        self,
+        run_id: str,
+        manifest: RunManifest,
+        spec: StageSpec,
+        options: PeerOptions,
+        device: torch.device,
+        dht: SwarmDHT,
+        averager: GradientAverager,
+        metrics: PeerMetrics,
+        counted: Callable[[int, torch.Tensor], None] | None,
+    ):
+        self._run_id = run_id
+        self._manifest = manifest
+        self._spec = spec
+        self._options = options
+        self._device = device
+        self._dht = dht
+        self._averager = averager
+        self._metrics = metrics
+        self._counted = counted
+        self._me = dht.identity.peer_id
+        self._state = PeerState.JOINING
+        self._changed = Signal()
+        self._stop = anyio.Event()
+        self._rng = random.Random(f"{manifest.seed} {self._me}")
+        self._trainer = StageTrainer(manifest, spec, device)
+        num_parameters = sum(parameter.numel() for parameter in self._trainer.module.parameters())
+        capacity = microbatch_capacity(manifest, spec, num_parameters, options.max_memory)
+        # Stage 0 bounds itself by its window; the gate only counts its microbatches.
+        self._gate = StepGate(10**6 if spec.is_first else capacity, self._changed)
+        self._compute = ComputeThread(metrics)
+        self._progress = ProgressBook(
+            manifest.hash, manifest.training.global_batch_size, dht.identity, metrics, self._changed
+        )
+        self._directory = Directory(manifest, dht, str(device), self._describe, metrics, self._changed)
+        metrics.stage.set(spec.index)
+
+    def _describe(self) -> PeerView:
+        return PeerView(
+            self._me,
+            self._spec.index,
+            self._state,
+            self._gate.step,
+            self._compute.samples_per_s,
+            self._gate.admitted + self._gate.held,
+        )
+
+    async def run(self) -> None:
+        """Take part in the run until a signal or the run's end."""
+        p2p = await self._dht.p2p()
+        async with (
+            P2PTransport.open(p2p, self._max_payload_bytes(), self._metrics) as transport,
+            _signals_set(self._stop),
+            anyio.create_task_group() as tasks,
+        ):
+            self._wire(transport)
+            tasks.start_soon(self._dht.watch)
+            tasks.start_soon(self._averager.watch)
+            tasks.start_soon(self._watch_event_loop)
+            tasks.start_soon(self._work)
+            await self._stop.wait()
+            await self._leave()
+            tasks.cancel_scope.cancel()
+        self._compute.stop()
+
+    def _wire(self, transport: P2PTransport) -> None:
+        """Make the parts that need the transport."""
+        manifest, spec, metrics, changed = self._manifest, self._spec, self._metrics, self._changed
+        hidden_size = self._trainer.module.config.hidden_size
+
+        def view():  # type: ignore[no-untyped-def]
+            return self._directory.view
+
+        next_stage = None
+        if not spec.is_last:
+            next_stage = NextStage(
+                spec.index + 1, manifest, hidden_size, transport, self._progress, view, metrics, self._rng
+            )
+        keep = 2 * manifest.limits.max_in_flight
+        self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
+        group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
+        donor = StateDonor(self._trainer, self._compute, lambda: group.lineage, changed, spec.index)
+        self._steps = StepLoop(
+            manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress,
+            transport, view, metrics, changed, self._rng,
+        )  # fmt: skip
+        microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
+        self._source = None
+        if spec.is_first:
+            cache = self._options.cache_dir
+            load_tokenizer(manifest.data, self._trainer.module.config.vocab_size, cache)  # complain early
+            self._source = MicrobatchSource(
+                manifest,
+                self._me,
+                SampleReader(SampleStream(manifest, self._me, cache)),
+                validation_samples(manifest, manifest.training.validation_samples, cache),
+                self._runner, self._gate, self._progress, view, metrics, changed,
+                hop_timeout_s=manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1),
+                counted=self._counted,
+            )  # fmt: skip
+        transport.serve(CallDispatcher(manifest, spec.index, microbatches, group, donor, self._progress))
+
+    async def _work(self) -> None:
+        """Join, then serve."""
+        await self._directory.refresh(range(self._manifest.stages.count))
+        donors = await self._find_donors()
+        await self._steps.join(donors)
+        self._state = PeerState.SERVING
+        log.info("serving stage=%d step=%d", self._spec.index, self._gate.step)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._directory.run_announcing)
+            tasks.start_soon(self._directory.run_polling, self._stages_of_interest())
+            tasks.start_soon(self._steps.run)
+            tasks.start_soon(self._look_for_end)
+            if self._source is not None:
+                tasks.start_soon(self._source.run)
+                tasks.start_soon(self._publish_progress)
+
+    def _stages_of_interest(self) -> list[int]:
+        """Stage-mates, the next stage, and stage 0 whose members are the authors of progress."""
+        index = self._spec.index
+        return sorted({0, index, min(index + 1, self._manifest.stages.count - 1)})
+
+    async def _find_donors(self) -> list[str]:
+        """Stage-mates to take the state from; none if the run is only beginning. Waits while the stage is lost."""
+        told = False
+        while True:
+            view = self._directory.view
+            others = [peer for peer in view.peers if peer.peer_id != self._me]
+            donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
+            step = max((peer.step for peer in others), default=0)
+            if donors or step == 0:
+                return donors
+            if not told:
+                log.error(
+                    "waiting stage=%d step=%d reason=the run is under way and no peer holds this stage's state",
+                    self._spec.index, step,
+                )  # fmt: skip
+                told = True
+            await anyio.sleep(1.0)
+            await self._directory.refresh(range(self._manifest.stages.count))
+
+    async def _publish_progress(self) -> None:
+        assert self._source is not None
+        while True:
+            record = ProgressRecord(
+                current=self._source.current,
+                finished=tuple(self._steps.reports),
+                validations=tuple(self._source.validations),
+            )
+            lifetime_s = self._manifest.limits.announcement_s
+            await self._dht.store(progress_key(self._manifest.hash), record, self._manifest.hash, lifetime_s)
+            await anyio.sleep(PUBLISH_PROGRESS_S)
+
+    async def _look_for_end(self) -> None:
+        """Stop when the coordinator says that the run is over and its model saved."""
+        while True:
+            ends = await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
+            if self._run_id in ends:
+                log.info("run_ended reason=%s", ends[self._run_id].reason)
+                self._stop.set()
+                return
+            await anyio.sleep(LOOK_FOR_END_S)
+
+    async def _leave(self) -> None:
+        """Finish what is in flight, and tell the others."""
+        self._state = PeerState.DRAINING
+        if self._source is not None:
+            self._source.stop()
+        self._gate.leave()
+        with anyio.move_on_after(DRAIN_S):
+            await self._directory.announce()
+            await self._gate.drained()
+        log.info("left stage=%d step=%d", self._spec.index, self._gate.step)
+
+    async def _watch_event_loop(self) -> None:
+        """Measure how late timers fire: whatever blocks the event loop holds up all traffic."""
+        while True:
+            begin = time.monotonic()
+            await anyio.sleep(0.5)
+            self._metrics.event_loop_lag_seconds.set(time.monotonic() - begin - 0.5)
+
+    def _max_payload_bytes(self) -> int:
+        training, hidden_size = self._manifest.training, self._trainer.module.config.hidden_size
+        shape = (training.microbatch_size, self._manifest.data.sequence_length, hidden_size)
+        return max(encoded_bytes(shape, "none"), CHUNK_BYTES) + FRAME_SLACK_BYTES
+
+
+@asynccontextmanager
+async def _signals_set(stop: anyio.Event) -> AsyncIterator[None]:
+    """SIGTERM and SIGINT set the event; a second one ends the process at once."""
+
+    async def listen() -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            async for number in received:
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                log.info("leaving reason=%s", signal.Signals(number).name)
+                stop.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listen)
+        try:
+            yield
+        finally:
+            tasks.cancel_scope.cancel()

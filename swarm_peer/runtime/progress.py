@@ -1,0 +1,95 @@
+"""How far each global step has come, as far as this peer knows: signs its own count, checks and merges others'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.ledger import StepCount, StepLedger
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import SignedCount
+from swarm_peer.wire.records import Progress, open_envelope, parse, seal
+
+# A count for a step further ahead than this is no progress but an attempt to fill our memory.
+MAX_STEPS_AHEAD = 2
+
+
+class ProgressBook:
+    """The ledger with its signatures. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, manifest_hash: str, global_batch_size: int, identity: Identity, metrics: PeerMetrics, changed: Signal
+    ):
+        self.ledger = StepLedger(global_batch_size)
+        self.step = 0  # the oldest step of interest: this peer's own
+        self.newest_step_seen = 0  # that any valid message spoke of
+        self._changed = changed
+        self._run = manifest_hash
+        self._identity = identity
+        self._metrics = metrics
+        self._signed: dict[int, dict[str, bytes]] = {}
+
+    def count_own(self, step: int, count: StepCount) -> Progress:
+        """Publish this stage-0 peer's own count on all calls and replies from now on."""
+        record = Progress(step=step, samples=count.samples, claimed=count.claimed, loss_sum=count.loss_sum)
+        if self.ledger.merge(step, self._identity.peer_id, count):
+            self._keep(step, self._identity.peer_id, seal(record, self._run, self._identity))
+        return record
+
+    def signed_counts(self) -> tuple[SignedCount, ...]:
+        """All counts of this peer's step, and of the one before for whoever has not closed it yet."""
+        return tuple(
+            (author, envelope)
+            for step in (self.step - 1, self.step)
+            for author, envelope in sorted(self._signed.get(step, {}).items())
+        )
+
+    def merge(self, counts: Iterable[SignedCount], allowed_authors: frozenset[str] | None = None) -> None:
+        """Take over what is new of the counts that came with a message.
+
+        Args:
+            allowed_authors: stage-0 peers, where they are known; counts of others are not believed
+
+        Raises:
+            InvalidMessage: a count that is malformed or not signed by its author
+        """
+        for author, envelope in counts:
+            if author == self._identity.peer_id or envelope in self._signed_values(author):
+                continue
+            if allowed_authors is not None and author not in allowed_authors:
+                self._metrics.invalid_messages.labels("count").inc()
+                continue
+            kind, run, body = open_envelope(envelope, author)
+            if kind != Progress.kind or run != self._run:
+                raise InvalidMessage(f"a {kind:.20} of run {run:.40} where a progress count was expected")
+            record = parse(Progress, body, "progress count")
+            in_reach = self.step - 1 <= record.step <= self.step + MAX_STEPS_AHEAD
+            if in_reach and self.ledger.merge(record.step, author, record.count()):
+                self._keep(record.step, author, envelope)
+
+    def enter(self, step: int) -> None:
+        """Forget what is older than the step before `step`."""
+        self.step = step
+        self.ledger.forget_before(step - 1)
+        for old in [known for known in self._signed if known < step - 1]:
+            del self._signed[old]
+        self._changed.notify()
+
+    async def wait_until_over(self, step: int) -> None:
+        """Wait until the global batch of `step` is full, or the rest of the swarm is well past it."""
+        await self._changed.wait_for(lambda: self.ledger.is_full(step) or self.newest_step_seen > step + 1)
+
+    def saw_step(self, step: int) -> None:
+        """Note that a stage-mate is in `step`."""
+        if step > self.newest_step_seen:
+            self.newest_step_seen = step
+            self._changed.notify()
+
+    def _signed_values(self, author: str) -> Iterable[bytes]:
+        return [counts[author] for counts in self._signed.values() if author in counts]
+
+    def _keep(self, step: int, author: str, envelope: bytes) -> None:
+        self._signed.setdefault(step, {})[author] = envelope
+        self._changed.notify()

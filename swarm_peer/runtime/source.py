@@ -1,0 +1,267 @@
+"""Stage 0: draws samples, keeps microbatches in flight, and counts those whose gradient came back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import Empty, Full, Queue
+
+import anyio
+import numpy as np
+import torch
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, StepClosed
+from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.window import InFlightWindow
+from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.next_stage import Microbatch
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.stage_runner import StageRunner
+from swarm_peer.wire.codecs import encode_tokens
+from swarm_peer.wire.records import Progress, Validation
+
+log = logging.getLogger(__name__)
+
+# Samples read ahead of use: reading and tokenising must not hold up the device.
+SAMPLES_AHEAD = 256
+# A microbatch that fails this often, each time after all tries of a hop, is dropped: it is itself to blame.
+MAX_LAUNCHES = 20
+# Pause before a failed microbatch is launched again; the later stages were already tried with backoff.
+RELAUNCH_PAUSE_S = 0.5
+
+
+class SampleReader:
+    """Reads an endless stream of samples in a thread of its own."""
+
+    def __init__(self, stream: Iterator[np.ndarray]):
+        self._stream = stream
+        self._samples: Queue[np.ndarray | Exception] = Queue(SAMPLES_AHEAD)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
+        self._thread.start()
+
+    async def next_samples(self, count: int) -> list[np.ndarray]:
+        """Raises whatever reading raised."""
+        try:
+            return [self._take(self._samples.get_nowait()) for _ in range(count)]
+        except Empty:
+            return await anyio.to_thread.run_sync(self._wait_for, count, abandon_on_cancel=True)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _wait_for(self, count: int) -> list[np.ndarray]:
+        return [self._take(self._samples.get()) for _ in range(count)]
+
+    @staticmethod
+    def _take(item: np.ndarray | Exception) -> np.ndarray:
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def _read(self) -> None:
+        try:
+            for sample in self._stream:
+                self._put(sample)
+                if self._stopping.is_set():
+                    return
+        except Exception as error:  # handed to the event loop, which ends the peer with it
+            self._put(error)
+
+    def _put(self, item: np.ndarray | Exception) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._samples.put(item, timeout=0.5)
+                return
+            except Full:
+                continue
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Samples that travel together, through as many launches as it takes."""
+
+    tokens_BS: torch.Tensor
+    claimed_step: int | None = None  # the step whose global batch has room reserved for it
+    launches: int = 0
+
+
+class MicrobatchSource:
+    """Belongs to the event loop's thread.
+
+    Attributes:
+        counted: hook that is told each counted batch: (step, tokens of shape (B, T+1)); for tests and ledgers
+    """
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        me: str,
+        reader: SampleReader,
+        validation: np.ndarray,
+        runner: StageRunner,
+        gate: StepGate,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+        metrics: PeerMetrics,
+        changed: Signal,
+        hop_timeout_s: float,
+        counted: Callable[[int, torch.Tensor], None] | None = None,
+    ):
+        self._manifest = manifest
+        self._me = me
+        self._reader = reader
+        self._validation = validation
+        self._runner = runner
+        self._gate = gate
+        self._progress = progress
+        self._view = view
+        self._metrics = metrics
+        self._changed = changed
+        self._timeout_s = hop_timeout_s
+        self._counted_hook = counted
+        self._window = InFlightWindow(manifest.limits.max_in_flight)
+        self._waiting: deque[_Batch] = deque()  # to be launched again
+        self._in_flight = 0
+        self._own = StepCount()
+        self._own_step = 0
+        self._validated_step = -1
+        self.current = Progress(step=0, samples=0, claimed=0, loss_sum=0.0)
+        self.validations: deque[Validation] = deque(maxlen=8)
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Launch nothing more; what is in flight is finished."""
+        self.stopping = True
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Launch microbatches until `stop`."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                await self._changed.wait_for(lambda: self.stopping or self._may_launch())
+                if self.stopping:
+                    return
+                step = self._gate.step
+                if self._validation_is_due(step):
+                    self._validated_step = step
+                    await self._validate(step)
+                    continue
+                batch = self._waiting.popleft() if self._waiting else await self._draw()
+                if step != self._gate.step:  # it ended while samples were read
+                    self._waiting.append(batch)
+                    continue
+                self._claim(batch, step)
+                self._in_flight += 1
+                self._metrics.in_flight.set(self._in_flight)
+                tasks.start_soon(self._train, batch, step)
+
+    def _may_launch(self) -> bool:
+        step = self._gate.step
+        if not self._gate.is_open:
+            return False
+        if self._validation_is_due(step):
+            return True
+        self._metrics.window.set(self._window.size())
+        if step >= self._manifest.training.steps or self._in_flight >= self._window.size():
+            return False
+        if self._waiting and self._waiting[0].claimed_step == step:
+            return not self._progress.ledger.is_full(step)
+        live = {peer.peer_id for peer in self._view().serving(0)} | {self._me}
+        return self._progress.ledger.may_launch(step, live)
+
+    async def _draw(self) -> _Batch:
+        samples = await self._reader.next_samples(self._manifest.training.microbatch_size)
+        return _Batch(torch.from_numpy(np.stack(samples)))
+
+    def _claim(self, batch: _Batch, step: int) -> None:
+        batch.launches += 1
+        if batch.claimed_step != step:
+            batch.claimed_step = step
+            self._count(step, claimed=len(batch.tokens_BS))
+
+    def _count(self, step: int, samples: int = 0, claimed: int = 0, loss_sum: float = 0.0) -> None:
+        if step > self._own_step:
+            self._own, self._own_step = StepCount(), step
+        own = self._own
+        self._own = StepCount(own.samples + samples, own.claimed + claimed, own.loss_sum + loss_sum)
+        self.current = self._progress.count_own(step, self._own)
+
+    async def _train(self, batch: _Batch, step: int) -> None:
+        begin = time.perf_counter()
+        outcome = "counted"
+        try:
+            async with self._gate.enter(step):
+                microbatch = self._microbatch(batch.tokens_BS, step, "train")
+                result = await self._runner.run(microbatch, None, anyio.current_time() + self._timeout_s)
+                self._count(step, samples=len(batch.tokens_BS), loss_sum=result.loss_sum)
+                if self._counted_hook is not None:
+                    self._counted_hook(step, batch.tokens_BS)
+            seconds = time.perf_counter() - begin
+            self._metrics.round_trip_seconds.observe(seconds)
+            if speed := self._runner.samples_per_s:
+                compute_s = len(batch.tokens_BS) / speed
+                self._window.observe(max(seconds - compute_s, 0.0), compute_s, time.monotonic())
+        except StepClosed:
+            outcome = "step_closed"
+            self._waiting.append(batch)
+        except CallError as error:
+            outcome = error.code
+            await self._launch_again(batch, error)
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.set(self._in_flight)
+            self._metrics.microbatches.labels("train", outcome).inc()
+            self._changed.notify()
+
+    async def _launch_again(self, batch: _Batch, error: CallError) -> None:
+        if batch.launches >= MAX_LAUNCHES:
+            self._metrics.lost_samples.inc(len(batch.tokens_BS))
+            log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
+            return
+        log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
+        self._waiting.append(batch)
+        await anyio.sleep(RELAUNCH_PAUSE_S)
+
+    def _microbatch(self, tokens_BS: torch.Tensor, step: int, mode: str) -> Microbatch:
+        return Microbatch(os.urandom(16), step, mode, len(tokens_BS), encode_tokens(tokens_BS))
+
+    def _validation_is_due(self, step: int) -> bool:
+        every = self._manifest.training.validation_every
+        at_end = step == self._manifest.training.steps
+        return bool(every) and step > self._validated_step and (step % every == 0 or at_end)
+
+    async def _validate(self, step: int) -> None:
+        """Compute this peer's share of the validation loss, before its training microbatches of the step."""
+        peers = sorted({peer.peer_id for peer in self._view().serving(0)} | {self._me})
+        share = torch.from_numpy(self._validation[peers.index(self._me) :: len(peers)].copy())
+        losses: list[tuple[int, float]] = []
+        room = anyio.Semaphore(self._manifest.limits.max_in_flight)
+
+        async def evaluate(tokens_BS: torch.Tensor) -> None:
+            try:
+                async with room, self._gate.enter(step):
+                    microbatch = self._microbatch(tokens_BS, step, "evaluate")
+                    result = await self._runner.run(microbatch, None, anyio.current_time() + self._timeout_s)
+                losses.append((len(tokens_BS), result.loss_sum))
+            except CallError as error:
+                # The step may end before a slow peer has done its share: the mean is then over fewer samples.
+                self._metrics.microbatches.labels("evaluate", error.code).inc()
+                log.info("validation_incomplete step=%d reason=%s", step, error)
+
+        async with anyio.create_task_group() as tasks:
+            for tokens_BS in share.split(self._manifest.training.microbatch_size):
+                tasks.start_soon(evaluate, tokens_BS)
+        if losses:
+            samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)
+            self.validations.append(Validation(step=step, samples=samples, loss_sum=loss_sum))
+        self._changed.notify()

@@ -1,0 +1,276 @@
+"""The end of a global step within one stage: wait for the stage-mates, average, and make sure that all hold the same.
+
+Three rounds of calls among stage-mates, the first and the last of them over our own transport:
+
+1. ready: each asks each of the others until it has finished its microbatches of the step too. It is the barrier, it
+   spreads the progress counts, and it finds out who is alive and who has the same weights.
+2. the averaging round, over hivemind, among those that were ready.
+3. vote: each asks each of the others what came of the round there; policy/agreement.py decides what follows.
+
+Each call is short: a callee that is not there yet says so, and is asked again. So a peer that has stalled is told from
+one that still computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import torch
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, StepClosed
+from swarm_peer.policy.agreement import Agreement, Verdict, Vote, agree
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.averaging import AveragingFailed, GradientAverager, checksum
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.transport import Reply, Transport, check_body
+from swarm_peer.wire.messages import ReadyCall, ReadyReply, VoteCall, VoteReply
+
+log = logging.getLogger(__name__)
+
+# How long a callee that is not ready keeps a call before it answers so.
+POLL_S = 2.0
+# A stage-mate that does not answer for this long beyond that has stalled, and is left out.
+STALL_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a global step ended for this peer.
+
+    Attributes:
+        verdict: COMMIT, with the gradients to apply; or RESYNC, with the peers that hold the state to download
+        lineage: digest of all updates up to this one
+        samples: samples in the gradients
+    """
+
+    verdict: Verdict
+    gradients: Sequence[torch.Tensor] = ()
+    lineage: str = ""
+    samples: int = 0
+    holders: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class _LeftBehind(Exception):
+    """Stage-mates (`holders`) are in a later step already."""
+
+    def __init__(self, holders: list[str]):
+        super().__init__(holders)
+        self.holders = holders
+
+
+class StageGroup:
+    """This peer among its stage-mates. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        stage: int,
+        transport: Transport,
+        averager: GradientAverager,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+        metrics: PeerMetrics,
+        changed: Signal,
+    ):
+        self._manifest = manifest
+        self._hash = manifest.hash
+        self._stage = stage
+        self._me = transport.peer_id
+        self._transport = transport
+        self._averager = averager
+        self._progress = progress
+        self._view = view
+        self._metrics = metrics
+        self._changed = changed
+        self._step = 0
+        self._lineage = ""
+        self._ready_attempt: int | None = None  # of this step; None while microbatches are still running
+        self._callers: set[str] = set()  # stage-mates that called while this step was going
+        self._votes: dict[int, Vote] = {}  # this peer's newest vote of this step and of the one before
+
+    @property
+    def lineage(self) -> str:
+        return self._lineage
+
+    def enter(self, step: int, lineage: str) -> None:
+        """Begin a step, with weights that `lineage` is the digest of."""
+        self._step, self._lineage = step, lineage
+        self._ready_attempt = None
+        self._callers.clear()
+        self._votes = {known: vote for known, vote in self._votes.items() if known >= step - 1}
+        self._changed.notify()
+
+    async def settle(self, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
+        """End this step together with the stage-mates.
+
+        Args:
+            gradients: this peer's means, CPU and fp32
+            samples: how many samples they are the mean of; may be 0
+        """
+        step, attempt = self._step, 0
+        while True:
+            self._ready_attempt = attempt
+            self._changed.notify()
+            try:
+                members = await self._gather_ready(attempt)
+            except _LeftBehind as behind:
+                return self._resync(behind.holders, f"{len(behind.holders)} stage-mates have left step {step}")
+            by_lineage = agree(self._me, {peer: Vote(0, reply.lineage) for peer, reply in members.items()})
+            if by_lineage.verdict is Verdict.RESYNC:
+                return self._resync(by_lineage.holders, "other stage-mates hold different weights")
+            peers = set(by_lineage.holders)
+            newest = max(reply.attempt or 0 for reply in members.values())
+            if newest > attempt:
+                attempt = newest
+                continue
+            vote, result = await self._average(gradients, samples, attempt, peers)
+            self._votes[step] = vote
+            self._changed.notify()
+            votes = await self._gather_votes(step, attempt, peers)
+            agreement = agree(self._me, votes)
+            if agreement.verdict is Verdict.COMMIT:
+                assert vote.checksum is not None
+                if len(agreement.holders) < len(votes):
+                    log.warning("round_disputed step=%d reason=%s", step, agreement.reason)
+                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, reason=agreement.reason)
+            if agreement.verdict is Verdict.RESYNC:
+                self._metrics.lost_samples.inc(samples)
+                return self._resync(agreement.holders, agreement.reason)
+            self._log_retry(agreement, step, attempt)
+            attempt += 1
+
+    def _resync(self, holders: Sequence[str], reason: str) -> Settlement:
+        log.warning("resync_needed step=%d reason=%s", self._step, reason)
+        return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
+
+    def _log_retry(self, agreement: Agreement, step: int, attempt: int) -> None:
+        log.warning("round_retried step=%d attempt=%d reason=%s", step, attempt, agreement.reason)
+
+    async def _average(
+        self, gradients: Sequence[torch.Tensor], samples: int, attempt: int, peers: set[str]
+    ) -> tuple[Vote, Sequence[torch.Tensor]]:
+        """Run one round and return this peer's vote on it, with the averages."""
+        last_try = attempt >= self._manifest.averaging.max_tries
+        if len(peers) == 1 or last_try:
+            # Alone, or averaging does not work among these peers: each offers its own gradients, and the vote takes
+            # those of the most samples for all. Work is lost then, but nobody goes on with weights of its own.
+            outcome = "alone" if len(peers) == 1 else "given_up"
+            self._metrics.averaging_rounds.labels(outcome).inc()
+            digest = await anyio.to_thread.run_sync(checksum, self._lineage, gradients)
+            return Vote(attempt, digest, samples), gradients
+        begin = time.perf_counter()
+        try:
+            averages, weights = await self._averager.average(
+                gradients, samples, step=self._step, attempt=attempt, group_size=len(peers)
+            )
+        except AveragingFailed as error:
+            self._metrics.averaging_rounds.labels("failed").inc()
+            log.warning("round_failed step=%d attempt=%d reason=%s", self._step, attempt, error)
+            return Vote(attempt, None), ()
+        self._metrics.averaging_seconds.observe(time.perf_counter() - begin)
+        if set(weights) != peers:
+            self._metrics.averaging_rounds.labels("partial").inc()
+            log.warning("round_partial step=%d expected=%d took_part=%d", self._step, len(peers), len(weights))
+            return Vote(attempt, None), ()
+        self._metrics.averaging_rounds.labels("done").inc()
+        digest = await anyio.to_thread.run_sync(checksum, self._lineage, averages)
+        return Vote(attempt, digest, round(sum(weights.values()))), averages
+
+    async def _gather_ready(self, attempt: int) -> dict[str, ReadyReply]:
+        """Who is ready for the round, this peer included. Those that do not answer are left out."""
+        members = {self._me: ReadyReply(attempt=attempt, lineage=self._lineage, counts=())}
+        ahead: list[str] = []
+        asked = {self._me}
+        while to_ask := self._stage_mates() - asked:
+            asked |= to_ask
+            async with anyio.create_task_group() as tasks:
+                for peer_id in sorted(to_ask):
+                    tasks.start_soon(self._ask_ready, peer_id, attempt, members, ahead)
+        if ahead:
+            raise _LeftBehind(sorted(ahead))
+        return members
+
+    def _stage_mates(self) -> set[str]:
+        return {peer.peer_id for peer in self._view().serving(self._stage)} | self._callers
+
+    async def _ask_ready(self, peer_id: str, attempt: int, members: dict[str, ReadyReply], ahead: list[str]) -> None:
+        while True:
+            body = ReadyCall(
+                manifest=self._hash,
+                stage=self._stage,
+                step=self._step,
+                attempt=attempt,
+                counts=self._progress.signed_counts(),
+            )
+            try:
+                reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
+                answer = check_body(ReadyReply, reply.body)
+                self._progress.merge(answer.counts)
+            except StepClosed:
+                ahead.append(peer_id)
+                return
+            except CallError as error:
+                log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
+                return
+            if answer.attempt is not None:
+                members[peer_id] = answer
+                return
+
+    async def _gather_votes(self, step: int, attempt: int, peers: set[str]) -> dict[str, Vote]:
+        votes = {self._me: self._votes[step]}
+        async with anyio.create_task_group() as tasks:
+            for peer_id in sorted(peers - {self._me}):
+                tasks.start_soon(self._ask_vote, peer_id, step, attempt, votes)
+        return votes
+
+    async def _ask_vote(self, peer_id: str, step: int, attempt: int, votes: dict[str, Vote]) -> None:
+        body = VoteCall(manifest=self._hash, stage=self._stage, step=step, attempt=attempt)
+        while True:
+            try:
+                reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
+                answer = check_body(VoteReply, reply.body)
+            except CallError as error:
+                log.info("vote_missing peer=%s reason=%s: %s", peer_id, error.code, error)
+                return
+            if answer.attempt is not None:
+                votes[peer_id] = Vote(answer.attempt, answer.checksum, answer.samples)
+                return
+
+    async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
+        self._progress.merge(call.counts)
+        self._progress.saw_step(call.step)
+        with anyio.move_on_after(POLL_S):
+            await self._changed.wait_for(lambda: call.step < self._step or self._is_ready(call))
+        if call.step < self._step:
+            raise StepClosed(f"global step {call.step} is over in this stage", self._step)
+        if call.step == self._step:
+            self._callers.add(caller)
+        attempt = self._ready_attempt if self._is_ready(call) else None
+        counts = self._progress.signed_counts()
+        return Reply(ReadyReply(attempt=attempt, lineage=self._lineage, counts=counts).model_dump())
+
+    def _is_ready(self, call: ReadyCall) -> bool:
+        return self._step == call.step and self._ready_attempt is not None and self._ready_attempt >= call.attempt
+
+    async def handle_vote(self, caller: str, call: VoteCall, tensors: Sequence[memoryview]) -> Reply:
+        def known() -> Vote | None:
+            vote = self._votes.get(call.step)
+            return vote if vote is not None and vote.attempt >= call.attempt else None
+
+        with anyio.move_on_after(POLL_S):
+            await self._changed.wait_for(lambda: known() is not None or call.step < self._step)
+        vote = known()
+        if vote is not None:
+            reply = VoteReply(attempt=vote.attempt, checksum=vote.checksum, samples=vote.samples)
+            return Reply(reply.model_dump())
+        if call.step < self._step:
+            raise StepClosed(f"global step {call.step} is over in this stage", self._step)
+        return Reply(VoteReply(attempt=None).model_dump())

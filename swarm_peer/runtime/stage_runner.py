@@ -1,0 +1,172 @@
+"""Runs a microbatch through this stage and, nested inside, through all later ones; the same for every stage."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import HopFailed, InvalidMessage
+from swarm_peer.model.training import ForwardPass, StageTrainer
+from swarm_peer.runtime.compute import ComputeThread, Priority
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.next_stage import HopResult, Microbatch, NextStage
+from swarm_peer.wire.codecs import decode, decode_tokens, encode
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What the forward job hands on: encoded activations for the next stage, or the loss of the last."""
+
+    graph: ForwardPass | None
+    hidden: memoryview | None
+    loss_sum: float
+
+
+class StageRunner:
+    """Belongs to the event loop's thread; what touches the trainer runs in the compute thread.
+
+    Args:
+        next_stage: None on the last stage
+        replies_kept: gradients of counted microbatches that are kept for callers that lost the reply
+    """
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        trainer: StageTrainer,
+        compute: ComputeThread,
+        next_stage: NextStage | None,
+        metrics: PeerMetrics,
+        replies_kept: int,
+    ):
+        assert (next_stage is None) == trainer.spec.is_last, "all stages but the last have a next one"
+        self._manifest = manifest
+        self._trainer = trainer
+        self._compute = compute
+        self._next_stage = next_stage
+        self._metrics = metrics
+        self._replies_kept = replies_kept
+        self._counted: dict[bytes, int] = {}  # microbatches in this step's accumulator: id -> samples
+        self._replies: OrderedDict[bytes, HopResult] = OrderedDict()
+
+    @property
+    def samples_per_s(self) -> float:
+        return self._compute.samples_per_s
+
+    def counted_reply(self, microbatch_id: bytes) -> HopResult | None:
+        """The result of a microbatch that this step has counted already, for a caller that asks again.
+
+        Raises:
+            HopFailed: it is counted, and its gradient is not kept any more
+        """
+        if microbatch_id not in self._counted:
+            return None
+        reply = self._replies.get(microbatch_id)
+        self._metrics.duplicates.labels("answered" if reply else "forgotten").inc()
+        if reply is None:
+            raise HopFailed("this microbatch is counted here already, and its gradient is gone")
+        return reply
+
+    def forget_step(self) -> None:
+        """To be called when the accumulator is emptied."""
+        self._counted.clear()
+        self._replies.clear()
+
+    async def run(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        """Forward here, the rest of the pipeline, backward here.
+
+        Args:
+            hidden: encoded activations of the stage before; None on stage 0
+            deadline: of anyio.current_time
+
+        Returns:
+            In training with the encoded gradient of `hidden` (None on stage 0). When it returns, the microbatch is
+            counted; when it raises, it is not.
+
+        Raises:
+            InvalidMessage: what came in is malformed or not finite
+            CallError: a later stage failed
+        """
+        if microbatch.mode != "train":
+            return await self._evaluate(microbatch, hidden, deadline)
+        passed = await self._compute.run(
+            Priority.FORWARD, lambda: self._forward(microbatch, hidden), microbatch.num_samples
+        )
+        loss_sum, grad = passed.loss_sum, None
+        if self._next_stage is not None:
+            assert passed.hidden is not None
+            result = await self._next_stage.send(microbatch, passed.hidden, deadline)
+            loss_sum, grad = result.loss_sum, result.grad
+        return await self._compute.run(
+            Priority.BACKWARD, lambda: self._backward(microbatch, passed, loss_sum, grad), microbatch.num_samples
+        )
+
+    async def _evaluate(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        passed = await self._compute.run(Priority.EVALUATE, lambda: self._forward(microbatch, hidden))
+        if self._next_stage is None:
+            return HopResult(passed.loss_sum, None)
+        assert passed.hidden is not None
+        return await self._next_stage.send(microbatch, passed.hidden, deadline)
+
+    # The rest runs in the compute thread.
+
+    def _shape(self, microbatch: Microbatch) -> tuple[int, int, int]:
+        return microbatch.num_samples, self._manifest.data.sequence_length, self._trainer.module.config.hidden_size
+
+    def _forward(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+        trainer, wire = self._trainer, self._manifest.wire
+        num_samples, length, _ = shape = self._shape(microbatch)
+        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, length + 1), trainer.module.config.vocab_size)
+        hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
+        if microbatch.mode == "train":
+            graph: ForwardPass | None = trainer.forward(tokens_BS, hidden_BTD)
+            assert graph is not None
+            output, losses_B = graph.output, graph.losses_B
+        else:
+            graph = None
+            result = trainer.evaluate(tokens_BS, hidden_BTD)
+            output, losses_B = (None, result) if trainer.spec.is_last else (result, None)
+        if losses_B is not None:
+            loss_sum = float(losses_B.sum())
+            if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
+                raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
+            return _Pass(graph, None, loss_sum)
+        assert output is not None
+        return _Pass(graph, self._encode(output, wire.activations), 0.0)
+
+    def _backward(self, microbatch: Microbatch, passed: _Pass, loss_sum: float, grad: memoryview | None) -> HopResult:
+        trainer, codec = self._trainer, self._manifest.wire.gradients
+        assert passed.graph is not None
+        grad_BTD = None if trainer.spec.is_last else self._decode_gradient(grad, self._shape(microbatch))
+        input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
+        # From here on the accumulator holds the microbatch; that it is counted must follow without fail.
+        self._counted[microbatch.id] = microbatch.num_samples
+        result = HopResult(loss_sum, None)
+        if input_grad_BTD is not None:
+            result = HopResult(loss_sum, self._encode(input_grad_BTD, codec))
+            self._replies[microbatch.id] = result
+            while len(self._replies) > self._replies_kept:
+                self._replies.popitem(last=False)
+        return result
+
+    def _decode_gradient(self, grad: memoryview | None, shape: tuple[int, int, int]) -> torch.Tensor:
+        try:
+            assert grad is not None
+            return decode(grad, shape, self._manifest.wire.gradients)
+        except InvalidMessage as error:
+            # The next stage's fault and not the caller's, who must not be blamed for it.
+            self._metrics.invalid_messages.labels("gradient").inc()
+            raise HopFailed(f"the next stage returned a gradient that cannot be used: {error}") from error
+
+    @staticmethod
+    def _encode(tensor: torch.Tensor, codec: str) -> memoryview:
+        try:
+            return encode(tensor, codec)  # type: ignore[arg-type]
+        except OverflowError as error:
+            raise HopFailed(f"what this stage computed cannot be sent: {error}") from error
