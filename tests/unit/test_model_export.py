@@ -1,0 +1,136 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model import export
+from swarm_peer.model.export import export_model
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_positions": 16,
+    "n_embd": 24,
+    "n_layer": 4,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "max_position_embeddings": 16,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "rope_theta": 500.0,
+    "torch_dtype": "bfloat16",
+}
+CLASS_NAMES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+
+
+def train(config, share_layers=False):
+    """Two stages after one step, so that there are optimizer states, too."""
+    manifest = RunManifest.model_validate(
+        {
+            "name": "test",
+            "model": {"config": config, "share_layers": share_layers},
+            "stages": {"count": 2},
+            "data": {"sequence_length": 12},
+            "training": {"steps": 3, "global_batch_size": 2, "microbatch_size": 2},
+            "optimizer": {"learning_rate": 0.01},
+        }
+    )
+    trainers = [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+    for trainer in trainers:
+        trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
+    return trainers, {name: value for trainer in trainers for name, value in trainer.state().items()}
+
+
+def sample():
+    return torch.randint(0, 61, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def stage_logits(trainers):
+    hidden = sample()
+    with torch.no_grad():
+        for trainer in trainers:
+            hidden = trainer.module.eval()(hidden)
+    return hidden
+
+
+@pytest.mark.parametrize("share_layers", [False, True])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_the_folder_loads_and_computes_the_same(config, share_layers, tmp_path):
+    trainers, tensors = train(config, share_layers)
+    specs = [trainer.spec for trainer in trainers]
+    folder = tmp_path / "new" / "model"
+    export_model(config, tensors, folder, specs=specs, share_layers=share_layers)
+
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    written = json.loads((folder / "config.json").read_text())
+    assert written["architectures"] == [CLASS_NAMES[config["model_type"]]]
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert model.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(sample()).logits, stage_logits(trainers), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("lm_head.weight"), "lacks 1 of its 39 tensors, such as lm_head.weight"),
+        (lambda tensors: tensors.update(x=torch.zeros(1)), "1 tensors are none of the model's, such as x"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)}),
+            r"lm_head.weight has shape \(2, 2\), and the config says \(61, 24\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("share_layers", [False, True])
+def test_states_that_do_not_fit_are_refused(change, message, share_layers, tmp_path):
+    trainers, tensors = train(LLAMA, share_layers)
+    change(tensors)
+    with pytest.raises(UserError, match=message):
+        export_model(LLAMA, tensors, tmp_path / "model", specs=[t.spec for t in trainers], share_layers=share_layers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_are_not_shared_are_refused(tmp_path):
+    trainers, tensors = train(LLAMA)
+    with pytest.raises(UserError, match=r"tensor model\.layers\.1\.\S+ belongs to no stage's first layer"):
+        export_model(LLAMA, tensors, tmp_path / "model", specs=[t.spec for t in trainers], share_layers=True)
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path):
+    _, tensors = train(LLAMA)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").touch()
+    with pytest.raises(UserError, match="is there already and is no empty folder: name another one"):
+        export_model(LLAMA, tensors, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["precious"]
+
+
+def test_an_empty_folder_is_used(tmp_path):
+    export_model(LLAMA, train(LLAMA)[1], tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_nothing_is_left_of_an_export_that_failed(tmp_path, monkeypatch):
+    def disk_full(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(export, "save_file", disk_full)
+    with pytest.raises(OSError, match="disk full"):
+        export_model(LLAMA, train(LLAMA)[1], tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
