@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from swarm_peer import __version__
 from swarm_peer.config import PeerOptions, describe
-from swarm_peer.errors import SwarmError, UserError
+from swarm_peer.errors import Interrupted, SwarmError, UserError
 
 app = App(name="swarm-peer", version=__version__, help_format="plaintext")
 
@@ -48,6 +48,9 @@ def run_app(application: App) -> Callable[[], None]:
             text = describe(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())
             print(f"{application.name[0]}: {text}", file=sys.stderr)
             sys.exit(2)
+        except Interrupted as error:
+            print(f"{application.name[0]}: {error}", file=sys.stderr)
+            sys.exit(130)
         except SwarmError as error:
             print(f"{application.name[0]}: {error}", file=sys.stderr)
             sys.exit(1)

@@ -2,6 +2,7 @@
 
 SwarmError
 ├── UserError               what a person typed or configured cannot work: one line, exit code 2
+├── Interrupted             a signal ended it before its work was done: exit code 130
 └── CallError               a call to another peer failed
     ├── Busy                the peer is full                    -> try another peer now
     ├── StepClosed          the peer is past this global step   -> stop: the microbatch belongs to a later step
@@ -21,6 +22,10 @@ class SwarmError(Exception):
 
 class UserError(SwarmError):
     """One line that says what is wrong, which value, and what to do."""
+
+
+class Interrupted(SwarmError):
+    """Ctrl+C or SIGTERM, where going on would have been possible."""
 
 
 class CallError(SwarmError):

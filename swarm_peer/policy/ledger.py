@@ -59,14 +59,27 @@ class StepLedger:
     def is_full(self, step: int) -> bool:
         return self.samples(step) >= self.global_batch_size
 
-    def may_launch(self, step: int, live_peers: Collection[str]) -> bool:
-        """Whether the global batch still has room for a microbatch that nobody has launched.
+    def may_claim(self, step: int, me: str, live_peers: Collection[str], num_samples: int) -> bool:
+        """Whether peer `me` may launch one more microbatch of `num_samples`.
 
-        What a peer had under way when it vanished does not come back: of peers that are not in `live_peers` only the
-        counted samples are charged, so others take over the rest.
+        The claims of others are known a little late. So that all together claim the global batch and no more, each live
+        peer has its share for itself; a faster one takes over what others leave, but for their last microbatch.
+
+        What a peer had under way when it vanished does not come back: of peers that are not live only the counted
+        samples are charged.
         """
-        charged = sum(count.claimed if peer_id in live_peers else count.samples for peer_id, count in self.counts(step))
-        return charged < self.global_batch_size
+        counts = dict(self.counts(step))
+        live = sorted({*live_peers, me})
+        charged = sum(count.claimed if peer in live else count.samples for peer, count in counts.items())
+        remaining = self.global_batch_size - charged
+        if remaining <= 0:
+            return False
+        gone = sum(count.samples for peer, count in counts.items() if peer not in live)
+        whole, left_over = divmod(-(-(self.global_batch_size - gone) // num_samples), len(live))
+        share = (whole + (live.index(me) < left_over)) * num_samples
+        if counts.get(me, StepCount()).claimed < share:
+            return True
+        return remaining > num_samples * (len(live) - 1)
 
     def forget_before(self, step: int) -> None:
         for old in [known for known in self._counts if known < step]:

@@ -160,25 +160,16 @@ def validation_samples(
 
 
 def _tokenizer_of(manifest: RunManifest, cache_dir: Path | None) -> Tokenizer:
-    return load_tokenizer(manifest.data, _vocab_size(manifest, cache_dir), cache_dir)
+    return load_tokenizer(manifest.data, _vocab_size(manifest), cache_dir)
 
 
-def _vocab_size(manifest: RunManifest, cache_dir: Path | None) -> int:
+def _vocab_size(manifest: RunManifest) -> int:
     config = manifest.model.config
     if isinstance(config, dict) and isinstance(config.get("vocab_size"), int):
         return int(config["vocab_size"])
-    from transformers import AutoConfig
+    from swarm_peer.model.architecture import parse_model_config, resolve_model_config
 
-    # As with tokenizers, a broken configuration makes transformers raise nearly anything.
-    try:
-        loaded = (
-            AutoConfig.for_model(**config)
-            if isinstance(config, dict)
-            else AutoConfig.from_pretrained(config, cache_dir=cache_dir)
-        )
-        return int(loaded.get_text_config().vocab_size)
-    except Exception as error:
-        raise UserError(f"cannot read model.config={config!r:.80}: {first_line(error)}") from error
+    return int(parse_model_config(resolve_model_config(manifest.model)).vocab_size)
 
 
 # --- from documents to samples

@@ -29,7 +29,7 @@ class Directory:
     """Belongs to the event loop's thread.
 
     Args:
-        describe_self: (stage, state, step, samples/s, queue) of this peer, asked at each announcement
+        describe_self: this peer as of now, asked at each announcement; None for one who only looks on
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Directory:
         manifest: RunManifest,
         dht: SwarmDHT,
         device: str,
-        describe_self: Callable[[], PeerView],
+        describe_self: Callable[[], PeerView] | None,
         metrics: PeerMetrics,
         changed: Signal,
     ):
@@ -67,12 +67,15 @@ class Directory:
     def _rebuild(self) -> None:
         oldest = time.monotonic() - self._manifest.limits.announcement_s
         self._peers = {peer_id: entry for peer_id, entry in self._peers.items() if entry[1] >= oldest}
-        others = [a.view(peer_id) for peer_id, (a, _) in self._peers.items() if peer_id != self._dht.identity.peer_id]
-        self.view = SwarmView(self._manifest.stages.count, (*others, self._describe_self()))
+        peers = {peer_id: announcement.view(peer_id) for peer_id, (announcement, _) in self._peers.items()}
+        if self._describe_self is not None:
+            peers[self._dht.identity.peer_id] = self._describe_self()
+        self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()))
         self._changed.notify()
 
     async def announce(self) -> None:
         """Publish this peer's state now."""
+        assert self._describe_self is not None, "an onlooker has nothing to announce"
         me = self._describe_self()
         self._metrics.samples_per_s.set(me.samples_per_s)
         record = Announcement(

@@ -23,6 +23,7 @@ from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import (
     CountsCall,
     CountsReply,
+    GreetCall,
     MicrobatchCall,
     MicrobatchReply,
     ReadyCall,
@@ -49,8 +50,10 @@ class CallDispatcher:
         self._hash = manifest.hash
         self._stage = stage
         self._progress = progress
+        self._group = group
         self._handlers: dict[str, tuple[type[Any], Callable[..., Awaitable[Reply]]]] = {
             "microbatch": (MicrobatchCall, microbatches.handle),
+            "greet": (GreetCall, self._handle_greet),
             "ready": (ReadyCall, group.handle_ready),
             "vote": (VoteCall, group.handle_vote),
             "counts": (CountsCall, self._handle_counts),
@@ -68,7 +71,11 @@ class CallDispatcher:
             raise NotServing(f"this peer serves stage {self._stage}, not {call.stage}")
         return await handler(caller, call, tensors)
 
-    async def _handle_counts(self, caller: str, call: CountsCall, tensors: Sequence[memoryview]) -> Reply:
+    async def _handle_greet(self, caller: str, call: GreetCall, tensors: Sequence[memoryview]) -> Reply:
+        self._group.welcome(caller)
+        return await self._handle_counts(caller, call, tensors)
+
+    async def _handle_counts(self, caller: str, call: CountsCall | GreetCall, tensors: Sequence[memoryview]) -> Reply:
         self._progress.merge(call.counts)
         return Reply(CountsReply(step=self._progress.step, counts=self._progress.signed_counts()).model_dump())
 

@@ -29,6 +29,7 @@ from swarm_peer.runtime.data import SampleStream, load_tokenizer, validation_sam
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
@@ -276,9 +277,10 @@ class Peer:
         self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
         group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
         donor = StateDonor(self._trainer, self._compute, lambda: group.lineage, changed, spec.index)
+        gossip = Gossip(manifest.hash, transport, self._progress)
         self._steps = StepLoop(
             manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress,
-            transport, view, metrics, changed, self._rng,
+            transport, gossip, view, metrics, changed, self._rng,
         )  # fmt: skip
         microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
         self._source = None
@@ -290,7 +292,7 @@ class Peer:
                 self._me,
                 SampleReader(SampleStream(manifest, self._me, cache)),
                 validation_samples(manifest, manifest.training.validation_samples, cache),
-                self._runner, self._gate, self._progress, view, metrics, changed,
+                self._runner, self._gate, self._progress, gossip, view, metrics, changed,
                 hop_timeout_s=manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1),
                 counted=self._counted,
             )  # fmt: skip
@@ -301,7 +303,12 @@ class Peer:
         await self._directory.refresh(range(self._manifest.stages.count))
         donors = await self._find_donors()
         await self._steps.join(donors)
+        # Stored first, looked up second: of two peers that begin at the same time, at least one sees the other.
         self._state = PeerState.SERVING
+        await self._directory.announce()
+        view = await self._directory.refresh(self._stages_of_interest())
+        mates = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
+        await self._steps.catch_up(mates)
         log.info("serving stage=%d step=%d", self._spec.index, self._gate.step)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.run_announcing)

@@ -21,6 +21,7 @@ from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.policy.window import InFlightWindow
 from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.next_stage import Microbatch
 from swarm_peer.runtime.progress import ProgressBook
@@ -37,6 +38,8 @@ SAMPLES_AHEAD = 256
 MAX_LAUNCHES = 20
 # Pause before a failed microbatch is launched again; the later stages were already tried with backoff.
 RELAUNCH_PAUSE_S = 0.5
+# Pause between exchanges of counts while others finish the step.
+IDLE_PAUSE_S = 0.1
 
 
 class SampleReader:
@@ -111,6 +114,7 @@ class MicrobatchSource:
         runner: StageRunner,
         gate: StepGate,
         progress: ProgressBook,
+        gossip: Gossip,
         view: Callable[[], SwarmView],
         metrics: PeerMetrics,
         changed: Signal,
@@ -124,6 +128,7 @@ class MicrobatchSource:
         self._runner = runner
         self._gate = gate
         self._progress = progress
+        self._gossip = gossip
         self._view = view
         self._metrics = metrics
         self._changed = changed
@@ -147,10 +152,11 @@ class MicrobatchSource:
     async def run(self) -> None:
         """Launch microbatches until `stop`."""
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell_when_idle)
             while True:
                 await self._changed.wait_for(lambda: self.stopping or self._may_launch())
                 if self.stopping:
-                    return
+                    break
                 step = self._gate.step
                 if self._validation_is_due(step):
                     self._validated_step = step
@@ -164,6 +170,21 @@ class MicrobatchSource:
                 self._in_flight += 1
                 self._metrics.in_flight.set(self._in_flight)
                 tasks.start_soon(self._train, batch, step)
+            await self._changed.wait_for(lambda: self._in_flight == 0)
+            tasks.cancel_scope.cancel()
+
+    async def _tell_when_idle(self) -> None:
+        """At the end of a step the last counts have no call to ride on: exchange them within stage 0."""
+
+        def is_idle() -> bool:
+            step = self._gate.step
+            over = step >= self._manifest.training.steps or self._progress.ledger.is_full(step)
+            return self._gate.is_open and not over and self._in_flight == 0 and not self._may_launch()
+
+        while True:
+            await self._changed.wait_for(is_idle)
+            await self._gossip.tell(peer.peer_id for peer in self._view().serving(0))
+            await anyio.sleep(IDLE_PAUSE_S)
 
     def _may_launch(self) -> bool:
         step = self._gate.step
@@ -174,10 +195,12 @@ class MicrobatchSource:
         self._metrics.window.set(self._window.size())
         if step >= self._manifest.training.steps or self._in_flight >= self._window.size():
             return False
+        if self._progress.ledger.is_full(step):
+            return False
         if self._waiting and self._waiting[0].claimed_step == step:
-            return not self._progress.ledger.is_full(step)
-        live = {peer.peer_id for peer in self._view().serving(0)} | {self._me}
-        return self._progress.ledger.may_launch(step, live)
+            return True
+        live = {peer.peer_id for peer in self._view().serving(0)}
+        return self._progress.ledger.may_claim(step, self._me, live, self._manifest.training.microbatch_size)
 
     async def _draw(self) -> _Batch:
         samples = await self._reader.next_samples(self._manifest.training.microbatch_size)
@@ -229,7 +252,8 @@ class MicrobatchSource:
             log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
             return
         log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
-        self._waiting.append(batch)
+        # To the front: its place in this global batch is reserved, that of what waits behind it is not.
+        self._waiting.appendleft(batch)
         await anyio.sleep(RELAUNCH_PAUSE_S)
 
     def _microbatch(self, tokens_BS: torch.Tensor, step: int, mode: str) -> Microbatch:

@@ -93,7 +93,7 @@ class StageGroup:
         self._step = 0
         self._lineage = ""
         self._ready_attempt: int | None = None  # of this step; None while microbatches are still running
-        self._callers: set[str] = set()  # stage-mates that called while this step was going
+        self._welcomed: dict[str, float] = {}  # stage-mates that made themselves known, with the time of it
         self._votes: dict[int, Vote] = {}  # this peer's newest vote of this step and of the one before
 
     @property
@@ -104,9 +104,12 @@ class StageGroup:
         """Begin a step, with weights that `lineage` is the digest of."""
         self._step, self._lineage = step, lineage
         self._ready_attempt = None
-        self._callers.clear()
         self._votes = {known: vote for known, vote in self._votes.items() if known >= step - 1}
         self._changed.notify()
+
+    def welcome(self, peer_id: str) -> None:
+        """Expect a stage-mate that has made itself known, until its announcement is sure to have been seen."""
+        self._welcomed[peer_id] = time.monotonic()
 
     async def settle(self, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
         """End this step together with the stage-mates.
@@ -199,7 +202,9 @@ class StageGroup:
         return members
 
     def _stage_mates(self) -> set[str]:
-        return {peer.peer_id for peer in self._view().serving(self._stage)} | self._callers
+        oldest = time.monotonic() - self._manifest.limits.announcement_s
+        self._welcomed = {peer_id: since for peer_id, since in self._welcomed.items() if since >= oldest}
+        return {peer.peer_id for peer in self._view().serving(self._stage)} | self._welcomed.keys()
 
     async def _ask_ready(self, peer_id: str, attempt: int, members: dict[str, ReadyReply], ahead: list[str]) -> None:
         while True:
@@ -252,7 +257,7 @@ class StageGroup:
         if call.step < self._step:
             raise StepClosed(f"global step {call.step} is over in this stage", self._step)
         if call.step == self._step:
-            self._callers.add(caller)
+            self.welcome(caller)
         attempt = self._ready_attempt if self._is_ready(call) else None
         counts = self._progress.signed_counts()
         return Reply(ReadyReply(attempt=attempt, lineage=self._lineage, counts=counts).model_dump())

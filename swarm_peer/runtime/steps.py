@@ -17,6 +17,7 @@ from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
@@ -24,14 +25,12 @@ from swarm_peer.runtime.stage_group import Settlement, StageGroup
 from swarm_peer.runtime.stage_runner import StageRunner
 from swarm_peer.runtime.state_transfer import StageState, StateDonor, fetch_state
 from swarm_peer.runtime.transport import Transport
-from swarm_peer.wire.messages import CountsCall
 from swarm_peer.wire.records import StepReport
 
 log = logging.getLogger(__name__)
 
 # Peers of the next stage that each peer tells of a full step; they tell their stage-mates at the barrier.
 PEERS_TOLD = 4
-COUNTS_TIMEOUT_S = 5.0
 # Pause before the state is asked for again, when no stage-mate gave it.
 RESYNC_PAUSE_S = 1.0
 
@@ -50,6 +49,7 @@ class StepLoop:
         donor: StateDonor,
         progress: ProgressBook,
         transport: Transport,
+        gossip: Gossip,
         view: Callable[[], SwarmView],
         metrics: PeerMetrics,
         changed: Signal,
@@ -65,6 +65,7 @@ class StepLoop:
         self._donor = donor
         self._progress = progress
         self._transport = transport
+        self._gossip = gossip
         self._view = view
         self._metrics = metrics
         self._changed = changed
@@ -85,6 +86,12 @@ class StepLoop:
             await self._download(donors, min_step=0)
         else:
             self._enter(0, self._hash)
+
+    async def catch_up(self, stage_mates: list[str]) -> None:
+        """Make this peer known to its stage-mates, and take over their state if they went on meanwhile."""
+        newest = await self._gossip.greet(self._stage, stage_mates)
+        if newest > self.step:
+            await self._download(stage_mates, min_step=newest)
 
     async def run(self) -> None:
         """Finish global steps until the run's last."""
@@ -167,17 +174,6 @@ class StepLoop:
 
     async def _tell_next_stage(self) -> None:
         """Spread the news of a full step: who has no more traffic would not hear of it."""
-        if self._trainer.spec.is_last:
-            return
-        peers = [peer.peer_id for peer in self._view().serving(self._stage + 1)]
-        body = CountsCall(manifest=self._hash, step=self.step, counts=self._progress.signed_counts())
-
-        async def tell(peer_id: str) -> None:
-            try:
-                await self._transport.call(peer_id, body, timeout_s=COUNTS_TIMEOUT_S)
-            except CallError as error:
-                log.info("peer_not_told peer=%s reason=%s: %s", peer_id, error.code, error)
-
-        async with anyio.create_task_group() as tasks:
-            for peer_id in self._rng.sample(peers, min(PEERS_TOLD, len(peers))):
-                tasks.start_soon(tell, peer_id)
+        if not self._trainer.spec.is_last:
+            peers = [peer.peer_id for peer in self._view().serving(self._stage + 1)]
+            await self._gossip.tell(self._rng.sample(peers, min(PEERS_TOLD, len(peers))))

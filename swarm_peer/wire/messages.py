@@ -70,7 +70,7 @@ def parse_frame(header: bytes, payload: memoryview) -> Frame:
         InvalidMessage
     """
     try:
-        fields = msgpack.unpackb(header, max_buffer_size=MAX_HEADER_BYTES, use_list=False)
+        fields = msgpack.unpackb(header, use_list=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise InvalidMessage(f"header is no msgpack: {error}") from error
     match fields:
@@ -126,6 +126,16 @@ class CountsCall(Body):
 
     op: Literal["counts"] = "counts"
     manifest: Hash
+    step: Step
+    counts: SignedCounts
+
+
+class GreetCall(Body):
+    """A stage-mate that serves from now on. The reply has the callee's step and counts."""
+
+    op: Literal["greet"] = "greet"
+    manifest: Hash
+    stage: int = Field(ge=0, lt=256)
     step: Step
     counts: SignedCounts
 

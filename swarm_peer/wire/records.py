@@ -136,7 +136,7 @@ def open_envelope(data: object, author: str) -> tuple[str, str, bytes]:
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise InvalidMessage(f"{name}: not an envelope of at most {MAX_RECORD_BYTES} bytes")
     try:
-        envelope = msgpack.unpackb(data, max_buffer_size=MAX_RECORD_BYTES)
+        envelope = msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException) as error:
         raise InvalidMessage(f"{name}: no msgpack ({error})") from error
     match envelope:
@@ -165,7 +165,7 @@ def unseal(record_type: type[AnyRecord], data: object, run: str, author: str) ->
 
 def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
     try:
-        fields = msgpack.unpackb(body, max_buffer_size=MAX_RECORD_BYTES, use_list=False)
+        fields = msgpack.unpackb(body, use_list=False)
         return model.model_validate(fields)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         detail = describe(error) if isinstance(error, ValidationError) else str(error)

@@ -1,0 +1,238 @@
+"""swarm-coordinator: parse, load, run. Heavy imports come last, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from swarm_peer import __version__
+from swarm_peer.cli import configure_logging, run_app
+from swarm_peer.config import RunManifest, load_manifest
+from swarm_peer.errors import UserError
+
+app = App(name="swarm-coordinator", version=__version__, help_format="plaintext")
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Overrides = Annotated[
+    tuple[str, ...], Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=10.")
+]
+Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+
+
+def _load(config: Path, overrides: tuple[str, ...], steps: int | None, cache_dir: Path | None) -> RunManifest:
+    from coordinator.service import resolve_manifest
+
+    if steps is not None:
+        overrides = (*overrides, f"training.steps={steps}")
+    return resolve_manifest(load_manifest(config, overrides), cache_dir)
+
+
+@app.command
+def serve(
+    config: Path,
+    *,
+    output: Path | None = None,
+    host_maddrs: Addresses = ("/ip4/0.0.0.0/tcp/31337",),
+    announce_maddrs: Addresses = (),
+    initial_peers: Addresses = (),
+    identity_path: Path | None = None,
+    address_file: Path | None = None,
+    metrics_port: int | None = None,
+    cache_dir: Path | None = None,
+    set_: Overrides = (),
+    log_level: LogLevel = "info",
+) -> None:
+    """Begin a run, or carry on with it: publish its manifest, watch it, save its model at the end.
+
+    Parameters
+    ----------
+    config
+        The run's YAML file.
+    output
+        Folder of metrics.jsonl, the run's key and the model; runs/NAME if not given.
+    host_maddrs
+        Multiaddresses to listen on.
+    announce_maddrs
+        Multiaddresses that peers shall dial, where they differ.
+    initial_peers
+        Peers of this run, to carry on with it from another machine.
+    identity_path
+        The run's key, made if missing; OUTPUT/identity if not given. Who holds it directs the run.
+    address_file
+        File to write this coordinator's addresses to.
+    metrics_port
+        Port for Prometheus; 0 takes a free one; none if not given.
+    cache_dir
+        Where tokenizers are cached.
+    """
+    configure_logging(log_level)
+    from coordinator.serve import run_serve
+
+    manifest = _load(config, set_, None, cache_dir)
+    output = output or Path("runs") / manifest.name
+    run_serve(
+        manifest,
+        output=output,
+        host_maddrs=host_maddrs,
+        announce_maddrs=announce_maddrs,
+        initial_peers=initial_peers,
+        identity_path=identity_path or output / "identity",
+        address_file=address_file,
+        metrics_port=metrics_port,
+    )
+
+
+@app.command
+def local(
+    config: Path,
+    *,
+    peers: str,
+    output: Path,
+    steps: int | None = None,
+    device: str = "cpu",
+    cache_dir: Path | None = None,
+    sample: int = 0,
+    set_: Overrides = (),
+    log_level: LogLevel = "warning",
+) -> None:
+    """Run coordinator and peers on this machine, until the run has its steps and its model is saved.
+
+    Parameters
+    ----------
+    config
+        The run's YAML file.
+    peers
+        Peers of each stage, such as 2,2.
+    output
+        Folder of metrics.jsonl, the peers' logs and the model.
+    steps
+        Global steps, if other than in the file.
+    device
+        Device of the peers.
+    cache_dir
+        Where datasets and tokenizers are cached.
+    sample
+        Tokens to generate with the model at the end.
+    """
+    configure_logging(log_level)
+    from coordinator.local import run_local
+    from swarm_peer.runtime.data import validation_samples
+
+    try:
+        peers_by_stage = [int(number) for number in peers.split(",")]
+    except ValueError as error:
+        raise UserError(f"--peers {peers}: expected a number for each stage, such as 2,2") from error
+    manifest = _load(config, set_, steps, cache_dir)
+    validation_samples(manifest, 1, cache_dir)  # complains here rather than in a peer's log
+    service = run_local(manifest, peers_by_stage, output, device, cache_dir)
+    _print_result(service.manifest, service.watch.summary(), service.model_folder, sample, cache_dir)
+
+
+def _print_result(
+    manifest: RunManifest, summary: dict[str, Any], model_folder: Path, sample: int, cache_dir: Path | None
+) -> None:
+    validation = summary["validation_loss"]
+    text = f", validation loss {validation:.4f} nats per token" if validation is not None else ""
+    print(f"{summary['step']} global steps done: loss {summary['loss']:.4f}{text}")
+    if sample:
+        from coordinator.sampling import generate
+
+        print(f"\nThe model writes:\n{generate(manifest, model_folder, sample, cache_dir)}\n")
+    print(f"Hugging Face checkpoint: {model_folder}")
+
+
+@app.command
+def status(
+    *, initial_peers: Addresses, run_id: str | None = None, json_: Annotated[bool, Parameter(name="--json")] = False
+) -> None:
+    """Show stages, peers, step, loss and throughput of a live run.
+
+    Parameters
+    ----------
+    initial_peers
+        Addresses of any peers of the run.
+    run_id
+        Which run, where the addresses lead to several.
+    json_
+        Print JSON.
+    """
+    configure_logging("warning")
+    from coordinator.serve import look_at_run
+
+    summary = look_at_run(initial_peers, run_id)
+    if json_:
+        print(json.dumps(summary))
+        return
+    from rich.console import Console
+
+    from coordinator.live import summary_table
+
+    Console().print(summary_table(f"run {summary['name']}", summary))
+
+
+@app.command
+def baseline(
+    config: Path,
+    *,
+    output: Path,
+    steps: int | None = None,
+    device: str = "auto",
+    cache_dir: Path | None = None,
+    threads: int | None = None,
+    set_: Overrides = (),
+) -> None:
+    """Train the same manifest in this one process without any network: the reference for every claim.
+
+    Parameters
+    ----------
+    config
+        The run's YAML file.
+    output
+        Folder of metrics.jsonl and the model.
+    steps
+        Global steps, if other than in the file.
+    device
+        cpu, cuda, cuda:N, or auto.
+    cache_dir
+        Where datasets and tokenizers are cached.
+    threads
+        CPU threads; torch's choice if not given.
+    """
+    configure_logging("warning")
+    import torch
+
+    from coordinator.baseline import run_baseline
+    from coordinator.run_watch import MetricsFile, step_line
+    from swarm_peer.model.export import export_model
+    from swarm_peer.model.partition import stages_of
+    from swarm_peer.runtime.peer import choose_device
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    manifest = _load(config, set_, steps, cache_dir)
+    if (output / "model").exists():
+        raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
+    metrics = MetricsFile(output)
+    try:
+        for trained, step in run_baseline(manifest, choose_device(device), manifest.training.steps, cache_dir):
+            length = manifest.data.sequence_length
+            line = step_line(
+                step.step, step.loss, step.samples, step.seconds, length, [1] * manifest.stages.count,
+                step.validation_loss, step.validation_samples,
+            )  # fmt: skip
+            metrics.write(line)
+            print(json.dumps(line), flush=True)
+    finally:
+        metrics.close()
+    assert isinstance(manifest.model.config, dict)
+    specs, shared = stages_of(manifest), manifest.model.share_layers
+    export_model(manifest.model.config, trained.state(), output / "model", specs=specs, share_layers=shared)
+
+
+run = run_app(app)
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,157 @@
+"""A whole run on this machine: the coordinator here, its peers as processes of their own, over real libp2p."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from coordinator.live import LiveView
+from coordinator.service import RunService
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import Interrupted, SwarmError, UserError
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.processes import die_with_parent, run_loop
+from swarm_peer.wire.identity import Identity
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+# A peer that is told to go finishes what is in flight (10 s) and stops its processes.
+LEAVE_TIMEOUT_S = 25.0
+WATCH_PROCESSES_S = 0.5
+
+
+@dataclass(frozen=True)
+class LocalPeer:
+    name: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    def last_words(self) -> str:
+        """The last line of its log that says something."""
+        lines = [line for line in self.log_file.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else "(no output)"
+
+
+def run_local(
+    manifest: RunManifest, peers_by_stage: Sequence[int], output: Path, device: str, cache_dir: Path | None
+) -> RunService:
+    """Run coordinator and peers until the run has its steps and its model is saved.
+
+    Raises:
+        UserError: cannot work as asked
+        SwarmError: a peer died, or the model could not be saved
+    """
+    if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
+        raise UserError(
+            f"--peers {','.join(map(str, peers_by_stage))}: the run has {manifest.stages.count} stages; name as many "
+            f"numbers of at least 1, such as {','.join(['2'] * manifest.stages.count)}"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
+        identity = Identity.load_or_create(Path(folder) / "identity")
+        dht = SwarmDHT.start(
+            initial_peers=(),
+            host_maddrs=(LOOPBACK,),
+            announce_maddrs=(),
+            identity=identity,
+            identity_path=Path(folder) / "identity",
+            metrics=PeerMetrics(),
+        )
+        try:
+            with LiveView(f"run {manifest.name}", manifest.training.steps) as live:
+                service = RunService(manifest, dht, output, live.update)
+                with _peers_running(dht.addresses(), peers_by_stage, output, device, cache_dir) as peers:
+                    run_loop(_watch, service, peers)
+        finally:
+            dht.shutdown()
+    return service
+
+
+async def _watch(service: RunService, peers: Sequence[LocalPeer]) -> None:
+    async def watch_processes() -> None:
+        while True:
+            for peer in peers:
+                if peer.process.poll() is not None:
+                    raise SwarmError(
+                        f"peer {peer.name} ended with code {peer.process.returncode}: {peer.last_words()} (see "
+                        f"{peer.log_file})"
+                    )
+            await anyio.sleep(WATCH_PROCESSES_S)
+
+    async def interrupt() -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                raise Interrupted("interrupted: the peers were told to leave")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch_processes)
+        tasks.start_soon(interrupt)
+        await service.run()
+        tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def _peers_running(
+    addresses: Sequence[str], peers_by_stage: Sequence[int], output: Path, device: str, cache_dir: Path | None
+) -> Iterator[list[LocalPeer]]:
+    """Start the peers; on leaving, have all of them go, by force if they do not."""
+    threads = max(1, (os.cpu_count() or 1) // sum(peers_by_stage))
+    logs = output / "logs"
+    logs.mkdir(exist_ok=True)
+    peers: list[LocalPeer] = []
+    try:
+        for stage, count in enumerate(peers_by_stage):
+            for number in range(count):
+                name = f"{stage}.{number}"
+                command = [
+                    *(sys.executable, "-m", "swarm_peer.cli", "--stage", str(stage), "--device", device),
+                    *("--host-maddrs", LOOPBACK, "--threads", str(threads)),
+                    *(("--cache-dir", str(cache_dir)) if cache_dir else ()),
+                    *("--initial-peers", *addresses),
+                ]
+                peers.append(_start_peer(name, command, logs / f"peer-{name}.log", threads))
+        yield peers
+    finally:
+        _stop_peers(peers)
+
+
+def _start_peer(name: str, command: Sequence[str], log_file: Path, threads: int) -> LocalPeer:
+    parent = os.getpid()
+    with log_file.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            # Idle OpenMP threads must not spin: several peers share the cores.
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"},
+            # Ctrl+C goes to this process alone, which then sees to the peers.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )
+    return LocalPeer(name, process, log_file)
+
+
+def _stop_peers(peers: Sequence[LocalPeer]) -> None:
+    running = [peer for peer in peers if peer.process.poll() is None]
+    for peer in running:
+        peer.process.terminate()
+    for peer in running:
+        try:
+            peer.process.wait(LEAVE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            log.warning("peer_killed peer=%s reason=it did not leave within %.0f s", peer.name, LEAVE_TIMEOUT_S)
+            peer.process.kill()
+            peer.process.wait()

@@ -1,0 +1,126 @@
+"""`serve` and `status`: a coordinator for peers on other machines, and a look at a run from outside."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from coordinator.live import LiveView
+from coordinator.run_watch import RunWatch
+from coordinator.service import RunService, join_command, observe
+from swarm_peer.config import RunManifest
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.processes import run_loop
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.wire.identity import Identity
+
+log = logging.getLogger(__name__)
+
+# Peers look for the end every few seconds, and find it in the DHT only while somebody keeps it there.
+LINGER_S = 15.0
+
+
+def run_serve(
+    manifest: RunManifest,
+    *,
+    output: Path,
+    host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str],
+    initial_peers: Sequence[str],
+    identity_path: Path,
+    address_file: Path | None,
+    metrics_port: int | None,
+) -> None:
+    """Coordinate a run until its end or a signal. Training goes on without us.
+
+    Raises:
+        UserError: something that the user can mend
+    """
+    identity = Identity.load_or_create(identity_path)
+    dht = SwarmDHT.start(
+        initial_peers=read_addresses(initial_peers),
+        host_maddrs=host_maddrs,
+        announce_maddrs=announce_maddrs,
+        identity=identity,
+        identity_path=identity_path,
+        metrics=PeerMetrics(),
+    )
+    try:
+        addresses = dht.addresses()
+        print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
+        print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
+        with LiveView(f"run {manifest.name}", manifest.training.steps) as live:
+            service = RunService(manifest, dht, output, live.update)
+            if metrics_port is not None:
+                log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))
+            if address_file is not None:
+                _write_atomically(address_file, "\n".join(addresses) + "\n")
+            run_loop(_serve, service)
+    finally:
+        dht.shutdown()
+
+
+async def _serve(service: RunService) -> None:
+    async def stop_on_signal() -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("leaving reason=%s", signal.Signals(number).name)
+                tasks.cancel_scope.cancel()
+                return
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stop_on_signal)
+        await service.run()
+        await service.end("the run has reached its steps, and its model is saved")
+        print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
+        await anyio.sleep(LINGER_S)
+        tasks.cancel_scope.cancel()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def look_at_run(initial_peers: Sequence[str], run_id: str | None) -> dict[str, Any]:
+    """The summary of a live run.
+
+    Raises:
+        UserError: nobody answers, or there is no such run
+    """
+    addresses = read_addresses(initial_peers)
+    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
+        identity = Identity.load_or_create(Path(folder) / "identity")
+        dht = SwarmDHT.start(
+            initial_peers=addresses,
+            host_maddrs=("/ip4/0.0.0.0/tcp/0",),
+            announce_maddrs=(),
+            identity=identity,
+            identity_path=Path(folder) / "identity",
+            metrics=PeerMetrics(),
+        )
+        try:
+            return run_loop(_look, dht, addresses, run_id)
+        finally:
+            dht.shutdown()
+
+
+async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> dict[str, Any]:
+    _, manifest = await find_manifest(dht, addresses, run_id)
+    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+    watch = RunWatch(manifest, SwarmView(manifest.stages.count))
+    await observe(dht, directory, watch)
+    return watch.summary()
