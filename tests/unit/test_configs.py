@@ -1,0 +1,163 @@
+"""Every shipped configuration loads and can be cut; every message of config.py says where, what and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from swarm_peer.config import PeerOptions, RunManifest, describe, load_manifest
+from swarm_peer.errors import UserError
+
+CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
+DEMO = next(path for path in CONFIGS if path.stem == "demo")
+
+
+def num_parameters(manifest: RunManifest) -> list[int]:
+    """Of each stage, counted on modules without memory."""
+    from swarm_peer.model.architecture import parse_model_config
+    from swarm_peer.model.partition import stages_of
+    from swarm_peer.model.stage import StageModule
+
+    config = parse_model_config(manifest.model.config)
+    return [
+        sum(parameter.numel() for parameter in module.parameters())
+        for module in (
+            StageModule(config, spec, share_layers=manifest.model.share_layers) for spec in stages_of(manifest)
+        )
+    ]
+
+
+def test_there_are_configs() -> None:
+    assert {path.stem for path in CONFIGS} >= {"demo", "gpt2-124m", "llama", "swarm-1b-shared"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_shipped_config_loads_and_can_be_cut(path: Path) -> None:
+    manifest = load_manifest(path)
+    assert RunManifest.model_validate_json(manifest.canonical_json()) == manifest
+    assert all(num_parameters(manifest))
+    config = manifest.model.config
+    assert isinstance(config, dict)
+    dropouts = [value for key, value in config.items() if key.endswith(("pdrop", "dropout"))]
+    assert dropouts == [0.0] * (3 if config["model_type"] == "gpt2" else 0)
+
+
+@pytest.mark.parametrize(
+    ("stem", "millions"), [("demo", 1.9), ("gpt2-124m", 163.1), ("llama", 162.8), ("swarm-1b-shared", 1024.6)]
+)
+def test_the_parameters_are_as_many_as_the_comments_say(stem: str, millions: float) -> None:
+    manifest = load_manifest(DEMO.with_stem(stem))
+    assert sum(num_parameters(manifest)) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+# --- messages
+
+
+def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    content = yaml.safe_load(DEMO.read_text())
+    change(content)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stages.layers=[4]", "stages: layers=[4] must name 2 numbers of at least 1, one for each stage: correct it"),
+        ("stages.layers=[4,0]", "stages: layers=[4, 0] must name 2 numbers of at least 1"),
+        ("stages.count=0", "stages.count: Input should be greater than or equal to 1 (got 0)"),
+        ("data.dataset=text", "data: dataset='text' needs files: name at least one file or glob pattern"),
+        ("data.files=[a.txt]", "data: files belong to dataset text, json or parquet, not to 'embedded': leave one out"),
+        ("data.sequence_length=1", "data.sequence_length: Input should be greater than or equal to 2 (got 1)"),
+        (
+            "training.microbatch_size=7",
+            "training: global_batch_size=64 is not a multiple of microbatch_size=7: change one of them",
+        ),
+        ("training.max_grad_norm=0", "training.max_grad_norm: Input should be greater than 0 (got 0)"),
+        (
+            "schedule.warmup_steps=1000000",
+            "manifest: schedule.warmup_steps=1000000 is more than training.steps=300: lower it",
+        ),
+        ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd' or 'adamw_8bit' (got 'adam')"),
+        ("optimizer.lr=0.1", "optimizer.lr: unknown key: remove it or correct its spelling"),
+        ("wire.activations=int4", "wire.activations: Input should be 'none', 'fp16', 'bf16' or 'blockwise_8bit' (got"),
+        ("name=Not A Name", "name: String should match pattern"),
+        ("seed=-1", "seed: Input should be greater than or equal to 0 (got -1)"),
+        ("speed=1", "speed: unknown key: remove it or correct its spelling"),
+        ("training.steps", "--set 'training.steps': expected KEY=VALUE, such as training.steps=100"),
+        ("name.first=x", "--set 'name.first=x': 'name' is no section"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_one_line(setting: str, message: str) -> None:
+    overrides = ("training.steps=300", "training.global_batch_size=64", "stages.count=2", setting)
+    with pytest.raises(UserError) as caught:
+        load_manifest(DEMO, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, lambda content: content["training"].pop("steps"))
+    with pytest.raises(UserError, match=r"run\.yaml: training\.steps: missing: add it$"):
+        load_manifest(path)
+
+
+def test_several_errors_are_told_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, lambda content: (content.pop("optimizer"), content.update(speed=1)))
+    with pytest.raises(UserError, match=r"optimizer: missing: add it; speed: unknown key"):
+        load_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: [", "is no valid YAML"),
+        ("just words", "expected a mapping of sections"),
+        ("", "expected a mapping of sections"),
+        (None, "cannot read the run's configuration .*No such file.*check the path"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_manifest(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_replace_and_add() -> None:
+    manifest = load_manifest(DEMO, ("training.steps=1000", "limits.hop_tries=2", "model.config.n_layer=8"))
+    assert (manifest.training.steps, manifest.limits.hop_tries) == (1000, 2)
+    assert isinstance(manifest.model.config, dict)
+    assert manifest.model.config["n_layer"] == 8
+
+
+def test_the_hash_depends_on_every_value_and_on_nothing_else(tmp_path: Path) -> None:
+    hashes = {load_manifest(DEMO, (setting,)).hash for setting in ("seed=0", "seed=1", "training.microbatch_size=4")}
+    assert len(hashes) == 3
+    reordered = write(tmp_path, lambda content: content.update(optimizer=content.pop("optimizer")))
+    assert load_manifest(reordered).hash == load_manifest(DEMO).hash
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": "first"}, "stage: stage='first' is neither a number nor auto (got 'first')"),
+        ({"initial_peers": ()}, "initial_peers: Tuple should have at least 1 item"),
+        ({"metrics_port": 70000}, "metrics_port: Input should be less than or equal to 65535 (got 70000)"),
+        ({"max_memory": "much"}, "max_memory: could not parse value and unit from byte string (got 'much')"),
+        ({"port": 1}, "port: unknown key: remove it or correct its spelling"),
+    ],
+)
+def test_options_of_a_peer_that_cannot_work_are_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        PeerOptions.model_validate({"initial_peers": ("/ip4/127.0.0.1/tcp/1",), **options})
+    assert message in describe(caught.value)
+    assert "\n" not in describe(caught.value)
