@@ -72,7 +72,7 @@ def run_local(
         try:
             with LiveView(f"run {manifest.name}", manifest.training.steps) as live:
                 service = RunService(manifest, dht, output, live.update)
-                with _peers_running(dht.addresses(), peers_by_stage, output, device, cache_dir) as peers:
+                with peers_running(dht.addresses(), peers_by_stage, output, device, cache_dir) as peers:
                     run_loop(_watch, service, peers)
         finally:
             dht.shutdown()
@@ -103,20 +103,29 @@ async def _watch(service: RunService, peers: Sequence[LocalPeer]) -> None:
 
 
 @contextmanager
-def _peers_running(
-    addresses: Sequence[str], peers_by_stage: Sequence[int], output: Path, device: str, cache_dir: Path | None
+def peers_running(
+    addresses: Sequence[str],
+    peers_by_stage: Sequence[int],
+    output: Path,
+    device: str = "cpu",
+    cache_dir: Path | None = None,
+    program: Sequence[str] = (sys.executable, "-m", "swarm_peer.cli"),
 ) -> Iterator[list[LocalPeer]]:
-    """Start the peers; on leaving, have all of them go, by force if they do not."""
+    """Start the peers; on leaving, have all of them go, by force if they do not.
+
+    Args:
+        program: command that takes the options of swarm-peer
+    """
     threads = max(1, (os.cpu_count() or 1) // sum(peers_by_stage))
     logs = output / "logs"
-    logs.mkdir(exist_ok=True)
+    logs.mkdir(parents=True, exist_ok=True)
     peers: list[LocalPeer] = []
     try:
         for stage, count in enumerate(peers_by_stage):
             for number in range(count):
                 name = f"{stage}.{number}"
                 command = [
-                    *(sys.executable, "-m", "swarm_peer.cli", "--stage", str(stage), "--device", device),
+                    *(*program, "--stage", str(stage), "--device", device),
                     *("--host-maddrs", LOOPBACK, "--threads", str(threads)),
                     *(("--cache-dir", str(cache_dir)) if cache_dir else ()),
                     *("--initial-peers", *addresses),

@@ -158,7 +158,6 @@ class P2PTransport(Transport):
         """
         async with anyio.create_task_group() as tasks:
             transport = cls(p2p, max_payload_bytes, metrics, tasks)
-            await p2p.add_binary_stream_handler(PROTOCOL, transport._accept)
             try:
                 yield transport
             finally:
@@ -166,8 +165,9 @@ class P2PTransport(Transport):
                 for stream in [*transport._streams, *(c.stream for c in transport._connections.values())]:
                     stream.close()
 
-    def serve(self, handler: CallHandler) -> None:
+    async def serve(self, handler: CallHandler) -> None:
         self._handler = handler
+        await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
 
     async def call(self, peer_id: str, body: Body, tensors: Sequence[memoryview] = (), *, timeout_s: float) -> Reply:
         try:
@@ -246,8 +246,7 @@ class P2PTransport(Transport):
 
     async def _run_handler(self, caller: str, frame: Frame) -> Frame:
         try:
-            if self._handler is None:
-                raise CallError("not ready yet")
+            assert self._handler is not None, "streams come in only after serve()"
             reply = await self._handler(caller, frame.op, frame.body or {}, frame.tensors)
             return Frame(FrameType.REPLY, frame.call_id, "", reply.body, reply.tensors)
         except CallError as error:

@@ -250,7 +250,7 @@ class Peer:
             _signals_set(self._stop),
             anyio.create_task_group() as tasks,
         ):
-            self._wire(transport)
+            await transport.serve(self._wire(transport))
             tasks.start_soon(self._dht.watch)
             tasks.start_soon(self._averager.watch)
             tasks.start_soon(self._watch_event_loop)
@@ -260,8 +260,8 @@ class Peer:
             tasks.cancel_scope.cancel()
         self._compute.stop()
 
-    def _wire(self, transport: P2PTransport) -> None:
-        """Make the parts that need the transport."""
+    def _wire(self, transport: P2PTransport) -> CallDispatcher:
+        """Make the parts that need the transport; returns what answers its calls."""
         manifest, spec, metrics, changed = self._manifest, self._spec, self._metrics, self._changed
         hidden_size = self._trainer.module.config.hidden_size
 
@@ -296,7 +296,7 @@ class Peer:
                 hop_timeout_s=manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1),
                 counted=self._counted,
             )  # fmt: skip
-        transport.serve(CallDispatcher(manifest, spec.index, microbatches, group, donor, self._progress))
+        return CallDispatcher(manifest, spec.index, microbatches, group, donor, self._progress)
 
     async def _work(self) -> None:
         """Join, then serve."""

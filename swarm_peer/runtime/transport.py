@@ -48,8 +48,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def serve(self, handler: CallHandler) -> None:
-        """Answer calls from now on."""
+    async def serve(self, handler: CallHandler) -> None:
+        """Answer calls from now on; once."""
 
 
 def check_body(model: type[AnyBody], fields: dict[str, Any] | None) -> AnyBody:

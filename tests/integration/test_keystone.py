@@ -1,0 +1,85 @@
+"""The project's conscience: a swarm of any shape gives the same updates as one process fed the same samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm import GPT2, LLAMA, SwarmRun, run_swarm, tiny_manifest
+
+from coordinator.baseline import Baseline
+from swarm_peer.config import RunManifest
+
+pytestmark = pytest.mark.timeout(150)
+
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def check_counts(run: SwarmRun, manifest: RunManifest) -> None:
+    """Every global batch is full, its samples are new ones, and what stage 0 counted is what was reported."""
+    steps = manifest.training.steps
+    assert sorted(run.counted) == list(range(steps))
+    assert [line["step"] for line in run.lines] == list(range(1, steps + 1))
+    seen = set()
+    for step in range(steps):
+        samples = [tuple(sample.tolist()) for tokens_BS in run.counted[step] for sample in tokens_BS]
+        assert len(samples) >= manifest.training.global_batch_size
+        assert len(samples) == run.lines[step]["samples"]
+        assert seen.isdisjoint(samples), "a sample was counted twice"
+        seen.update(samples)
+
+
+def check_stage_mates(run: SwarmRun) -> None:
+    """All peers of a stage hold bitwise the same state."""
+    for states in run.states:
+        first = states[0]
+        for other in states[1:]:
+            assert (other.step, other.lineage) == (first.step, first.lineage)
+            assert other.tensors.keys() == first.tensors.keys()
+            assert all(torch.equal(other.tensors[name], tensor) for name, tensor in first.tensors.items())
+
+
+def check_nothing_lost(run: SwarmRun) -> None:
+    logs = run.logs()
+    for event in ("samples_differ", "round_failed", "round_partial", "resync_needed", "microbatch_dropped"):
+        assert event not in logs, f"{event} in a run without faults:\n{logs[-3000:]}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_peers", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_weights_equal_the_single_process(family: str, num_stages: int, num_peers: int, tmp_path: Path) -> None:
+    manifest = tiny_manifest(model={"config": FAMILIES[family]}, stages={"count": num_stages})
+    run = run_swarm(manifest, [num_peers] * num_stages, tmp_path)
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    check_nothing_lost(run)
+    baseline = Baseline(manifest)
+    for step in range(manifest.training.steps):
+        loss, _ = baseline.train_step(run.counted[step])
+        assert run.lines[step]["loss"] == pytest.approx(loss, rel=1e-5)
+    for trainer, states in zip(baseline.trainers, run.states, strict=True):
+        for name, expected in trainer.state().items():
+            difference = relative_difference(states[0].tensors[name], expected)
+            assert difference < 1e-5, f"{name} differs by {difference:.2e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_under_adamw_equal_the_single_process(family: str, tmp_path: Path) -> None:
+    optimizer: dict[str, Any] = {"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0, "weight_decay": 0.1}
+    manifest = tiny_manifest(model={"config": FAMILIES[family]}, optimizer=optimizer)
+    run = run_swarm(manifest, [2, 2], tmp_path)
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    baseline = Baseline(manifest)
+    for step in range(manifest.training.steps):
+        loss, _ = baseline.train_step(run.counted[step])
+        assert run.lines[step]["loss"] == pytest.approx(loss, rel=1e-4)
