@@ -217,7 +217,7 @@ def baseline(
         raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
     metrics = MetricsFile(output)
     try:
-        for trained, step in run_baseline(manifest, choose_device(device), manifest.training.steps, cache_dir):
+        for model, step in run_baseline(manifest, choose_device(device), manifest.training.steps, cache_dir):
             length = manifest.data.sequence_length
             line = step_line(
                 step.step, step.loss, step.samples, step.seconds, length, [1] * manifest.stages.count,
@@ -229,7 +229,7 @@ def baseline(
         metrics.close()
     assert isinstance(manifest.model.config, dict)
     specs, shared = stages_of(manifest), manifest.model.share_layers
-    export_model(manifest.model.config, trained.state(), output / "model", specs=specs, share_layers=shared)
+    export_model(manifest.model.config, model.state(), output / "model", specs=specs, share_layers=shared)
 
 
 run = run_app(app)

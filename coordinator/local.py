@@ -58,6 +58,8 @@ def run_local(
             f"--peers {','.join(map(str, peers_by_stage))}: the run has {manifest.stages.count} stages; name as many "
             f"numbers of at least 1, such as {','.join(['2'] * manifest.stages.count)}"
         )
+    stages = manifest.stages.model_copy(update={"peers_to_start": min(peers_by_stage)})
+    manifest = manifest.model_copy(update={"stages": stages})
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
         identity = Identity.load_or_create(Path(folder) / "identity")

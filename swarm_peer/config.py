@@ -50,6 +50,9 @@ class StagesSection(Section):
     layers: tuple[int, ...] | None = Field(
         None, description="transformer layers of each stage; the balanced cut if not given"
     )
+    peers_to_start: int = Field(
+        1, ge=1, description="peers that each stage must have before the run's first microbatch is launched"
+    )
 
     @model_validator(mode="after")
     def _explicit_cut_matches(self) -> StagesSection:

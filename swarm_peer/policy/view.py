@@ -48,5 +48,9 @@ class SwarmView:
     def serving(self, stage: int) -> tuple[PeerView, ...]:
         return tuple(peer for peer in self.in_stage(stage) if peer.state is PeerState.SERVING)
 
+    def fewest_serving(self) -> int:
+        """Peers that serve the stage that has the fewest."""
+        return min(len(self.serving(stage)) for stage in range(self.num_stages))
+
     def peer(self, peer_id: str) -> PeerView | None:
         return next((peer for peer in self.peers if peer.peer_id == peer_id), None)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 # Announcements of an announcement's lifetime; one or two may be lost on the way.
 ANNOUNCEMENTS_PER_LIFETIME = 4
-# How often to look for others: quickly while nobody serves where somebody must, then at leisure.
+# How often to look for others: quickly while peers are missing, then at leisure.
 FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
 
@@ -50,6 +50,7 @@ class Directory:
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time of arrival
         self._urgent = anyio.Event()
+        self._stranger_seen = anyio.Event()
         self.view = SwarmView(manifest.stages.count)
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
@@ -102,9 +103,20 @@ class Directory:
                 await self._urgent.wait()
             self._urgent = anyio.Event()
 
+    def is_in_first_stage(self, peer_id: str) -> bool:
+        """Whether a peer announces stage 0; if it is not known to, `run_polling` looks at its next turn."""
+        peer = self.view.peer(peer_id)
+        if peer is None:
+            self._stranger_seen.set()
+        return peer is not None and peer.stage == 0
+
     async def run_polling(self, stages: Sequence[int]) -> None:
         """Keep the view of these stages fresh."""
         while True:
             await self.refresh(stages)
-            all_served = all(self.view.serving(stage) for stage in stages)
-            await anyio.sleep(SLOW_POLL_S if all_served else FAST_POLL_S)
+            wanted = self._manifest.stages.peers_to_start
+            all_served = all(len(self.view.serving(stage)) >= wanted for stage in stages)
+            await anyio.sleep(FAST_POLL_S)
+            self._stranger_seen = anyio.Event()
+            with anyio.move_on_after(SLOW_POLL_S if all_served else 0):
+                await self._stranger_seen.wait()

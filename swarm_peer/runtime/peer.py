@@ -226,10 +226,15 @@ class Peer:
         # Stage 0 bounds itself by its window; the gate only counts its microbatches.
         self._gate = StepGate(10**6 if spec.is_first else capacity, self._changed)
         self._compute = ComputeThread(metrics)
-        self._progress = ProgressBook(
-            manifest.hash, manifest.training.global_batch_size, dht.identity, metrics, self._changed
-        )
         self._directory = Directory(manifest, dht, str(device), self._describe, metrics, self._changed)
+        self._progress = ProgressBook(
+            manifest.hash,
+            manifest.training.global_batch_size,
+            dht.identity,
+            self._directory.is_in_first_stage,
+            metrics,
+            self._changed,
+        )
         metrics.stage.set(spec.index)
 
     def _describe(self) -> PeerView:
@@ -320,9 +325,9 @@ class Peer:
                 tasks.start_soon(self._publish_progress)
 
     def _stages_of_interest(self) -> list[int]:
-        """Stage-mates, the next stage, and stage 0 whose members are the authors of progress."""
-        index = self._spec.index
-        return sorted({0, index, min(index + 1, self._manifest.stages.count - 1)})
+        """Stage-mates, the next stage, and stage 0 whose members are the authors of progress; for stage 0, all."""
+        index, count = self._spec.index, self._manifest.stages.count
+        return list(range(count)) if index == 0 else sorted({0, index, min(index + 1, count - 1)})
 
     async def _find_donors(self) -> list[str]:
         """Stage-mates to take the state from; none if the run is only beginning. Waits while the stage is lost."""

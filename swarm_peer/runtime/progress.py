@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.ledger import StepCount, StepLedger
@@ -20,15 +20,25 @@ class ProgressBook:
     """The ledger with its signatures. Belongs to the event loop's thread."""
 
     def __init__(
-        self, manifest_hash: str, global_batch_size: int, identity: Identity, metrics: PeerMetrics, changed: Signal
+        self,
+        manifest_hash: str,
+        global_batch_size: int,
+        identity: Identity,
+        is_author: Callable[[str], bool],
+        metrics: PeerMetrics,
+        changed: Signal,
     ):
+        """Args:
+        is_author: whether a peer is known to serve stage 0
+        """
         self.ledger = StepLedger(global_batch_size)
         self.step = 0  # the oldest step of interest: this peer's own
         self.newest_step_seen = 0  # that any valid message spoke of
-        self._changed = changed
         self._run = manifest_hash
         self._identity = identity
+        self._is_author = is_author
         self._metrics = metrics
+        self._changed = changed
         self._signed: dict[int, dict[str, bytes]] = {}
 
     def count_own(self, step: int, count: StepCount) -> Progress:
@@ -46,11 +56,11 @@ class ProgressBook:
             for author, envelope in sorted(self._signed.get(step, {}).items())
         )
 
-    def merge(self, counts: Iterable[SignedCount], allowed_authors: frozenset[str] | None = None) -> None:
+    def merge(self, counts: Iterable[SignedCount]) -> None:
         """Take over what is new of the counts that came with a message.
 
-        Args:
-            allowed_authors: stage-0 peers, where they are known; counts of others are not believed
+        Only peers that announce stage 0 are believed. Of one that this peer has not seen yet, counts are dropped: they
+        come again with the next message, and the sight of them has the directory look.
 
         Raises:
             InvalidMessage: a count that is malformed or not signed by its author
@@ -58,13 +68,16 @@ class ProgressBook:
         for author, envelope in counts:
             if author == self._identity.peer_id or envelope in self._signed_values(author):
                 continue
-            if allowed_authors is not None and author not in allowed_authors:
+            if not self._is_author(author):
                 self._metrics.invalid_messages.labels("count").inc()
                 continue
             kind, run, body = open_envelope(envelope, author)
             if kind != Progress.kind or run != self._run:
                 raise InvalidMessage(f"a {kind:.20} of run {run:.40} where a progress count was expected")
             record = parse(Progress, body, "progress count")
+            # Claims stop at the global batch, give or take what others had not heard of yet.
+            if not record.samples <= record.claimed <= 2 * self.ledger.global_batch_size:
+                raise InvalidMessage(f"a progress count of {record.samples} samples, {record.claimed} claimed")
             in_reach = self.step - 1 <= record.step <= self.step + MAX_STEPS_AHEAD
             if in_reach and self.ledger.merge(record.step, author, record.count()):
                 self._keep(record.step, author, envelope)

@@ -190,6 +190,8 @@ class MicrobatchSource:
         step = self._gate.step
         if not self._gate.is_open:
             return False
+        if step == 0 and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
+            return False
         if self._validation_is_due(step):
             return True
         self._metrics.window.set(self._window.size())

@@ -58,7 +58,7 @@ def tiny_manifest(**sections: Any) -> RunManifest:
         "name": "test",
         "seed": 1,
         "model": {"config": GPT2},
-        "stages": {"count": 2},
+        "stages": {"count": 2, "peers_to_start": 1},
         "data": {"sequence_length": 16},
         "training": {
             "steps": 5,

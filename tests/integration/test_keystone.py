@@ -55,7 +55,9 @@ def check_nothing_lost(run: SwarmRun) -> None:
 @pytest.mark.parametrize("num_peers", [1, 2])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_weights_equal_the_single_process(family: str, num_stages: int, num_peers: int, tmp_path: Path) -> None:
-    manifest = tiny_manifest(model={"config": FAMILIES[family]}, stages={"count": num_stages})
+    manifest = tiny_manifest(
+        model={"config": FAMILIES[family]}, stages={"count": num_stages, "peers_to_start": num_peers}
+    )
     run = run_swarm(manifest, [num_peers] * num_stages, tmp_path)
 
     check_counts(run, manifest)
@@ -74,7 +76,7 @@ def test_weights_equal_the_single_process(family: str, num_stages: int, num_peer
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_under_adamw_equal_the_single_process(family: str, tmp_path: Path) -> None:
     optimizer: dict[str, Any] = {"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0, "weight_decay": 0.1}
-    manifest = tiny_manifest(model={"config": FAMILIES[family]}, optimizer=optimizer)
+    manifest = tiny_manifest(model={"config": FAMILIES[family]}, stages={"peers_to_start": 2}, optimizer=optimizer)
     run = run_swarm(manifest, [2, 2], tmp_path)
 
     check_counts(run, manifest)

@@ -1,0 +1,53 @@
+# Needs nothing but make and Python >= 3.10.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# No test and no demo asks a hub; the virtual environment's own programs come first.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: help setup demo test unit integration lint format clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed  ## Make .venv with everything that running needs
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "swarm needs Python >= 3.10, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
+	$(BIN)/swarm-coordinator local configs/demo.yaml --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
+
+test: $(VENV)/.installed-dev  ## Run all tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+unit: $(VENV)/.installed-dev  ## Run the unit tests alone
+	$(BIN)/python -m pytest tests/unit
+
+integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
+	$(BIN)/python -m pytest tests/integration
+
+lint: $(VENV)/.installed-dev  ## Check format, lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove what setup and runs made
+	rm -rf $(VENV) runs build *.egg-info
