@@ -1,0 +1,86 @@
+"""One process of a torch.distributed.pipelining pipeline over gloo: the yardstick of throughput.py.
+
+It trains what the baseline trains: the same stage modules, samples, microbatches, clipping and optimizer. Only who
+calls the modules, and when, is torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn import functional
+
+from coordinator.baseline import STREAM_ID, microbatches_of
+from swarm_peer.config import load_manifest
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.data import SampleStream
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def loss_sum(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    """The sum over samples of each sample's mean cross entropy, as StageTrainer accumulates it."""
+    losses_N = functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+    return losses_N / targets_BT.shape[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("--schedule", choices=SCHEDULES, required=True)
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--rendezvous", required=True, help="tcp://127.0.0.1:PORT")
+    parser.add_argument("--output", type=Path, required=True, help="the last stage writes its metrics.jsonl here")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    manifest = load_manifest(options.manifest)
+    specs = stages_of(manifest)
+    init_process_group(
+        "gloo",
+        init_method=options.rendezvous,
+        rank=options.stage,
+        world_size=len(specs),
+        timeout=timedelta(seconds=300),
+    )
+    try:
+        train(options, StageTrainer(manifest, specs[options.stage]))
+    finally:
+        destroy_process_group()
+
+
+def train(options: argparse.Namespace, trainer: StageTrainer) -> None:
+    """Finish global steps, with one line of metrics.jsonl for each."""
+    manifest, spec = trainer.manifest, trainer.spec
+    samples = manifest.training.global_batch_size
+    stage = PipelineStage(trainer.module, spec.index, spec.num_stages, trainer.device)
+    schedule = SCHEDULES[options.schedule](
+        stage, samples // manifest.training.microbatch_size, loss_fn=loss_sum, scale_grads=False
+    )
+    batches = microbatches_of(SampleStream(manifest, STREAM_ID), manifest)
+    metrics = (options.output / "metrics.jsonl").open("w") if spec.is_last else None
+    for step in range(1, manifest.training.steps + 1):
+        begin = time.monotonic()
+        tokens_NS = torch.cat(next(batches)).long()
+        inputs = (tokens_NS[:, :-1],) if spec.is_first else ()
+        losses: list[torch.Tensor] = []
+        schedule.step(*inputs, target=tokens_NS[:, 1:] if spec.is_last else None, losses=losses, return_outputs=False)
+        trainer.num_samples = samples
+        trainer.apply(trainer.mean_gradients())
+        if metrics is not None:
+            loss = float(torch.stack(losses).sum()) / samples
+            tokens = samples * manifest.data.sequence_length
+            line = {"step": step, "loss": loss, "tokens": tokens, "seconds": time.monotonic() - begin}
+            print(json.dumps(line), file=metrics, flush=True)
+
+
+if __name__ == "__main__":
+    main()
