@@ -7,7 +7,7 @@ stage as in a swarm.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Baseline:
     """
 
     def __init__(self, manifest: RunManifest, device: torch.device | str = "cpu"):
-        self._manifest = manifest
+        self.manifest = manifest
         self.trainers = [StageTrainer(manifest, spec, device) for spec in stages_of(manifest)]
 
     def train_step(self, microbatches: Iterable[torch.Tensor]) -> tuple[float, int]:
@@ -69,7 +69,7 @@ class Baseline:
     def evaluate(self, samples: np.ndarray) -> float:
         """Mean loss of samples (N, T+1), in nats per token."""
         loss_sum = 0.0
-        for tokens_BS in torch.from_numpy(samples).split(self._manifest.training.microbatch_size):
+        for tokens_BS in torch.from_numpy(samples).split(self.manifest.training.microbatch_size):
             value = None
             for trainer in self.trainers:
                 value = trainer.evaluate(tokens_BS, value)
@@ -90,21 +90,16 @@ def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iter
         yield list(torch.from_numpy(np.stack(batch)).split(training.microbatch_size))
 
 
-def run_baseline(
-    manifest: RunManifest, device: torch.device, num_steps: int, cache_dir: Path | None = None
-) -> Iterator[tuple[Baseline, BaselineStep]]:
-    """Train, yielding after each global step. `num_steps` may be less than the manifest's."""
+def train(baseline: Baseline, num_steps: int, cache_dir: Path | None = None) -> Iterator[BaselineStep]:
+    """Train on a sample stream of its own, yielding after each global step."""
+    manifest = baseline.manifest
     training = manifest.training
     held_out = validation_samples(manifest, training.validation_samples, cache_dir)
-    batches: Iterator[Sequence[torch.Tensor]] = microbatches_of(SampleStream(manifest, STREAM_ID, cache_dir), manifest)
-    baseline = Baseline(manifest, device)
+    batches = microbatches_of(SampleStream(manifest, STREAM_ID, cache_dir), manifest)
     for step in range(1, num_steps + 1):
         begin = time.monotonic()
         loss, samples = baseline.train_step(next(batches))
         seconds = time.monotonic() - begin
         due = training.validation_every and (step % training.validation_every == 0 or step == num_steps)
         validation_loss = baseline.evaluate(held_out) if due else None
-        yield (
-            baseline,
-            BaselineStep(step, loss, samples, seconds, validation_loss, len(held_out) if due else 0),
-        )
+        yield BaselineStep(step, loss, samples, seconds, validation_loss, len(held_out) if due else 0)

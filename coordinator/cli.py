@@ -23,11 +23,13 @@ Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative
 
 
 def _load(config: Path, overrides: tuple[str, ...], steps: int | None, cache_dir: Path | None) -> RunManifest:
-    from coordinator.service import resolve_manifest
-
     if steps is not None:
         overrides = (*overrides, f"training.steps={steps}")
-    return resolve_manifest(load_manifest(config, overrides), cache_dir)
+    manifest = load_manifest(config, overrides)
+
+    from coordinator.service import resolve_manifest
+
+    return resolve_manifest(manifest, cache_dir)
 
 
 @app.command
@@ -69,9 +71,10 @@ def serve(
         Where tokenizers are cached.
     """
     configure_logging(log_level)
+    manifest = _load(config, set_, None, cache_dir)
+
     from coordinator.serve import run_serve
 
-    manifest = _load(config, set_, None, cache_dir)
     output = output or Path("runs") / manifest.name
     run_serve(
         manifest,
@@ -118,14 +121,15 @@ def local(
         Tokens to generate with the model at the end.
     """
     configure_logging(log_level)
-    from coordinator.local import run_local
-    from swarm_peer.runtime.data import validation_samples
-
     try:
         peers_by_stage = [int(number) for number in peers.split(",")]
     except ValueError as error:
         raise UserError(f"--peers {peers}: expected a number for each stage, such as 2,2") from error
     manifest = _load(config, set_, steps, cache_dir)
+
+    from coordinator.local import run_local
+    from swarm_peer.runtime.data import validation_samples
+
     validation_samples(manifest, 1, cache_dir)  # complains here rather than in a peer's log
     service = run_local(manifest, peers_by_stage, output, device, cache_dir)
     _print_result(service.manifest, service.watch.summary(), service.model_folder, sample, cache_dir)
@@ -202,9 +206,11 @@ def baseline(
         CPU threads; torch's choice if not given.
     """
     configure_logging("warning")
+    manifest = _load(config, set_, steps, cache_dir)
+
     import torch
 
-    from coordinator.baseline import run_baseline
+    from coordinator.baseline import Baseline, train
     from coordinator.run_watch import MetricsFile, step_line
     from swarm_peer.model.export import export_model
     from swarm_peer.model.partition import stages_of
@@ -212,12 +218,12 @@ def baseline(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    manifest = _load(config, set_, steps, cache_dir)
     if (output / "model").exists():
         raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
+    trained = Baseline(manifest, choose_device(device))
     metrics = MetricsFile(output)
     try:
-        for model, step in run_baseline(manifest, choose_device(device), manifest.training.steps, cache_dir):
+        for step in train(trained, manifest.training.steps, cache_dir):
             length = manifest.data.sequence_length
             line = step_line(
                 step.step, step.loss, step.samples, step.seconds, length, [1] * manifest.stages.count,
@@ -229,7 +235,7 @@ def baseline(
         metrics.close()
     assert isinstance(manifest.model.config, dict)
     specs, shared = stages_of(manifest), manifest.model.share_layers
-    export_model(manifest.model.config, model.state(), output / "model", specs=specs, share_layers=shared)
+    export_model(manifest.model.config, trained.state(), output / "model", specs=specs, share_layers=shared)
 
 
 run = run_app(app)

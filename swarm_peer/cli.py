@@ -42,7 +42,7 @@ def run_app(application: App) -> Callable[[], None]:
 
     def run() -> None:
         try:
-            application(exit_on_error=False, print_error=False, result_action="return_value")
+            application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         except (UserError, CycloptsError, ValidationError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
             text = describe(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())

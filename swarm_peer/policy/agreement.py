@@ -28,7 +28,7 @@ class Vote:
 
 class Verdict(Enum):
     COMMIT = "commit"  # apply the averaged gradients
-    RETRY = "retry"  # nobody has a result: run another round
+    RETRY = "retry"  # not all have the same result: run another round
     RESYNC = "resync"  # others went on with a different result: download their state
 
 
@@ -39,14 +39,15 @@ class Agreement:
     holders: tuple[str, ...] = ()  # peers that hold the winning result
 
 
-def agree(me: str, votes: Mapping[str, Vote]) -> Agreement:
+def agree(me: str, votes: Mapping[str, Vote], *, may_retry: bool) -> Agreement:
     """Decide what this peer does with its own result.
 
-    The result of the most samples wins, then that of the most peers, then the smallest checksum: all who know the same
-    votes decide the same.
+    A member that failed may have left its share out of the results of the others, in silence, so as long as rounds may
+    be repeated, only a result that all hold is taken. After that the result of the most samples wins, then that of the
+    most peers, then the smallest checksum: all who know the same votes decide the same.
 
     Args:
-        votes: by peer id, of this step's newest round, this peer's own among them
+        votes: by peer id, of this step's newest round, this peer's own among them; of peers that have died, none
     """
     ballots: dict[str, list[str]] = {}
     samples: dict[str, int] = {}
@@ -54,8 +55,11 @@ def agree(me: str, votes: Mapping[str, Vote]) -> Agreement:
         if vote.checksum is not None:
             ballots.setdefault(vote.checksum, []).append(peer_id)
             samples[vote.checksum] = max(samples.get(vote.checksum, 0), vote.samples)
-    if not ballots:
-        return Agreement(Verdict.RETRY, f"the round failed for all {len(votes)} peers")
+    num_failed = sum(vote.checksum is None for vote in votes.values())
+    if not ballots or (may_retry and (num_failed or len(ballots) > 1)):
+        return Agreement(
+            Verdict.RETRY, f"{len(votes)} peers: it failed for {num_failed}, the others hold {len(ballots)} results"
+        )
     winner = min(ballots, key=lambda checksum: (-samples[checksum], -len(ballots[checksum]), checksum))
     holders = tuple(ballots[winner])
     if votes[me].checksum == winner:

@@ -17,7 +17,7 @@ import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.partition import TensorPartReducer
+from hivemind.averaging.partition import AllreduceException, TensorPartReducer
 from hivemind.compression import (
     BlockwiseQuantization,
     CompressionBase,
@@ -112,6 +112,9 @@ class _AveragerProcess(DecentralizedAverager):
         self._running_groups[group_id].set_result(runner)
         async for tensor, average in azip(as_aiter(*tensors), runner):
             tensor.copy_(average)
+        # hivemind goes on without the parts of members that it lost, and calls it a success.
+        if runner.banned_senders or runner.tensor_part_container.failed_size:
+            raise AllreduceException(f"parts of {len(runner.banned_senders)} members are missing")
 
 
 def _codec(name: str) -> CompressionBase:
@@ -155,7 +158,7 @@ class GradientAverager:
             target_group_size=2,
             min_group_size=2,
             min_matchmaking_time=section.matchmaking_s,
-            request_timeout=min(3.0, section.matchmaking_s / 2),
+            request_timeout=section.matchmaking_s / 2,
             allreduce_timeout=section.round_timeout_s,
             next_chunk_timeout=section.chunk_timeout_s,
             compression=_codec(section.compression),

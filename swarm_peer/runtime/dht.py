@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ class SwarmDHT:
             check_peer_address(address)
         for address in (*host_maddrs, *announce_maddrs):
             _check_multiaddress(address)
+        for address in host_maddrs:
+            _check_port_is_free(address)
         node = _DHTProcess(
             initial_peers=list(initial_peers) or None,
             start=False,
@@ -97,7 +100,7 @@ class SwarmDHT:
             node.run_in_background(await_ready=True, timeout=START_TIMEOUT_S + 2)
         except Exception as error:  # hivemind raises whatever its child process met
             node.kill()
-            raise _explain_start_failure(error, initial_peers, host_maddrs) from error
+            raise _explain_start_failure(error, initial_peers) from error
         return cls(node, identity, metrics)
 
     @property
@@ -180,6 +183,20 @@ def _check_multiaddress(address: str) -> Multiaddr:
         ) from error
 
 
+def _check_port_is_free(address: str) -> None:
+    """libp2p's daemon says nothing of a port that is taken, and is waited for in vain."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
+            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, int(port)))
+                except OSError as error:
+                    raise UserError(
+                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
+                    ) from error
+
+
 def check_peer_address(address: str) -> str:
     """Return the peer id at the end of an initial peer's address.
 
@@ -196,12 +213,8 @@ def check_peer_address(address: str) -> str:
     return peer_id
 
 
-def _explain_start_failure(error: Exception, initial_peers: Sequence[str], host_maddrs: Sequence[str]) -> UserError:
+def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:
     text = " ".join(str(error).split()) or type(error).__name__
-    if "failed to listen" in text or "address already in use" in text:
-        return UserError(
-            f"cannot listen on {', '.join(host_maddrs)}: {text[-160:]}; name another port in --host-maddrs"
-        )
     if initial_peers:
         return UserError(
             f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "

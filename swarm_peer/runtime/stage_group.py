@@ -126,7 +126,9 @@ class StageGroup:
                 members = await self._gather_ready(attempt)
             except _LeftBehind as behind:
                 return self._resync(behind.holders, f"{len(behind.holders)} stage-mates have left step {step}")
-            by_lineage = agree(self._me, {peer: Vote(0, reply.lineage) for peer, reply in members.items()})
+            by_lineage = agree(
+                self._me, {peer: Vote(0, reply.lineage) for peer, reply in members.items()}, may_retry=False
+            )
             if by_lineage.verdict is Verdict.RESYNC:
                 return self._resync(by_lineage.holders, "other stage-mates hold different weights")
             peers = set(by_lineage.holders)
@@ -138,7 +140,7 @@ class StageGroup:
             self._votes[step] = vote
             self._changed.notify()
             votes = await self._gather_votes(step, attempt, peers)
-            agreement = agree(self._me, votes)
+            agreement = agree(self._me, votes, may_retry=attempt < self._manifest.averaging.max_tries)
             if agreement.verdict is Verdict.COMMIT:
                 assert vote.checksum is not None
                 if len(agreement.holders) < len(votes):

@@ -59,7 +59,7 @@ def tiny_manifest(**sections: Any) -> RunManifest:
         "seed": 1,
         "model": {"config": GPT2},
         "stages": {"count": 2, "peers_to_start": 1},
-        "data": {"sequence_length": 16},
+        "data": {"sequence_length": 31},
         "training": {
             "steps": 5,
             "global_batch_size": 16,
