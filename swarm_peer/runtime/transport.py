@@ -74,7 +74,8 @@ def error_from_body(body: dict[str, Any] | None) -> CallError:
     match body:
         case {"code": str() as code, "message": str() as message, "step": int() | None as step}:
             error_class = ERROR_BY_CODE.get(code, CallError)
-            return StepClosed(message, step) if error_class is StepClosed else error_class(message[:500])
+            message = message[:500]
+            return StepClosed(message, step) if error_class is StepClosed else error_class(message)
         case _:
             return InvalidMessage("the peer answered with an error that is none of ours")
 

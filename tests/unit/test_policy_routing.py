@@ -1,0 +1,253 @@
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_peer.policy.health import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerHealth
+from swarm_peer.policy.routing import THROUGHPUT_SMOOTHING, Router
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+from swarm_peer.policy.window import InFlightWindow
+
+
+def serving(**speeds):
+    return [PeerView(name, 1, PeerState.SERVING, samples_per_s=speed) for name, speed in speeds.items()]
+
+
+def make_router(seed=0, **speeds):
+    router = Router(random.Random(seed))
+    router.update(serving(**speeds))
+    return router
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 8))
+def test_peers_get_microbatches_in_proportion_to_their_speed(speeds, num_samples):
+    router = make_router(**{f"p{number}": float(speed) for number, speed in enumerate(speeds)})
+    num_sent = 20 * sum(speeds)
+    sent = Counter(router.choose(num_samples).peer_id for _ in range(num_sent))
+    for number, speed in enumerate(speeds):
+        assert abs(sent[f"p{number}"] - 20 * speed) <= 1
+
+
+def test_a_fast_peer_gets_its_microbatches_interleaved_and_not_in_bursts():
+    router = make_router(fast=3.0, slow=1.0)
+    sent = "".join(str(router.choose(1).peer_id)[0] for _ in range(40))
+    assert sent.count("f") == 30
+    assert "ss" not in sent
+    assert "fffff" not in sent
+
+
+def test_equal_peers_take_turns():
+    router = make_router(a=1.0, b=1.0, c=1.0)
+    for _ in range(10):
+        assert {router.choose(2).peer_id for _ in range(3)} == {"a", "b", "c"}
+
+
+def test_a_newcomer_enters_at_the_minimum():
+    router = make_router(a=1.0, b=1.0)
+    for _ in range(100):
+        router.choose(1)
+    router.update(serving(a=1.0, b=1.0, new=1.0))
+    sent = Counter(router.choose(1).peer_id for _ in range(30))
+    assert sent["new"] == 10, "neither starved nor flooded"
+
+
+def test_a_peer_that_comes_back_is_a_newcomer():
+    router = make_router(a=1.0, b=1.0)
+    for _ in range(50):
+        router.choose(1)
+    router.update(serving(a=1.0))
+    assert {router.choose(1).peer_id for _ in range(50)} == {"a"}
+    router.update(serving(a=1.0, b=1.0))
+    assert Counter(router.choose(1).peer_id for _ in range(20)) == {"a": 10, "b": 10}
+
+
+def test_an_update_keeps_what_is_known_of_a_peer():
+    router = make_router(a=1.0, b=1.0)
+    router.choose(10, avoid={"b"})
+    router.update(serving(a=1.0, b=1.0))
+    assert [router.choose(1).peer_id for _ in range(10)] == ["b"] * 10
+
+
+def test_avoided_peers_get_nothing():
+    router = make_router(a=5.0, b=1.0)
+    assert {router.choose(1, avoid={"a"}).peer_id for _ in range(20)} == {"b"}
+
+
+def test_a_peer_that_was_avoided_does_not_get_everything_afterwards():
+    router = make_router(a=1.0, b=1.0)
+    for _ in range(100):
+        router.choose(1, avoid={"b"})
+    # It is behind, so it comes first; once it has been given work it is on a par with what the others *had* by then.
+    for _ in range(100):
+        router.choose(1, avoid={"a"})
+    sent = Counter(router.choose(1).peer_id for _ in range(20))
+    assert sent == {"a": 10, "b": 10}
+
+
+def test_no_route_says_why():
+    nobody = Router(random.Random(0)).choose(1)
+    assert nobody.peer_id is None
+    assert nobody.reason == "no peer serves the stage"
+    avoided = make_router(a=1.0, b=1.0).choose(1, avoid={"a", "b"})
+    assert avoided.peer_id is None
+    assert avoided.reason == "all 2 peers are to be avoided"
+
+
+def test_a_route_says_why():
+    assert make_router(a=2.0, b=1.0).choose(1, avoid={"b"}).reason == (
+        "earliest expected finish at 2 samples/s of 1 candidates"
+    )
+
+
+def test_an_unmeasured_peer_is_taken_for_a_typical_one():
+    router = make_router(a=4.0, b=4.0, new=0.0)
+    sent = Counter(router.choose(1).peer_id for _ in range(30))
+    assert sent == {"a": 10, "b": 10, "new": 10}
+
+
+def test_unmeasured_peers_alone_take_turns():
+    router = make_router(a=0.0, b=0.0)
+    assert Counter(router.choose(1).peer_id for _ in range(10)) == {"a": 5, "b": 5}
+
+
+def test_measurements_are_blended_in():
+    router = make_router(a=1.0, b=1.0)
+    for _ in range(200):
+        router.observe("a", 3.0)
+    sent = Counter(router.choose(1).peer_id for _ in range(40))
+    assert abs(sent["a"] - 30) <= 1
+
+
+def test_one_measurement_moves_the_speed_a_little():
+    router = make_router(a=1.0)
+    router.observe("a", 11.0)
+    assert f"at {1 + 10 * THROUGHPUT_SMOOTHING:.3g} samples/s" in router.choose(1).reason
+
+
+def test_the_first_measurement_counts_in_full():
+    router = make_router(a=0.0)
+    router.observe("a", 7.0)
+    assert "at 7 samples/s" in router.choose(1).reason
+
+
+def test_measurements_of_strangers_and_of_nothing_are_ignored():
+    router = make_router(a=2.0)
+    router.observe("stranger", 5.0)
+    router.observe("a", 0.0)
+    router.observe("a", -3.0)
+    assert "at 2 samples/s of 1" in router.choose(1).reason
+
+
+def test_same_seed_same_routes():
+    def trace(seed):
+        router = make_router(seed, a=1.0, b=1.0, c=1.0, d=1.0)
+        return [router.choose(1).peer_id for _ in range(40)]
+
+    assert trace(1) == trace(1)
+    assert any(trace(1) != trace(seed) for seed in range(2, 6)), "ties are broken at random, peer by peer"
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+def test_pauses_double_up_to_a_limit():
+    health = PeerHealth()
+    pauses = [health.failed("a", now=0.0) for _ in range(8)]
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == pauses[-2] == LONGEST_PAUSE_S
+
+
+def test_a_peer_is_avoided_for_its_pause():
+    health = PeerHealth()
+    pause_s = health.failed("a", now=100.0)
+    health.failed("b", now=100.0 - pause_s)
+    assert health.avoided(100.0) == {"a"}
+    assert health.avoided(100.0 + pause_s - 0.001) == {"a"}
+    assert health.avoided(100.0 + pause_s) == frozenset()
+
+
+def test_a_success_clears_the_record():
+    health = PeerHealth()
+    for _ in range(5):
+        health.failed("a", now=0.0)
+    health.succeeded("a")
+    health.succeeded("never failed")
+    assert health.avoided(0.0) == frozenset()
+    assert health.failed("a", now=0.0) == FIRST_PAUSE_S
+
+
+# --- view -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_is_sorted_and_tells_who_serves():
+    peers = (
+        PeerView("c", 0, PeerState.SERVING),
+        PeerView("a", 0, PeerState.SERVING),
+        PeerView("b", 0, PeerState.JOINING),
+        PeerView("d", 1, PeerState.DRAINING),
+        PeerView("e", UNDECIDED, PeerState.JOINING),
+    )
+    view = SwarmView(2, peers)
+    assert [peer.peer_id for peer in view.peers] == list("abcde")
+    assert view == SwarmView(2, peers[::-1])
+    assert [peer.peer_id for peer in view.in_stage(0)] == ["a", "b", "c"]
+    assert [peer.peer_id for peer in view.serving(0)] == ["a", "c"]
+    assert view.serving(1) == ()
+    assert view.fewest_serving() == 0
+    assert view.peer("d") == peers[3]
+    assert view.peer("x") is None
+
+
+# --- window -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_window_fits_the_round_trip():
+    window = InFlightWindow(limit=100)
+    window.observe(round_trip_s=0.5, compute_s=0.1, now=0.0)
+    assert window.size() == 1 + 5
+
+
+def test_before_any_measurement_the_window_is_small():
+    assert InFlightWindow(limit=8).size() == 2
+    assert InFlightWindow(limit=1).size() == 1
+
+
+@given(st.integers(1, 50), st.floats(0, 1e6), st.just(0.0) | st.floats(1e-9, 1e3))
+def test_the_window_keeps_to_its_limits(limit, round_trip_s, compute_s):
+    window = InFlightWindow(limit)
+    window.observe(round_trip_s, compute_s, 0.0)
+    assert 1 <= window.size() <= limit
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 10), st.floats(0, 30)), min_size=1, max_size=40))
+def test_the_shortest_round_trip_of_late_counts(measurements):
+    window, now, seen = InFlightWindow(10**9, memory_s=60.0), 0.0, []
+    for round_trip_s, pause_s in measurements:
+        now += pause_s
+        window.observe(round_trip_s, 0.01, now)
+        seen.append((now, round_trip_s))
+    shortest = min(seconds for time, seconds in seen if time >= now - 60.0)
+    expected = InFlightWindow(10**9)
+    expected.observe(shortest, 0.01, 0.0)
+    assert abs(window.size() - expected.size()) <= 1  # the compute time is a running mean, with rounding
+
+
+def test_queueing_does_not_widen_the_window():
+    window = InFlightWindow(100)
+    window.observe(0.2, 0.1, now=0.0)
+    for second in range(1, 50):
+        window.observe(0.2 * second, 0.1, now=float(second))
+    assert window.size() == 3
+
+
+def test_a_link_that_has_become_slower_is_noticed_in_time():
+    window = InFlightWindow(100, memory_s=10.0)
+    window.observe(0.1, 0.1, now=0.0)
+    window.observe(1.0, 0.1, now=10.0)
+    assert window.size() == 2
+    window.observe(1.0, 0.1, now=10.1)
+    assert window.size() == 11

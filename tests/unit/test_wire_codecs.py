@@ -1,0 +1,166 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.wire.codecs import BLOCK_SIZE, decode, decode_tokens, encode, encode_tokens, encoded_bytes
+
+# Largest relative L2 error of a round trip of normally distributed values.
+ERRORS = {"none": 0.0, "fp16": 4e-4, "bf16": 3e-3, "blockwise_8bit": 0.02}
+CODECS = pytest.mark.parametrize("codec", ERRORS)
+SHAPES = [(1,), (255,), (256,), (257,), (2, 3, 5), (1, 7, 41), (3, 16, 24), (2, 13, 96)]
+
+
+def values(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(tensor, expected):
+    return float((tensor - expected).norm() / expected.norm())
+
+
+@CODECS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip(codec, shape):
+    tensor = values(shape)
+    data = encode(tensor, codec)
+    assert len(data) == data.nbytes == encoded_bytes(shape, codec)
+    again = decode(data, shape, codec)
+    assert again.shape == tensor.shape
+    assert again.dtype == torch.float32
+    assert relative_error(again, tensor) <= ERRORS[codec]
+
+
+@pytest.mark.parametrize(
+    ("codec", "expected"), [("none", 4 * 513), ("fp16", 2 * 513), ("bf16", 2 * 513), ("blockwise_8bit", 513 + 4 * 3)]
+)
+def test_lengths(codec, expected):
+    assert encoded_bytes((27, 19), codec) == expected
+
+
+@CODECS
+def test_outliers_spoil_their_own_block_at_most(codec):
+    tensor = values((4 * BLOCK_SIZE,))
+    tensor[0] = 1000.0
+    again = decode(encode(tensor, codec), tensor.shape, codec)
+    assert relative_error(again, tensor) <= ERRORS[codec]
+    assert relative_error(again[BLOCK_SIZE:], tensor[BLOCK_SIZE:]) <= ERRORS[codec]
+
+
+@CODECS
+def test_zeros_stay_zeros(codec):
+    assert not decode(encode(torch.zeros(2, 300), codec), (2, 300), codec).any()
+
+
+@CODECS
+@pytest.mark.parametrize("scale", [1e-5, 1e4])
+def test_the_error_does_not_grow_with_the_scale(codec, scale):
+    tensor = values((500,)) * scale
+    # fp16 has lost digits at 1e-5 already.
+    bound = 4e-2 if codec == "fp16" and scale < 1 else ERRORS[codec]
+    assert relative_error(decode(encode(tensor, codec), (500,), codec), tensor) <= bound
+
+
+@CODECS
+@pytest.mark.parametrize("make", [lambda t: t.T, lambda t: t.double(), lambda t: t.bfloat16(), lambda t: t[:, ::2]])
+def test_tensors_of_any_layout_and_float_type_go(codec, make):
+    tensor = make(values((6, 8)))
+    again = decode(encode(tensor, codec), tensor.shape, codec)
+    assert relative_error(again, tensor.float()) <= ERRORS[codec]
+
+
+@CODECS
+def test_a_graph_does_not_travel(codec):
+    tensor = values((10,)).requires_grad_()
+    assert not decode(encode(tensor, codec), (10,), codec).requires_grad
+
+
+@CODECS
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [0, 100, 256, 299])
+def test_what_is_not_finite_is_not_sent(codec, bad, position):
+    tensor = values((300,))
+    tensor[position] = bad
+    with pytest.raises(OverflowError):
+        encode(tensor, codec)
+
+
+def test_what_leaves_the_range_of_fp16_is_not_sent():
+    tensor = torch.full((3,), 70000.0)
+    with pytest.raises(OverflowError, match="fp16"):
+        encode(tensor, "fp16")
+    for codec in ("none", "bf16", "blockwise_8bit"):
+        assert relative_error(decode(encode(tensor, codec), (3,), codec), tensor) <= ERRORS[codec]
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [("none", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_taken(codec, dtype, bad):
+    tensor = values((2, 5)).to(dtype)
+    tensor[1, 3] = bad
+    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    with pytest.raises(InvalidMessage, match=r"tensor of shape \(2, 5\) holds non-finite numbers"):
+        decode(data, (2, 5), codec)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("block", [0, 1])
+def test_scales_that_are_not_finite_are_not_taken(bad, block):
+    data = encode(values((300,)), "blockwise_8bit")
+    torch.frombuffer(data, dtype=torch.float32, count=2)[block] = bad
+    with pytest.raises(InvalidMessage, match="non-finite"):
+        decode(data, (300,), "blockwise_8bit")
+
+
+@CODECS
+@pytest.mark.parametrize("shape", [(2, 3, 5), (300,)], ids=str)
+def test_wrong_lengths_are_refused(codec, shape):
+    data = bytearray(encode(values(shape), codec))
+    for wrong in (data[:-1], data + b"\0", bytearray(), data[: len(data) // 2]):
+        with pytest.raises(InvalidMessage, match=f"tensor of {len(wrong)} bytes; {len(data)} are right"):
+            decode(memoryview(wrong), shape, codec)
+
+
+@CODECS
+@given(data=st.data())
+def test_whatever_has_the_right_length_is_refused_or_finite(codec, data):
+    shape = (1, data.draw(st.integers(1, 9)))
+    num_bytes = encoded_bytes(shape, codec)
+    raw = bytearray(data.draw(st.binary(min_size=num_bytes, max_size=num_bytes)))
+    try:
+        tensor = decode(memoryview(raw), shape, codec)
+    except InvalidMessage:
+        return
+    assert tensor.shape == shape
+    assert tensor.isfinite().all()
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=50))
+def test_tokens_survive(ids):
+    tokens_BS = torch.tensor([ids])
+    again = decode_tokens(encode_tokens(tokens_BS), tokens_BS.shape, 61)
+    assert torch.equal(again, tokens_BS)
+    assert again.dtype == torch.int64
+
+
+@pytest.mark.parametrize("bad", [-1, 61, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("position", [0, 2, 5])
+def test_tokens_outside_of_the_vocabulary_are_refused(bad, position):
+    tokens_BS = torch.tensor([[0, 60, 3], [4, 5, 6]])
+    tokens_BS.view(-1)[position] = bad
+    with pytest.raises(InvalidMessage, match="outside of the vocabulary of 61"):
+        decode_tokens(encode_tokens(tokens_BS), (2, 3), 61)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 23, 25, 48])
+def test_tokens_of_a_wrong_length_are_refused(num_bytes):
+    with pytest.raises(InvalidMessage, match=f"{num_bytes} bytes of tokens; 24 are right"):
+        decode_tokens(memoryview(bytearray(num_bytes)), (2, 3), 61)

@@ -1,0 +1,134 @@
+import os
+import stat
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from swarm_peer.errors import UserError
+from swarm_peer.wire.identity import Identity, is_peer_id, verify
+
+
+def make_identity(seed=1):
+    return Identity(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
+
+
+def test_a_key_survives_its_file(tmp_path):
+    path = tmp_path / "keys" / "peer.key"
+    identity = Identity.generate()
+    identity.save(path)
+    again = Identity.from_file(path)
+    assert again.peer_id == identity.peer_id
+    assert again.sign(b"text") == identity.sign(b"text")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_key_is_made_once(tmp_path):
+    path = tmp_path / "peer.key"
+    assert Identity.load_or_create(path).peer_id == Identity.load_or_create(path).peer_id
+
+
+def test_a_key_is_never_overwritten(tmp_path):
+    path = tmp_path / "peer.key"
+    make_identity(1).save(path)
+    with pytest.raises(UserError, match="name another path"):
+        make_identity(2).save(path)
+    assert Identity.from_file(path).peer_id == make_identity(1).peer_id
+
+
+def test_hivemind_and_libp2p_take_the_key_for_the_same_peer(tmp_path):
+    from hivemind.p2p import PeerID
+    from hivemind.proto import crypto_pb2
+
+    path = tmp_path / "peer.key"
+    identity = make_identity()
+    identity.save(path)
+    stored = crypto_pb2.PrivateKey.FromString(path.read_bytes())
+    assert stored.key_type == crypto_pb2.KeyType.Ed25519
+    public = make_identity()._key.public_key().public_bytes_raw()
+    assert stored.data[32:] == public
+    # libp2p hashes public keys of more than 42 bytes; those of Ed25519 have 36 and are the id themselves.
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.KeyType.Ed25519, data=public).SerializeToString()
+    assert PeerID(bytes([0x00, len(encoded)]) + encoded).to_base58() == identity.peer_id
+    assert PeerID.from_base58(identity.peer_id).to_base58() == identity.peer_id
+    assert identity.peer_id.startswith("12D3KooW"), "as all Ed25519 peer ids of libp2p do"
+
+
+def rsa_key():
+    from hivemind.proto import crypto_pb2
+
+    der = rsa.generate_private_key(65537, 1024).private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    return crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x08\x01\x12\x40",
+        os.urandom(68),
+        b"\x08\x01\x12\x40" + bytes(63),
+        b"\x08\x01\x12\x40" + bytes(65),
+        b"-----BEGIN OPENSSH PRIVATE KEY-----",
+        pytest.param(None, id="rsa"),
+    ],
+)
+def test_what_is_no_ed25519_key_is_refused(tmp_path, content):
+    path = tmp_path / "peer.key"
+    path.write_bytes(rsa_key() if content is None else content)
+    with pytest.raises(UserError, match=r"peer\.key is no Ed25519 identity: name a file"):
+        Identity.from_file(path)
+    assert path.exists(), "it may be somebody's key"
+
+
+def test_a_missing_file_and_a_folder_that_cannot_be_written_are_explained(tmp_path):
+    with pytest.raises(UserError, match="No such file or directory; check the path"):
+        Identity.from_file(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write the identity .*; name another path"):
+        Identity.generate().save(tmp_path / "file" / "key")
+
+
+def test_the_private_key_is_not_shown():
+    identity = make_identity()
+    assert repr(identity) == f"Identity({identity.peer_id})"
+
+
+def test_signatures_are_bound_to_text_and_author():
+    author, other = make_identity(1), make_identity(2)
+    signature = author.sign(b"text")
+    assert verify(author.peer_id, b"text", signature)
+    assert not verify(author.peer_id, b"texd", signature)
+    assert not verify(other.peer_id, b"text", signature)
+    assert not verify(author.peer_id, b"text", signature[:-1])
+    assert not verify(author.peer_id, b"text", b"")
+    assert not verify(author.peer_id, b"text", bytes([signature[0] ^ 1]) + signature[1:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "me",
+        "0OIl",
+        "ü",
+        "12D3KooW",
+        "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",  # the hash of an RSA key
+        "1" * 65,
+        "1" * 10**6,
+    ],
+)
+def test_what_is_no_peer_id(text):
+    assert not is_peer_id(text)
+    assert not verify(text, b"text", bytes(64))
+
+
+def test_a_peer_id_with_one_character_changed_is_another_peer():
+    peer_id = make_identity().peer_id
+    assert is_peer_id(peer_id)
+    assert not verify(peer_id[:-1] + ("a" if peer_id[-1] != "a" else "b"), b"text", make_identity().sign(b"text"))
+    assert not is_peer_id(peer_id[:-1])
+    assert not is_peer_id(peer_id + "1")

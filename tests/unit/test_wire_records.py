@@ -1,0 +1,210 @@
+import math
+
+import msgpack
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.view import PeerState, PeerView
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import (
+    MAX_RECORD_BYTES,
+    Announcement,
+    EndRecord,
+    ManifestRecord,
+    Progress,
+    ProgressRecord,
+    StepReport,
+    Validation,
+    _signed_bytes,
+    seal,
+    stage_key,
+    unseal,
+)
+
+RUN = "0123456789abcdef" * 2
+ME = Identity(Ed25519PrivateKey.from_private_bytes(b"m" * 32))
+OTHER = Identity(Ed25519PrivateKey.from_private_bytes(b"o" * 32))
+PROGRESS = Progress(step=3, samples=8, claimed=12, loss_sum=20.5)
+ANNOUNCEMENT = Announcement(
+    serial=7, stage=1, state="serving", step=3, samples_per_s=2.5, queue=4, version="0.1.0", device="cpu"
+)
+RECORDS = [
+    PROGRESS,
+    ANNOUNCEMENT,
+    ManifestRecord(manifest='{"name":"x"}'),
+    EndRecord(reason="done"),
+    ProgressRecord(
+        current=PROGRESS,
+        finished=(StepReport(step=1, samples=8, loss=2.5, seconds=1.5),),
+        validations=(Validation(step=0, samples=4, loss_sum=11.0),),
+    ),
+]
+
+
+def sealed_fields(fields, record_type=Progress, identity=ME):
+    """An envelope with a good signature, whatever is in it."""
+    body = fields if isinstance(fields, bytes) else msgpack.packb(fields)
+    signature = identity.sign(_signed_bytes(record_type.kind, RUN, body))
+    return msgpack.packb([record_type.kind, RUN, body, signature])
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.kind)
+def test_records_survive_their_envelope(record):
+    assert unseal(type(record), seal(record, RUN, ME), RUN, ME.peer_id) == record
+
+
+def test_records_become_what_policies_use():
+    assert PROGRESS.count() == StepCount(8, 12, 20.5)
+    assert ANNOUNCEMENT.view("a") == PeerView("a", 1, PeerState.SERVING, 3, 2.5, 4)
+
+
+def test_undecided_peers_have_a_key_of_their_own():
+    assert len({stage_key(RUN, stage) for stage in (-1, 0, 1, 11)}) == 4
+
+
+def test_any_flipped_bit_is_noticed():
+    envelope = seal(PROGRESS, RUN, ME)
+    for position in range(len(envelope)):
+        tampered = envelope[:position] + bytes([envelope[position] ^ 1]) + envelope[position + 1 :]
+        with pytest.raises(InvalidMessage):
+            unseal(Progress, tampered, RUN, ME.peer_id)
+
+
+def test_a_record_that_was_cut_or_continued_is_refused():
+    envelope = seal(PROGRESS, RUN, ME)
+    for length in range(len(envelope)):
+        with pytest.raises(InvalidMessage):
+            unseal(Progress, envelope[:length], RUN, ME.peer_id)
+    with pytest.raises(InvalidMessage, match="no msgpack"):
+        unseal(Progress, envelope + b"\0", RUN, ME.peer_id)
+
+
+def test_a_record_of_another_author_is_refused():
+    with pytest.raises(InvalidMessage, match="the signature does not match"):
+        unseal(Progress, seal(PROGRESS, RUN, OTHER), RUN, ME.peer_id)
+    with pytest.raises(InvalidMessage, match="the signature does not match"):
+        unseal(Progress, seal(PROGRESS, RUN, ME), RUN, "nobody")
+
+
+def test_a_record_of_another_run_is_refused():
+    with pytest.raises(InvalidMessage, match=f"progress of run other, expected progress of run {RUN}"):
+        unseal(Progress, seal(PROGRESS, "other", ME), RUN, ME.peer_id)
+
+
+def test_a_record_of_another_kind_is_refused():
+    report = StepReport(step=1, samples=2, loss=0.5, seconds=1.0)
+    with pytest.raises(InvalidMessage, match=r"report of run .*, expected progress of run"):
+        unseal(Progress, seal(report, RUN, ME), RUN, ME.peer_id)
+
+
+def test_kind_and_run_cannot_be_changed_after_signing():
+    kind, run, body, signature = msgpack.unpackb(seal(EndRecord(reason="x"), "other", ME))
+    for changed in ([kind, RUN, body, signature], ["manifest", run, body, signature]):
+        with pytest.raises(InvalidMessage, match="the signature does not match"):
+            unseal(EndRecord, msgpack.packb(changed), RUN, ME.peer_id)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"surplus": 1},
+        {"samples": None},
+        {"samples": -1},
+        {"samples": 2**40},
+        {"samples": 1.0},
+        {"samples": "1"},
+        {"samples": True},
+        {"step": -1},
+        {"step": 2**40},
+        {"loss_sum": math.nan},
+        {"loss_sum": math.inf},
+        {"loss_sum": -math.inf},
+        {"loss_sum": "1"},
+    ],
+    ids=str,
+)
+def test_a_signature_does_not_make_up_for_fields_that_are_wrong(change):
+    fields = PROGRESS.model_dump()
+    assert unseal(Progress, sealed_fields(fields), RUN, ME.peer_id) == PROGRESS
+    name = next(iter(change))
+    with pytest.raises(InvalidMessage, match=f"^progress of {ME.peer_id}: {name}: "):
+        unseal(Progress, sealed_fields(fields | change), RUN, ME.peer_id)
+
+
+@pytest.mark.parametrize("name", ["step", "samples", "claimed", "loss_sum"])
+def test_missing_fields_are_refused(name):
+    fields = PROGRESS.model_dump()
+    del fields[name]
+    with pytest.raises(InvalidMessage, match=f"{name}: missing"):
+        unseal(Progress, sealed_fields(fields), RUN, ME.peer_id)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples_per_s": math.nan},
+        {"samples_per_s": math.inf},
+        {"samples_per_s": -1.0},
+        {"stage": -2},
+        {"stage": 256},
+        {"state": "serving\n"},
+        {"state": "gone"},
+        {"version": "x" * 33},
+        {"device": "x" * 65},
+        {"queue": -1},
+        {"serial": -1},
+    ],
+    ids=str,
+)
+def test_announcements_are_checked(change):
+    envelope = sealed_fields(ANNOUNCEMENT.model_dump() | change, Announcement)
+    with pytest.raises(InvalidMessage, match=next(iter(change))):
+        unseal(Announcement, envelope, RUN, ME.peer_id)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\xc0", b"\x90", b"\x01", b"\x81\xc0\x01", b"\x81\x01\x01", b"\x81"])
+def test_bodies_that_are_no_map_of_fields_are_refused(body):
+    with pytest.raises(InvalidMessage, match="progress of"):
+        unseal(Progress, sealed_fields(body), RUN, ME.peer_id)
+
+
+@pytest.mark.parametrize(
+    "data", [None, 7, "text", b"", b"\xc1", msgpack.packb([1, 2, 3, 4]), msgpack.packb(["progress", RUN, b""])]
+)
+def test_what_is_no_envelope_is_refused(data):
+    with pytest.raises(InvalidMessage, match=f"record of {ME.peer_id}: "):
+        unseal(Progress, data, RUN, ME.peer_id)
+
+
+def test_a_record_that_is_too_large_is_refused_unread():
+    large = seal(ManifestRecord.model_construct(manifest="x" * MAX_RECORD_BYTES), RUN, ME)
+    assert len(large) > MAX_RECORD_BYTES
+    with pytest.raises(InvalidMessage, match=f"not an envelope of at most {MAX_RECORD_BYTES} bytes"):
+        unseal(ManifestRecord, large, RUN, ME.peer_id)
+
+
+def test_long_lists_are_refused():
+    report = StepReport(step=1, samples=1, loss=1.0, seconds=1.0)
+    record = ProgressRecord.model_construct(current=PROGRESS, finished=(report,) * 65, validations=())
+    with pytest.raises(InvalidMessage, match="finished"):
+        unseal(ProgressRecord, seal(record, RUN, ME), RUN, ME.peer_id)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_and_nothing_else_happens(data):
+    for envelope in (data, sealed_fields(data)):
+        with pytest.raises(InvalidMessage):
+            unseal(Progress, envelope, RUN, ME.peer_id)
+
+
+def test_the_complaint_about_hostile_text_is_short():
+    with pytest.raises(InvalidMessage) as caught:
+        unseal(Progress, seal(PROGRESS, "r" * 10_000, ME), RUN, ME.peer_id)
+    assert len(str(caught.value)) < 400
+    with pytest.raises(InvalidMessage) as caught:
+        unseal(Progress, sealed_fields(PROGRESS.model_dump() | {"samples": "x" * 10_000}), RUN, ME.peer_id)
+    assert len(str(caught.value)) < 400
