@@ -128,7 +128,7 @@ def peers_running(
                 name = f"{stage}.{number}"
                 command = [
                     *(*program, "--stage", str(stage), "--device", device),
-                    *("--host-maddrs", LOOPBACK, "--threads", str(threads)),
+                    *("--host-maddrs", LOOPBACK, "--threads", str(threads), "--data-dir", "/"),
                     *(("--cache-dir", str(cache_dir)) if cache_dir else ()),
                     *("--initial-peers", *addresses),
                 ]

@@ -18,7 +18,9 @@ TOP_K = 40
 def generate(manifest: RunManifest, model_folder: Path, num_tokens: int, cache_dir: Path | None = None) -> str:
     """Continue a prompt by `num_tokens`, with the model loaded as anybody would load it."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     assert isinstance(manifest.model.config, dict)
     config = parse_model_config(manifest.model.config)
     tokenizer = load_tokenizer(manifest.data, config.vocab_size, cache_dir)

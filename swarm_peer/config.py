@@ -75,7 +75,7 @@ class DataSection(Section):
     text_field: str = Field("text", description="name of the field that holds the text")
     tokenizer: str = Field("bytes", description="bytes, or a tokenizer's hub name or local folder")
     sequence_length: int = Field(ge=2, le=1 << 20, description="tokens a sample is trained on, T")
-    shuffle_buffer: int = Field(1024, ge=1, description="documents held to shuffle a stream")
+    shuffle_buffer: int = Field(1024, ge=1, description="documents, and samples, held to shuffle a stream")
     validation_documents: int = Field(64, ge=1, description="documents held out of the stream for validation")
 
     @model_validator(mode="after")
@@ -205,6 +205,9 @@ class PeerOptions(Section):
         None, ge=0, le=65535, description="Port for Prometheus; 0 takes a free one; none if not given."
     )
     cache_dir: Path | None = Field(None, description="Where datasets and tokenizers are cached.")
+    data_dir: Path | None = Field(
+        None, description="Folder that the run may read local data files from; none if not given."
+    )
     max_memory: ByteSize | None = Field(
         None, description="Memory that training may use, such as 8GiB; the device's own limit if not given."
     )

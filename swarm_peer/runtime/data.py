@@ -13,7 +13,8 @@ Order. A data set is a list of shards (its files). Streaming cannot seek inside 
 made of slices: shard i, every n-th document from the k-th. With few shards n is larger, so that there are at least
 MIN_SLICES slices, and two peers that read the same single file seldom read the same part of it at the same time. What
 it costs is reading a small data set up to MIN_SLICES times in a pass: some tens of bytes a token, where an activation
-takes kilobytes. The slices of a pass come in random order, their documents through a shuffle buffer.
+takes kilobytes. The slices of a pass come in random order, their documents through a shuffle buffer, and so do the
+samples made of them: the many windows of one long document would make a poor global batch.
 
 Held out. The documents considered are the first of each shard (VALIDATION_WINDOW for each document wanted; of at most
 VALIDATION_SHARDS shards where they are long, in an order drawn from the seed); those with the smallest hash under the
@@ -37,13 +38,15 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.tokenizers import Tokenizer, first_line, load_tokenizer
+
+Item = TypeVar("Item")
 
 __all__ = ["SampleStream", "Tokenizer", "load_tokenizer", "validation_samples"]
 
@@ -109,7 +112,10 @@ class SampleStream:
     def __next__(self) -> np.ndarray:
         if self._samples is None:
             tokenizer = self._tokenizer or _tokenizer_of(self._manifest, self._cache_dir)
-            self._samples = _pack(self._documents(), tokenizer, self._manifest.data.sequence_length)
+            data = self._manifest.data
+            windows = _pack(self._documents(), tokenizer, data.sequence_length)
+            rng = random.Random(f"{self._manifest.seed}/samples/{self._stream_id}")
+            self._samples = _shuffled(windows, data.shuffle_buffer, rng)
         try:
             return next(self._samples)
         except UserError:
@@ -195,8 +201,8 @@ def _one_pass(shards: list[Shard], rng: random.Random) -> Iterator[str]:
         yield from itertools.islice(shard(), offset, None, stride)
 
 
-def _shuffled(documents: Iterable[str], size: int, rng: random.Random) -> Iterator[str]:
-    buffer: list[str] = []
+def _shuffled(documents: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:
+    buffer: list[Item] = []
     for text in documents:
         if len(buffer) < size:
             buffer.append(text)

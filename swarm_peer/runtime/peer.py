@@ -106,6 +106,8 @@ def _run_in_swarm(
 ) -> None:
     run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics)
     spec = stages_of(manifest)[stage]
+    if spec.is_first:
+        check_data_files(manifest, options.data_dir)
     log.info("stage_chosen run=%s manifest=%s stage=%d layers=%s", run_id, manifest.hash, stage, list(spec.layers))
     # Forked before anything computes here, and before CUDA.
     averager = make_averager(manifest, spec, dht)
@@ -140,7 +142,7 @@ def stage_costs(manifest: RunManifest) -> list[float]:
     """Forward FLOPs of a token in each stage."""
     assert isinstance(manifest.model.config, dict)
     costs = model_costs(parse_model_config(manifest.model.config), manifest.data.sequence_length)
-    return [float(stage_cost(costs, spec, manifest.model.share_layers).flops) for spec in stages_of(manifest)]
+    return [float(stage_cost(costs, spec, manifest.model.share_layers).forward_flops) for spec in stages_of(manifest)]
 
 
 def make_averager(manifest: RunManifest, spec: StageSpec, dht: SwarmDHT) -> GradientAverager:
@@ -150,6 +152,20 @@ def make_averager(manifest: RunManifest, spec: StageSpec, dht: SwarmDHT) -> Grad
     )  # on the meta device: shapes alone
     shapes = [parameter.shape for parameter in module.parameters()]
     return GradientAverager(shapes, dht.node, f"swarm-{manifest.hash}-stage{spec.index}", manifest.averaging)
+
+
+def check_data_files(manifest: RunManifest, data_dir: Path | None) -> None:
+    """A run's manifest is somebody else's: it reads those of our files alone that we let it.
+
+    Raises:
+        UserError: it names files outside of `data_dir`
+    """
+    for file in manifest.data.files:
+        if data_dir is None or not Path(file).resolve().is_relative_to(data_dir.resolve()):
+            raise UserError(
+                f"the run wants to read {file} on this machine: allow it with --data-dir FOLDER, or serve another "
+                f"stage than 0"
+            )
 
 
 def choose_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -77,14 +78,8 @@ def documents_of(samples: np.ndarray) -> list[str]:
 
 
 def first_documents(run: RunManifest, stream_id: str, count: int) -> list[str]:
-    samples: list[np.ndarray] = []
-    num_separators = 0
-    for sample in SampleStream(run, stream_id):
-        samples.append(sample)
-        num_separators += int((sample[:-1] == 0).sum())
-        if num_separators >= count:
-            break
-    return documents_of(np.stack(samples))[:count]
+    """In the order in which a stream reads them, before the samples made of them are shuffled."""
+    return list(itertools.islice(SampleStream(run, stream_id)._documents(), count))
 
 
 # --- order
@@ -134,6 +129,16 @@ def test_a_pass_has_every_document_once_and_the_next_one_another_order(tmp_path:
     assert sorted(both[:kept]) == sorted(both[kept:])
     assert both[:kept] != both[kept:]
     assert set(both) < set(paragraphs(60))
+
+
+def test_samples_of_one_document_do_not_come_in_a_row(tmp_path: Path) -> None:
+    run = manifest(dataset="text", files=[write(tmp_path, "text", paragraphs(200))], shuffle_buffer=64)
+    in_order = manifest(dataset="text", files=list(run.data.files), shuffle_buffer=1)
+    stream = SampleStream(in_order, "a")
+    overlaps = sum(a[-1] == b[0] for a, b in itertools.pairwise(itertools.islice(stream, 100)))
+    shuffled = sum(a[-1] == b[0] for a, b in itertools.pairwise(itertools.islice(SampleStream(run, "a"), 100)))
+    assert overlaps == 99, "successive windows share a token"
+    assert shuffled < 50
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
@@ -328,7 +333,7 @@ def tokenizer_folder(tmp_path: Path) -> Path:
 
 def test_a_pretrained_tokenizer(tmp_path: Path, tokenizer_folder: Path) -> None:
     files = [write(tmp_path, "text", paragraphs(20))]
-    run = manifest(vocab_size=300, dataset="text", files=files, tokenizer=str(tokenizer_folder))
+    run = manifest(vocab_size=300, dataset="text", files=files, tokenizer=str(tokenizer_folder), shuffle_buffer=1)
     tokenizer = load_tokenizer(run.data, 300)
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (257, 256)
     assert tokenizer.decode(tokenizer.encode("Grüße , don 't")) == "Grüße , don 't"

@@ -1,0 +1,158 @@
+"""Peers that come with nothing but an address, and that come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from swarm import tiny_manifest
+
+pytestmark = pytest.mark.timeout(150)
+
+PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
+COORDINATOR = (sys.executable, "-m", "coordinator.cli")
+
+
+class Processes:
+    """Programs of ours with their logs; ended by their ids."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        with self.log(name).open("wb") as file:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.running.append(process)
+        return process
+
+    def log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def stop(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.stop()
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    """Until another process has done something: there is nothing to wait on but what it writes."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {timeout_s:.0f} s"
+        time.sleep(0.1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Ids of all descendants of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, processes: Processes) -> None:
+    """`serve`, two `--stage auto` peers, a third that joins the run under way, `status`, a kill, the end."""
+    manifest = tiny_manifest(
+        training={"steps": 60, "global_batch_size": 128, "validation_every": 30},
+        limits={"announcement_s": 8.0, "hop_timeout_s": 20},
+    )
+    config, address_file = tmp_path / "run.yaml", tmp_path / "address"
+    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
+    output = tmp_path / "out"
+    serving = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(address_file), "--metrics-port", "0")
+    coordinator = processes.start("coordinator", *COORDINATOR, "serve", str(config), "--output", str(output), *serving)
+    peers = [processes.start(f"peer-{i}", *PEER, "--initial-peers", f"@{address_file}") for i in range(2)]
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "the third global step")
+    stages = {processes.log(f"peer-{i}").read_text().partition("stage_decided stage=")[2][:1] for i in range(2)}
+    assert stages == {"0", "1"}, "two peers that choose at the same time take both stages"
+
+    late = processes.start("late", *PEER, "--stage", "1", "--initial-peers", f"@{address_file}")
+    wait_for(lambda: "serving stage=1" in processes.log("late").read_text(), "the late peer's serving")
+    text = processes.log("late").read_text()
+    assert "state_downloaded" in text, "who comes late takes the state of a stage-mate"
+    address = address_file.read_text().split()[0]
+    answer = subprocess.run(
+        [*COORDINATOR, "status", "--initial-peers", address, "--json"], capture_output=True, timeout=60, check=True
+    )
+    status = json.loads(answer.stdout)
+    assert status["step"] >= 3
+    assert [len(stage["peers"]) for stage in status["stages"]] == [1, 2]
+
+    family = children_of(late.pid)
+    assert family, "a peer has processes of its own"
+    os.kill(late.pid, signal.SIGKILL)
+    late.wait()
+    wait_for(lambda: not any(map(is_running, family)), "the end of a killed peer's processes", 10)
+
+    assert coordinator.wait(100) == 0, processes.log("coordinator").read_text()[-2000:]
+    assert [peer.wait(30) for peer in peers] == [0, 0], "peers go when the run has ended"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "validation_loss" in lines[-1]
+    assert (output / "model" / "model.safetensors").exists()
+
+
+def test_a_stage_that_does_not_exist_and_a_wrong_run(tmp_path: Path, processes: Processes) -> None:
+    config, address_file = tmp_path / "run.yaml", tmp_path / "address"
+    config.write_text(yaml.safe_dump(tiny_manifest().model_dump(mode="json")))
+    options = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(address_file))
+    coordinator = processes.start(
+        "coordinator", *COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"), *options
+    )
+    peer = (*PEER, "--initial-peers", f"@{address_file}")
+    stage = subprocess.run([*peer, "--stage", "2"], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([*peer, "--run-id", "12D3KooWnone"], capture_output=True, text=True, timeout=60, check=False)
+    assert (stage.returncode, run.returncode) == (2, 2)
+    assert "--stage 2: the run has stages 0 to 1" in stage.stderr.splitlines()[-1]
+    assert "12D3KooWnone" in run.stderr.splitlines()[-1]
+    coordinator.send_signal(signal.SIGTERM)
+    assert coordinator.wait(20) == 0
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(tiny_manifest(training={"steps": 100_000}).model_dump(mode="json")))
+    output = tmp_path / "out"
+    local = processes.start("local", *COORDINATOR, "local", str(config), "--peers", "1,1", "--output", str(output))
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "the second global step")
+    family = children_of(local.pid)
+    assert len(family) >= 8, "coordinator's and peers' DHTs, averagers and daemons"
+    local.send_signal(signal.SIGINT)
+    assert local.wait(40) == 130
+    assert "Traceback" not in processes.log("local").read_text()
+    wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 10)
