@@ -8,8 +8,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, TypeVar
+
+import anyio
 
 from swarm_peer.runtime.metrics import PeerMetrics
 
@@ -54,7 +57,10 @@ class ComputeThread:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             if not turn.acquire(blocking=False):
-                await asyncio.wait([future])
+                # A cancelled scope of anyio's cancels again and again, and none of that may cut the wait short.
+                while not future.done():
+                    with suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
+                        await asyncio.wait([future])
                 future.exception()  # its outcome is dropped on purpose
             raise
 
