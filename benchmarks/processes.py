@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+# Of the checkout: what is measured is its code, wherever the benchmark is called.
+ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.02
 # Peers that are told to go finish what is in flight; `local` gives each 25 s.
 LEAVE_TIMEOUT_S = 60.0
@@ -59,7 +61,9 @@ def running(
         with log_file.open("wb") as log:
             for command in commands:
                 # A session of its own: Ctrl+C goes to this process alone, which then stops the others in order.
-                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True
+                )
                 processes.append(process)
         yield processes
     finally:

@@ -41,11 +41,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from processes import POLL_S, adopt_orphans, cpu_seconds, running
+from processes import POLL_S, ROOT, adopt_orphans, cpu_seconds, running
 
 from swarm_peer.config import RunManifest, load_manifest
 
-ROOT = Path(__file__).resolve().parent.parent
 PEERS_BY_STAGE = (2, 2)
 # More than any measurement waits for: runs are stopped, they do not end.
 ENDLESS_STEPS = 10**6
