@@ -16,14 +16,16 @@ from coordinator.live import LiveView
 from coordinator.run_watch import RunWatch
 from coordinator.service import RunService, join_command, observe
 from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.bootstrap import find_manifest, parse_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def run_serve(
         metrics=PeerMetrics(),
     )
     try:
+        run_loop(_check_known_manifest, dht, manifest)
         addresses = dht.addresses()
         print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
         print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
@@ -69,6 +72,17 @@ def run_serve(
             run_loop(_serve, service)
     finally:
         dht.shutdown()
+
+
+async def _check_known_manifest(dht: SwarmDHT, manifest: RunManifest) -> None:
+    """A run's manifest never changes: peers of two manifests would refuse each other's calls."""
+    run_id = dht.identity.peer_id
+    known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
+    if known is not None and (other := parse_manifest(known).hash) != manifest.hash:
+        raise UserError(
+            f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
+            f"configuration that the run began with, or begin another run with another --identity-path"
+        )
 
 
 async def _serve(service: RunService) -> None:

@@ -19,6 +19,9 @@ from swarm_peer.wire.codecs import decode, decode_tokens, encode
 log = logging.getLogger(__name__)
 
 
+_OUT_OF_MEMORY = "this stage ran out of device memory: lower --max-memory, so that it takes fewer microbatches at once"
+
+
 @dataclass(slots=True)
 class _Pass:
     """What the forward job hands on: encoded activations for the next stage, or the loss of the last."""
@@ -124,14 +127,16 @@ class StageRunner:
         num_samples, length, _ = shape = self._shape(microbatch)
         tokens_BS = decode_tokens(microbatch.tokens, (num_samples, length + 1), trainer.module.config.vocab_size)
         hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
-        if microbatch.mode == "train":
-            graph: ForwardPass | None = trainer.forward(tokens_BS, hidden_BTD)
-            assert graph is not None
-            output, losses_B = graph.output, graph.losses_B
-        else:
-            graph = None
-            result = trainer.evaluate(tokens_BS, hidden_BTD)
-            output, losses_B = (None, result) if trainer.spec.is_last else (result, None)
+        graph: ForwardPass | None = None
+        try:
+            if microbatch.mode == "train":
+                graph = trainer.forward(tokens_BS, hidden_BTD)
+                output, losses_B = graph.output, graph.losses_B
+            else:
+                result = trainer.evaluate(tokens_BS, hidden_BTD)
+                output, losses_B = (None, result) if trainer.spec.is_last else (result, None)
+        except torch.OutOfMemoryError as error:
+            raise HopFailed(_OUT_OF_MEMORY) from error
         if losses_B is not None:
             loss_sum = float(losses_B.sum())
             if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
@@ -144,7 +149,13 @@ class StageRunner:
         trainer, codec = self._trainer, self._manifest.wire.gradients
         assert passed.graph is not None
         grad_BTD = None if trainer.spec.is_last else self._decode_gradient(grad, self._shape(microbatch))
-        input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
+        try:
+            input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
+        except torch.OutOfMemoryError as error:
+            # Half of a gradient may be in the accumulator, so the trainer has emptied it.
+            self._metrics.lost_samples.inc(sum(self._counted.values()))
+            self.forget_step()
+            raise HopFailed(_OUT_OF_MEMORY) from error
         # From here on the accumulator holds the microbatch; that it is counted must follow without fail.
         self._counted[microbatch.id] = microbatch.num_samples
         result = HopResult(loss_sum, None)

@@ -139,6 +139,11 @@ def test_a_stage_that_does_not_exist_and_a_wrong_run(tmp_path: Path, processes: 
     assert (stage.returncode, run.returncode) == (2, 2)
     assert "--stage 2: the run has stages 0 to 1" in stage.stderr.splitlines()[-1]
     assert "12D3KooWnone" in run.stderr.splitlines()[-1]
+    other = (*COORDINATOR, "serve", str(config), "--set", "seed=7", *options[:2], "--output", str(tmp_path / "other"))
+    key = ("--identity-path", str(tmp_path / "out" / "identity"), "--initial-peers", f"@{address_file}")
+    changed = subprocess.run([*other, *key], capture_output=True, text=True, timeout=60, check=False)
+    assert changed.returncode == 2
+    assert "under way with manifest" in changed.stderr.splitlines()[-1]
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(20) == 0
 
