@@ -1,0 +1,628 @@
+import asyncio
+import random
+import threading
+
+import anyio
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from memory_transport import MemoryNetwork
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import Busy, CallError, CallTimeout, HopFailed, InvalidMessage, NotServing, StepClosed
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.compute import ComputeThread, Priority
+from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.next_stage import Microbatch, NextStage
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.stage_group import StageGroup
+from swarm_peer.runtime.stage_runner import StageRunner
+from swarm_peer.runtime.state_transfer import StateDonor
+from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import MicrobatchCall
+
+LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
+
+
+def make_manifest(num_stages=2, **sections):
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_positions": LENGTH,
+        "n_embd": HIDDEN,
+        "n_layer": 3,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+    content = {
+        "name": "tiny",
+        "model": {"config": config},
+        "stages": {"count": num_stages},
+        "data": {"sequence_length": LENGTH},
+        "training": {"steps": 10, "global_batch_size": 8, "microbatch_size": SAMPLES},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "limits": {"hop_tries": 2},
+    }
+    return RunManifest.model_validate(content | sections)
+
+
+class Peer:
+    """One peer of a tiny swarm, without averaging and global steps."""
+
+    def __init__(self, swarm, name, stage, capacity=8, replies_kept=4):
+        manifest = swarm.manifest
+        self.name, self.stage = name, stage
+        self.trainer = StageTrainer(manifest, stages_of(manifest)[stage])
+        self.metrics, changed = PeerMetrics(), Signal()
+        self.compute = ComputeThread(self.metrics)
+        self.gate = StepGate(capacity, changed)
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
+        self.peer_id = identity.peer_id
+        self.transport = swarm.network.transport(self.peer_id)
+        self.progress = ProgressBook(
+            manifest.hash, 8, identity, lambda author: author in swarm.ids(0), self.metrics, changed
+        )
+        self.next_stage = None
+        if not self.trainer.spec.is_last:
+            self.next_stage = NextStage(
+                stage + 1, manifest, HIDDEN, self.transport, self.progress, swarm.view, self.metrics, random.Random(0)
+            )
+        self.runner = StageRunner(manifest, self.trainer, self.compute, self.next_stage, self.metrics, replies_kept)
+        group = StageGroup(manifest, stage, self.transport, None, self.progress, swarm.view, self.metrics, changed)
+        donor = StateDonor(self.trainer, self.compute, lambda: "", changed, stage)
+        handler = MicrobatchHandler(manifest, HIDDEN, self.gate, self.runner, self.progress, self.metrics)
+        self.dispatcher = CallDispatcher(manifest, stage, handler, group, donor, self.progress)
+        self.gate.open(0)
+
+    async def run(self, microbatch, timeout_s=20.0):
+        return await self.runner.run(microbatch, None, anyio.current_time() + timeout_s)
+
+    def gradients(self):
+        return self.trainer.mean_gradients()
+
+    def metric(self, name, *labels):
+        metric = getattr(self.metrics, name)
+        return (metric.labels(*labels) if labels else metric)._value.get()
+
+    async def occupy(self):
+        """Occupy the compute thread until the event that is returned is set."""
+        release, running, loop = threading.Event(), anyio.Event(), asyncio.get_running_loop()
+
+        def job():
+            loop.call_soon_threadsafe(running.set)
+            assert release.wait(10)
+
+        self.occupied = asyncio.ensure_future(self.compute.run(Priority.STEP, job))
+        await running.wait()
+        return release
+
+
+class Swarm:
+    def __init__(self, manifest):
+        self.manifest = manifest
+        self.network = MemoryNetwork()
+        self.peers = []
+
+    async def add(self, name, stage, **options):
+        peer = Peer(self, name, stage, **options)
+        await peer.transport.serve(peer.dispatcher)
+        self.peers.append(peer)
+        return peer
+
+    def view(self):
+        views = [PeerView(peer.peer_id, peer.stage, PeerState.SERVING, samples_per_s=1.0) for peer in self.peers]
+        return SwarmView(self.manifest.stages.count, tuple(views))
+
+    def ids(self, stage):
+        return {peer.peer_id for peer in self.view().serving(stage)}
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        await self.network.__aexit__(*error)
+        for peer in self.peers:
+            peer.compute.stop()
+            assert peer.gate.admitted == peer.gate.held == 0 or error[0], "somebody has stayed inside"
+
+
+@pytest.fixture
+async def swarm():
+    async with Swarm(make_manifest()) as swarm:
+        yield swarm
+
+
+@pytest.fixture
+async def pair(swarm):
+    return await swarm.add("a", 0), await swarm.add("b", 1)
+
+
+async def until(condition):
+    """Let others go on until a condition holds that nobody gives notice of."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def tokens(seed=0):
+    return torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def make_microbatch(seed=0, step=0, mode="train"):
+    return Microbatch(bytes([seed]) * 16, step, mode, SAMPLES, encode_tokens(tokens(seed)))
+
+
+def reference(manifest, seeds=(0,)):
+    """Loss sum and mean gradients by stage of the same microbatches in one process."""
+    trainers = [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+    loss_sum = 0.0
+    for seed in seeds:
+        passes, gradient = [], None
+        for trainer in trainers:
+            passes.append(trainer.forward(tokens(seed), passes[-1].output if passes else None))
+        for trainer, forward_pass in zip(trainers[::-1], passes[::-1], strict=True):
+            gradient = trainer.backward(forward_pass, gradient)
+        loss_sum += float(passes[-1].losses_B.sum())
+    return loss_sum, [trainer.mean_gradients() for trainer in trainers]
+
+
+def assert_equal(gradients, expected):
+    assert len(gradients) == len(expected) > 0
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, other)
+
+
+# --- a microbatch's trip ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+async def test_a_microbatch_is_computed_as_in_one_process(num_stages):
+    async with Swarm(make_manifest(num_stages)) as swarm:
+        peers = [await swarm.add("abc"[stage], stage) for stage in range(num_stages)]
+        results = [await peers[0].run(make_microbatch(seed)) for seed in (0, 1)]
+        loss_sum, gradients = reference(swarm.manifest, (0, 1))
+        assert sum(result.loss_sum for result in results) == pytest.approx(loss_sum, abs=1e-6)
+        for peer, expected in zip(peers, gradients, strict=True):
+            assert peer.trainer.num_samples == 2 * SAMPLES
+            assert_equal(peer.gradients(), expected)
+        assert results[0].grad is None, "there is nobody before stage 0"
+
+
+async def test_evaluation_leaves_no_trace(swarm, pair):
+    first, last = pair
+    result = await first.run(make_microbatch(mode="evaluate"))
+    assert result.loss_sum == pytest.approx(reference(swarm.manifest)[0], abs=1e-6)
+    assert result.grad is None
+    assert first.trainer.num_samples == last.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in last.gradients())
+
+
+async def test_progress_rides_on_calls_and_replies(swarm, pair):
+    first, last = pair
+    other = await swarm.add("c", 0)
+    other.progress.count_own(0, StepCount(4, 4, 9.0))
+    first.progress.count_own(0, StepCount(2, 4, 5.0))
+    last.progress.merge(other.progress.signed_counts())
+    await first.run(make_microbatch())
+    assert last.progress.ledger.samples(0) == 6
+    assert first.progress.ledger.samples(0) == 6
+
+
+# --- counted once -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_microbatch_whose_reply_was_lost_is_counted_once(swarm, pair):
+    first, last = pair
+    fault = swarm.network.fault(op="microbatch", drop_reply=True)
+    result = await first.run(make_microbatch())
+    assert fault.fired == 1
+    assert swarm.network.num_calls("microbatch", last.peer_id) == 2
+    assert last.metric("duplicates", "answered") == 1
+    loss_sum, gradients = reference(swarm.manifest)
+    assert result.loss_sum == pytest.approx(loss_sum, abs=1e-6)
+    assert [peer.trainer.num_samples for peer in pair] == [SAMPLES, SAMPLES]
+    for peer, expected in zip(pair, gradients, strict=True):
+        assert_equal(peer.gradients(), expected)
+
+
+async def test_a_peer_that_stays_unreachable_is_replaced_and_avoided(swarm, pair):
+    first, last = pair
+    other = await swarm.add("c", 1)
+    fault = swarm.network.fault(op="microbatch", drop_reply=True, times=2)
+    await first.run(make_microbatch())
+    assert fault.fired == 2
+    assert first.trainer.num_samples == SAMPLES
+    # The lost one may have counted it: a duplicate at worst, and within each peer never more than once.
+    assert (last.trainer.num_samples, other.trainer.num_samples) == (SAMPLES, SAMPLES)
+    assert first.metric("retries", "unreachable") == 1
+    called = [callee for _, callee, _ in swarm.network.calls]
+    assert called[0] == called[1] != called[2]
+    await first.run(make_microbatch(1))
+    assert swarm.network.calls[-1][1] == called[2], "the other is avoided for now"
+
+
+async def test_a_microbatch_that_comes_again_while_it_runs_is_counted_once(swarm, pair):
+    first, last = pair
+    release = await last.occupy()
+    send = [first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0) for _ in range(3)]
+    calls = [asyncio.ensure_future(call) for call in send]
+    await anyio.wait_all_tasks_blocked()
+    release.set()
+    replies = await asyncio.gather(*calls)
+    assert last.trainer.num_samples == SAMPLES
+    assert last.metric("duplicates", "answered") == 2
+    assert len({bytes(reply.tensors[0]) for reply in replies}) == 1
+
+
+async def test_a_reply_that_is_not_kept_any_more_is_a_failed_hop_and_not_counted_again(swarm):
+    first, last = await swarm.add("a", 0), await swarm.add("b", 1, replies_kept=1)
+    for number in (0, 1):
+        await first.transport.call(last.peer_id, make_call(swarm, number), make_tensors(), timeout_s=20.0)
+    with pytest.raises(HopFailed, match="counted here already, and its gradient is gone"):
+        await first.transport.call(last.peer_id, make_call(swarm, 0), make_tensors(), timeout_s=20.0)
+    assert last.metric("duplicates", "forgotten") == 1
+    assert last.trainer.num_samples == 2 * SAMPLES
+    await first.transport.call(last.peer_id, make_call(swarm, 1), make_tensors(), timeout_s=20.0)
+    assert last.trainer.num_samples == 2 * SAMPLES
+
+
+async def test_in_the_next_step_an_id_counts_anew(swarm, pair):
+    first, last = pair
+    await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
+    last.trainer.discard_gradients()
+    last.runner.forget_step()
+    await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
+    assert last.trainer.num_samples == SAMPLES
+
+
+async def test_a_call_that_is_cancelled_before_its_turn_is_not_counted(swarm, pair):
+    first, last = pair
+    release = await last.occupy()
+    running = asyncio.ensure_future(first.run(make_microbatch()))
+    await until(lambda: last.gate.admitted)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await anyio.wait_all_tasks_blocked()
+    assert last.gate.admitted == 0, "the callee was told"
+    release.set()
+    await last.compute.run(Priority.EVALUATE, lambda: None)
+    assert first.trainer.num_samples == last.trainer.num_samples == 0
+    assert last.metric("microbatches", "train", "done") == 0
+    await first.run(make_microbatch())
+    assert_equal(last.gradients(), reference(swarm.manifest)[1][1])
+
+
+async def test_a_call_that_is_cancelled_on_its_way_is_not_counted(swarm, pair):
+    first, last = pair
+    fault = swarm.network.fault(op="microbatch", before=anyio.Event())
+    running = asyncio.ensure_future(first.run(make_microbatch()))
+    await fault.struck.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert first.trainer.num_samples == last.trainer.num_samples == 0
+
+
+async def test_a_call_whose_reply_nobody_waits_for_any_more_can_be_asked_for_again(swarm, pair):
+    first, last = pair
+    fault = swarm.network.fault(op="microbatch", after=anyio.Event())
+    running = asyncio.ensure_future(first.run(make_microbatch()))
+    await fault.struck.wait()
+    await until(lambda: last.trainer.num_samples and not last.gate.admitted)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert first.trainer.num_samples == 0
+    await first.run(make_microbatch())
+    assert [peer.trainer.num_samples for peer in pair] == [SAMPLES, SAMPLES]
+
+
+async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
+    """Or a step could be closed with gradients that are still being added."""
+    first, last = pair
+    backward, running, release = last.trainer.backward, threading.Event(), threading.Event()
+
+    def slow_backward(*arguments):
+        running.set()
+        assert release.wait(10)
+        return backward(*arguments)
+
+    last.trainer.backward = slow_backward
+    call = first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
+    calling = asyncio.ensure_future(call)
+    await anyio.to_thread.run_sync(running.wait)
+    drained = asyncio.ensure_future(last.gate.drained())
+    calling.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not drained.done()
+    release.set()
+    await drained
+    assert last.trainer.num_samples == SAMPLES
+    assert last.runner.counted_reply(make_call(swarm).microbatch) is not None
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def make_call(swarm, number=0, **change):
+    fields = {
+        "manifest": swarm.manifest.hash,
+        "step": 0,
+        "stage": 1,
+        "microbatch": bytes([number]) * 16,
+        "mode": "train",
+        "num_samples": SAMPLES,
+        "timeout_s": 20.0,
+        "counts": (),
+    }
+    return MicrobatchCall.model_construct(**fields | change)
+
+
+def make_tensors(tokens_BS=None, hidden_BTD=None):
+    hidden_BTD = torch.zeros(SAMPLES, LENGTH, HIDDEN) if hidden_BTD is None else hidden_BTD
+    raw_hidden = memoryview(hidden_BTD.view(-1).view(torch.uint8).numpy())
+    return (encode_tokens(tokens() if tokens_BS is None else tokens_BS), raw_hidden)
+
+
+def with_value(tensor, value):
+    tensor.view(-1)[3] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors", "error", "message"),
+    [
+        ({"manifest": "f" * 32}, make_tensors(), InvalidMessage, "call for the run with manifest ffff"),
+        ({"stage": 2}, make_tensors(), NotServing, "this peer serves stage 1, not 2"),
+        ({"step": 1.5}, make_tensors(), InvalidMessage, "step"),
+        ({"microbatch": b"short"}, make_tensors(), InvalidMessage, "microbatch"),
+        ({"timeout_s": float("inf")}, make_tensors(), InvalidMessage, "timeout_s"),
+        ({"counts": (("x", b"y"),)}, make_tensors(), None, "counts of strangers are dropped"),
+        ({"num_samples": 3}, make_tensors(), InvalidMessage, "microbatch of 3 samples; at most 2 go"),
+        ({"num_samples": 1}, make_tensors(), InvalidMessage, "were expected"),
+        ({}, (), InvalidMessage, r"tensors of \[\] bytes"),
+        ({}, make_tensors()[:1], InvalidMessage, "were expected"),
+        ({}, make_tensors()[::-1], InvalidMessage, "were expected"),
+        ({}, (*make_tensors(), memoryview(b"")), InvalidMessage, "were expected"),
+        ({}, make_tensors(hidden_BTD=torch.zeros(SAMPLES, LENGTH, HIDDEN + 1)), InvalidMessage, "were expected"),
+        ({}, make_tensors(with_value(tokens(), VOCABULARY)), InvalidMessage, "outside of the vocabulary"),
+        ({}, make_tensors(with_value(tokens(), -1)), InvalidMessage, "outside of the vocabulary"),
+        (
+            {},
+            make_tensors(hidden_BTD=with_value(torch.zeros(SAMPLES, LENGTH, HIDDEN), float("nan"))),
+            InvalidMessage,
+            "non-finite",
+        ),
+        (
+            {},
+            make_tensors(hidden_BTD=with_value(torch.zeros(SAMPLES, LENGTH, HIDDEN), float("inf"))),
+            InvalidMessage,
+            "non-finite",
+        ),
+        ({"step": 5}, make_tensors(), NotServing, "too far behind step 5"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
+async def test_malformed_microbatches_are_refused_and_change_nothing(swarm, pair, change, tensors, error, message):
+    first, last = pair
+    before = last.trainer.state()
+    call = first.transport.call(last.peer_id, make_call(swarm, **change), tensors, timeout_s=20.0)
+    if error is None:
+        await call
+        assert last.progress.ledger.samples(0) == 0
+        return
+    with pytest.raises(error, match=message) as caught:
+        await call
+    assert type(caught.value) is error
+    assert last.trainer.num_samples == 0
+    assert last.gate.admitted == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in last.trainer.state().items())
+    result = await first.run(make_microbatch())
+    assert result.loss_sum == pytest.approx(reference(swarm.manifest)[0], abs=1e-6), "it serves on"
+
+
+async def test_forged_counts_are_refused_before_anything_is_computed(swarm, pair):
+    first, last = pair
+    forged = make_call(swarm, counts=((first.peer_id, b"forged"),))
+    with pytest.raises(InvalidMessage, match="no msgpack"):
+        await first.transport.call(last.peer_id, forged, make_tensors(), timeout_s=20.0)
+    assert last.trainer.num_samples == 0
+
+
+async def test_unknown_operations_and_fields_are_refused(swarm, pair):
+    _, last = pair
+    fields = make_call(swarm).model_dump()
+    with pytest.raises(InvalidMessage, match="surplus: unknown key"):
+        await last.dispatcher("caller", "microbatch", fields | {"surplus": 1}, make_tensors())
+    with pytest.raises(InvalidMessage, match="unknown operation 'eval'"):
+        await last.dispatcher("caller", "eval", {}, ())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_gradient_that_is_not_finite_is_a_failed_hop_and_not_counted(swarm, pair, value):
+    first, _ = pair
+
+    def poison(reply):
+        torch.frombuffer(reply.tensors[0], dtype=torch.float32)[5] = value
+        return reply
+
+    fault = swarm.network.fault(op="microbatch", tamper=poison)
+    with pytest.raises(HopFailed, match="the next stage returned a gradient that cannot be used"):
+        await first.run(make_microbatch())
+    assert fault.fired == 1
+    assert first.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in first.gradients())
+    assert first.metric("invalid_messages", "gradient") == 1
+
+
+def cut_gradient(reply):
+    reply.tensors = (reply.tensors[0][:-4],)
+    return reply
+
+
+def drop_gradient(reply):
+    reply.tensors = ()
+    return reply
+
+
+def nan_loss(reply):
+    reply.body["loss_sum"] = float("nan")
+    return reply
+
+
+def forge_counts(reply):
+    reply.body["counts"] = ((Identity.generate().peer_id, b"forged"),) * 2000
+    return reply
+
+
+@pytest.mark.parametrize("tamper", [cut_gradient, drop_gradient, nan_loss, forge_counts])
+async def test_whoever_replies_nonsense_is_replaced_and_avoided(swarm, pair, tamper):
+    first, _ = pair
+    await swarm.add("c", 1)
+    fault = swarm.network.fault(op="microbatch", tamper=tamper)
+    await first.run(make_microbatch())
+    assert fault.fired == 1
+    assert first.trainer.num_samples == SAMPLES
+    assert first.metric("retries", "invalid") == 1
+    assert len({callee for _, callee, _ in swarm.network.calls}) == 2
+    assert first.next_stage._health.avoided(0.0) == {swarm.network.calls[0][1]}
+
+
+async def test_a_busy_peer_is_passed_over_and_not_blamed(swarm):
+    first = await swarm.add("a", 0)
+    full = [await swarm.add(name, 1, capacity=0) for name in "bc"]
+    free = await swarm.add("d", 1)
+    for number in range(6):
+        await first.run(make_microbatch(number))
+    assert free.trainer.num_samples == 6 * SAMPLES
+    assert first.metric("retries", "busy") >= 2, "they were asked"
+    assert not any(peer.trainer.num_samples for peer in full)
+    assert first.next_stage._health.avoided(0.0) == frozenset()
+    called = {callee for _, callee, _ in swarm.network.calls}
+    assert called == {peer.peer_id for peer in [*full, free]}
+
+
+async def test_a_closed_step_ends_the_tries(swarm, pair):
+    first, last = pair
+    await swarm.add("c", 1)
+    for peer in swarm.peers[1:]:
+        peer.gate.open(3)
+    with pytest.raises(StepClosed) as caught:
+        await first.run(make_microbatch(step=0))
+    assert caught.value.step == 3
+    assert len(swarm.network.calls) == 1
+    assert last.trainer.num_samples == first.trainer.num_samples == 0
+
+
+async def test_tries_are_bounded(swarm, pair):
+    first, _ = pair
+    await swarm.add("c", 1)
+    fault = swarm.network.fault(op="microbatch", fail=CallTimeout("stalled"), times=100)
+    with pytest.raises(HopFailed, match="stage 1 after 2 failed tries: timeout: stalled"):
+        await first.run(make_microbatch())
+    assert fault.fired == 2
+    assert first.trainer.num_samples == 0
+
+
+async def test_time_is_bounded(swarm, pair):
+    first, _ = pair
+    with pytest.raises(HopFailed, match="out of time"):
+        await first.run(make_microbatch(), timeout_s=0.0)
+    assert swarm.network.calls == []
+
+
+async def test_a_stage_without_peers_is_a_failed_hop(swarm):
+    first = await swarm.add("a", 0)
+    with pytest.raises(HopFailed, match="no peer serves the stage"):
+        await first.run(make_microbatch(), timeout_s=0.02)
+
+
+async def test_the_callee_gives_up_when_its_caller_does(swarm, pair):
+    first, last = pair
+    call = make_call(swarm, step=1, timeout_s=0.01)  # held until step 1, which does not come
+    with pytest.raises(CallTimeout, match="not done within"):
+        await first.transport.call(last.peer_id, call, make_tensors(), timeout_s=20.0)
+    assert last.gate.held == 0
+    assert last.metric("microbatches", "train", "failed") == 1
+
+
+async def test_a_callee_that_dies_is_replaced(swarm, pair):
+    first, last = pair
+    other = await swarm.add("c", 1)
+    release, release_other = await last.occupy(), await other.occupy()
+    running = asyncio.ensure_future(first.run(make_microbatch()))
+    await until(lambda: last.gate.admitted or other.gate.admitted)
+    dying, surviving = (last, other) if last.gate.admitted else (other, last)
+    swarm.network.kill(dying.peer_id)
+    await until(lambda: dying.gate.admitted == 0)
+    release.set()
+    release_other.set()
+    await running
+    assert surviving.trainer.num_samples == first.trainer.num_samples == SAMPLES
+    assert dying.trainer.num_samples == 0
+
+
+async def test_a_failure_behind_a_peer_is_not_blamed_on_it():
+    async with Swarm(make_manifest(3, limits={"hop_tries": 1})) as swarm:
+        first, middle, last = [await swarm.add("abc"[stage], stage) for stage in range(3)]
+        fault = swarm.network.fault(op="microbatch", to=last.peer_id, fail=CallTimeout("stalled"))
+        with pytest.raises(HopFailed, match="stage 1 after 1 failed tries: hop_failed: stage 2 after 1 failed tries"):
+            await first.run(make_microbatch())
+        assert fault.fired == 1
+        assert middle.next_stage._health.avoided(0.0) == {last.peer_id}
+        assert first.next_stage._health.avoided(0.0) == frozenset()
+        assert [peer.trainer.num_samples for peer in swarm.peers] == [0, 0, 0]
+
+
+async def test_activations_that_overflow_their_codec_are_a_failed_hop():
+    async with Swarm(make_manifest(wire={"activations": "fp16"})) as swarm:
+        first, _ = await swarm.add("a", 0), await swarm.add("b", 1)
+        with torch.no_grad():
+            for parameter in first.trainer.module.parameters():
+                parameter.mul_(1e6)
+        with pytest.raises(HopFailed, match="what this stage computed cannot be sent"):
+            await first.run(make_microbatch())
+        assert first.trainer.num_samples == 0
+        assert swarm.network.calls == []
+
+
+async def test_a_loss_that_is_not_finite_is_a_failed_hop_and_not_counted(swarm, pair):
+    first, last = pair
+    with torch.no_grad():
+        last.trainer.module.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(CallError, match="the loss is not finite") as caught:
+        await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
+    assert type(caught.value) is HopFailed
+    assert last.trainer.num_samples == 0
+
+
+async def test_codecs_of_the_manifest_are_used_on_the_wire():
+    wire = {"activations": "bf16", "gradients": "blockwise_8bit"}
+    async with Swarm(make_manifest(wire=wire)) as swarm:
+        first, last = await swarm.add("a", 0), await swarm.add("b", 1)
+        hidden = encode(torch.zeros(SAMPLES, LENGTH, HIDDEN), "bf16")
+        tensors = (encode_tokens(tokens()), hidden)
+        reply = await first.transport.call(last.peer_id, make_call(swarm), tensors, timeout_s=20.0)
+        assert reply.tensors[0].nbytes == encoded_bytes((SAMPLES, LENGTH, HIDDEN), "blockwise_8bit")
+        result = await first.run(make_microbatch(1))
+        assert result.loss_sum == pytest.approx(reference(swarm.manifest, (1,))[0], rel=1e-2)
+
+
+async def test_a_full_peer_says_so(swarm):
+    first, last = await swarm.add("a", 0), await swarm.add("b", 1, capacity=0)
+    with pytest.raises(Busy):
+        await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
+    assert last.metric("microbatches", "train", "busy") == 1
