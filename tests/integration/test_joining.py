@@ -126,7 +126,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     assert (output / "model" / "model.safetensors").exists()
 
 
-def test_a_stage_that_does_not_exist_and_a_wrong_run(tmp_path: Path, processes: Processes) -> None:
+def test_a_stage_that_does_not_exist_a_wrong_run_and_another_manifest(tmp_path: Path, processes: Processes) -> None:
     config, address_file = tmp_path / "run.yaml", tmp_path / "address"
     config.write_text(yaml.safe_dump(tiny_manifest().model_dump(mode="json")))
     options = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(address_file))
@@ -139,13 +139,19 @@ def test_a_stage_that_does_not_exist_and_a_wrong_run(tmp_path: Path, processes: 
     assert (stage.returncode, run.returncode) == (2, 2)
     assert "--stage 2: the run has stages 0 to 1" in stage.stderr.splitlines()[-1]
     assert "12D3KooWnone" in run.stderr.splitlines()[-1]
-    other = (*COORDINATOR, "serve", str(config), "--set", "seed=7", *options[:2], "--output", str(tmp_path / "other"))
-    key = ("--identity-path", str(tmp_path / "out" / "identity"), "--initial-peers", f"@{address_file}")
-    changed = subprocess.run([*other, *key], capture_output=True, text=True, timeout=60, check=False)
-    assert changed.returncode == 2
-    assert "under way with manifest" in changed.stderr.splitlines()[-1]
+    member = processes.start("member", *peer)
+    wait_for(lambda: "serving stage=" in processes.log("member").read_text(), "the peer's serving")
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(20) == 0
+
+    # The run lives on in the DHT of its peers: its coordinator may come back, but not with another manifest.
+    address = processes.log("member").read_text().partition("addresses=")[2].split()[0]
+    back = (*COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"), "--initial-peers", address)
+    changed = subprocess.run([*back, "--set", "seed=7"], capture_output=True, text=True, timeout=60, check=False)
+    assert changed.returncode == 2, changed.stderr[-2000:]
+    assert "under way with manifest" in changed.stderr.splitlines()[-1]
+    member.send_signal(signal.SIGTERM)
+    assert member.wait(30) == 0
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:
