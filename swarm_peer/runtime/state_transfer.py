@@ -77,8 +77,11 @@ class StateDonor:
         if self.step is None or self.step < call.min_step:
             raise NotServing(f"this peer has the state of step {self.step}, not of {call.min_step}")
         async with self._lock:
-            if self.step not in self._snapshots:
+            while (step := self.step) not in self._snapshots:
                 snapshot = await self._compute.run(Priority.STEP, self._take)
+                if snapshot is None:
+                    await self._changed.wait_for(lambda left=step: self.step != left)  # type: ignore[misc]
+                    continue
                 # The one before may still be on its way to somebody.
                 newest = sorted(self._snapshots)[-1:]
                 self._snapshots = {step: self._snapshots[step] for step in newest} | {snapshot.step: snapshot}
@@ -93,8 +96,11 @@ class StateDonor:
             raise InvalidMessage(f"tensor {call.entry} of {len(snapshot.tensors)}")
         return Reply(tensors=(snapshot.tensors[call.entry][call.offset : call.offset + call.size],))
 
-    def _take(self) -> _Snapshot:
-        """In the compute thread."""
+    def _take(self) -> _Snapshot | None:
+        """In the compute thread. None while the weights are a step ahead of what the event loop knows: the lineage that
+        it gives is not theirs then."""
+        if self._trainer.step != self.step:
+            return None
         state = self._trainer.state()
         entries, parts = [], []
         for name, tensor in state.items():
