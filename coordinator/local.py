@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ WATCH_PROCESSES_S = 0.5
 @dataclass(frozen=True)
 class LocalPeer:
     name: str
+    stage: int
     process: subprocess.Popen[bytes]
     log_file: Path
 
@@ -132,16 +134,17 @@ def peers_running(
                     *(("--cache-dir", str(cache_dir)) if cache_dir else ()),
                     *("--initial-peers", *addresses),
                 ]
-                peers.append(_start_peer(name, command, logs / f"peer-{name}.log", threads))
+                process = _start_peer(command, logs / f"peer-{name}.log", threads)
+                peers.append(LocalPeer(name, stage, process, logs / f"peer-{name}.log"))
         yield peers
     finally:
         _stop_peers(peers)
 
 
-def _start_peer(name: str, command: Sequence[str], log_file: Path, threads: int) -> LocalPeer:
+def _start_peer(command: Sequence[str], log_file: Path, threads: int) -> subprocess.Popen[bytes]:
     parent = os.getpid()
     with log_file.open("wb") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -152,17 +155,19 @@ def _start_peer(name: str, command: Sequence[str], log_file: Path, threads: int)
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
-    return LocalPeer(name, process, log_file)
 
 
 def _stop_peers(peers: Sequence[LocalPeer]) -> None:
-    running = [peer for peer in peers if peer.process.poll() is None]
-    for peer in running:
-        peer.process.terminate()
-    for peer in running:
-        try:
-            peer.process.wait(LEAVE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            log.warning("peer_killed peer=%s reason=it did not leave within %.0f s", peer.name, LEAVE_TIMEOUT_S)
-            peer.process.kill()
-            peer.process.wait()
+    """Stage by stage from the first: what a peer has in flight needs the later stages."""
+    for _, stage_peers in itertools.groupby(peers, key=lambda peer: peer.stage):
+        leaving = list(stage_peers)
+        for peer in leaving:
+            if peer.process.poll() is None:
+                peer.process.terminate()
+        for peer in leaving:
+            try:
+                peer.process.wait(LEAVE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.warning("peer_killed peer=%s reason=it did not leave in %.0f s", peer.name, LEAVE_TIMEOUT_S)
+                peer.process.kill()
+                peer.process.wait()

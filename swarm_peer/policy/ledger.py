@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+# Of what another peer has not claimed yet, as far as is known, so much is left to it: about what it claims while the
+# news of it is under way. With less the global batch overshoots, with more it waits for the slowest peer.
+RESERVED_MICROBATCHES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
@@ -63,7 +67,7 @@ class StepLedger:
         """Whether peer `me` may launch one more microbatch of `num_samples`.
 
         The claims of others are known a little late. So that all together claim the global batch and no more, each live
-        peer has its share for itself; a faster one takes over what others leave, but for their last microbatch.
+        peer has its share for itself; a faster one takes over what others leave, but for their last microbatches.
 
         What a peer had under way when it vanished does not come back: of peers that are not live only the counted
         samples are charged.
@@ -79,7 +83,7 @@ class StepLedger:
         share = (whole + (live.index(me) < left_over)) * num_samples
         if counts.get(me, StepCount()).claimed < share:
             return True
-        return remaining > num_samples * (len(live) - 1)
+        return remaining > RESERVED_MICROBATCHES * num_samples * (len(live) - 1)
 
     def forget_before(self, step: int) -> None:
         for old in [known for known in self._counts if known < step]:

@@ -183,15 +183,7 @@ class GradientAverager:
         """
         bits = f"{step:0{_STEP_BITS}b}{attempt:0{_ATTEMPT_BITS}b}"
         deadline_s = 2 * self._section.matchmaking_s + self._section.round_timeout_s
-        await anyio.to_thread.run_sync(self._fill, gradients)
-        self._process._outer_pipe.send(("_set_round", [bits, group_size], {}))
-        control = self._process.step(
-            gather={"weight": weight},
-            weight=weight,
-            timeout=2 * self._section.matchmaking_s,
-            allow_retries=False,
-            wait=False,
-        )
+        control = await anyio.to_thread.run_sync(self._begin, gradients, weight, bits, group_size)
         try:
             gathered = await anyio.to_thread.run_sync(_wait_for, control, deadline_s, abandon_on_cancel=True)
         except BaseException:
@@ -201,10 +193,19 @@ class GradientAverager:
             raise AveragingFailed("no group was found")
         return self._buffers, {peer.to_base58(): float(data["weight"]) for peer, data in gathered.items()}
 
-    def _fill(self, gradients: Sequence[torch.Tensor]) -> None:
+    def _begin(self, gradients: Sequence[torch.Tensor], weight: float, bits: str, group_size: int) -> Any:
+        """In a thread: hivemind's `step` waits for its process."""
         with self._process.get_tensors():
             for buffer, gradient in zip(self._buffers, gradients, strict=True):
                 buffer.copy_(gradient)
+        self._process._outer_pipe.send(("_set_round", [bits, group_size], {}))
+        return self._process.step(
+            gather={"weight": weight},
+            weight=weight,
+            timeout=2 * self._section.matchmaking_s,
+            allow_retries=False,
+            wait=False,
+        )
 
     async def watch(self) -> None:
         """Return only by raising, when the averager's process has died."""

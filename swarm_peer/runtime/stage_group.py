@@ -254,12 +254,14 @@ class StageGroup:
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
         self._progress.merge(call.counts)
         self._progress.saw_step(call.step)
+        if call.step >= self._step:
+            self.welcome(
+                caller
+            )  # before the wait: this peer may become ready in it, and must not go on without the caller
         with anyio.move_on_after(POLL_S):
             await self._changed.wait_for(lambda: call.step < self._step or self._is_ready(call))
         if call.step < self._step:
             raise StepClosed(f"global step {call.step} is over in this stage", self._step)
-        if call.step == self._step:
-            self.welcome(caller)
         attempt = self._ready_attempt if self._is_ready(call) else None
         counts = self._progress.signed_counts()
         return Reply(ReadyReply(attempt=attempt, lineage=self._lineage, counts=counts).model_dump())
