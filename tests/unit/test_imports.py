@@ -1,0 +1,131 @@
+"""Imports point one way: policy <- wire <- runtime <- cli, and the coordinator above all of them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ["torch", "hivemind", "transformers", "datasets", "bitsandbytes", "numpy"]
+
+
+def modules_under(*folders):
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path):
+    """Full names of all modules that a file imports, wherever in it."""
+    package = module_of(path).split(".") if path.name == "__init__.py" else module_of(path).split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def is_in(name, *packages):
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def ids(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/policy"), ids=ids)
+def test_policy_needs_the_standard_library_and_numpy_only(path):
+    for name in imports_of(path):
+        allowed = name.split(".")[0] in sys.stdlib_module_names or is_in(name, "numpy", "swarm_peer.policy")
+        assert allowed, f"{ids(path)} imports {name}"
+
+
+# Where time and chance come from; a decision takes both as arguments.
+CLOCKS = {"time", "datetime", "secrets", "uuid", "threading", "asyncio", "socket", "os"}
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/policy"), ids=ids)
+def test_policy_has_no_clock_and_no_dice(path):
+    for name in imports_of(path):
+        assert name.split(".")[0] not in CLOCKS, f"{ids(path)} imports {name}"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
+            assert node.attr == "Random", f"{ids(path)}:{node.lineno} uses random.{node.attr}"
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/wire"), ids=ids)
+def test_wire_does_not_know_the_runtime_and_the_model(path):
+    for name in imports_of(path):
+        if is_in(name, "swarm_peer", "coordinator"):
+            allowed = ("swarm_peer.wire", "swarm_peer.policy", "swarm_peer.config", "swarm_peer.errors")
+            assert is_in(name, *allowed), f"{ids(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/model"), ids=ids)
+def test_the_model_does_not_know_peers(path):
+    for name in imports_of(path):
+        assert not is_in(name, "swarm_peer.runtime", "swarm_peer.wire", "hivemind"), f"{ids(path)} imports {name}"
+
+
+def test_a_peer_never_imports_the_coordinator():
+    for path in modules_under("swarm_peer"):
+        for name in imports_of(path):
+            assert not is_in(name, "coordinator"), f"{ids(path)} imports {name}"
+
+
+def test_nothing_below_imports_the_cli():
+    for path in modules_under("swarm_peer"):
+        if path.name != "cli.py":
+            for name in imports_of(path):
+                assert not is_in(name, "swarm_peer.cli"), f"{ids(path)} imports {name}"
+
+
+HIVEMIND_ADAPTERS = {"averaging.py", "dht.py", "p2p_transport.py"}
+
+
+def test_hivemind_stays_inside_its_adapters():
+    found = {path.name for path in modules_under("swarm_peer") if any(is_in(n, "hivemind") for n in imports_of(path))}
+    assert found <= HIVEMIND_ADAPTERS
+    assert found, "the test finds imports"
+
+
+def test_the_wall_sees_all_kinds_of_imports(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "package" / "sub" / "module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import a.b, c as d\nfrom e import f\nfrom . import g\nfrom ..h import i\ndef x():\n import j\n")
+    expected = {"a.b", "c", "e", "e.f", "package.sub", "package.sub.g", "package.h", "package.h.i", "j"}
+    assert set(imports_of(path)) == expected
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+
+
+@pytest.mark.parametrize("command", ["swarm_peer", "coordinator"])
+def test_help_is_quick(command):
+    """Without what takes seconds to import."""
+    result = python(
+        f"import sys; sys.argv = ['x', '--help']\n"
+        f"from {command}.cli import run\n"
+        f"try:\n run()\n"
+        f"finally:\n print('heavy:', sorted(set({HEAVY!r}) & set(sys.modules)))"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Usage: swarm-" in result.stdout
+    assert result.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_decisions_do_not_need_torch():
+    modules = [module_of(path) for path in modules_under("swarm_peer/policy")]
+    modules += ["swarm_peer.config", "swarm_peer.errors", "swarm_peer.wire.records", "swarm_peer.wire.messages"]
+    result = python(f"import sys, {', '.join(modules)}; print(sorted(set({HEAVY[:5]!r}) & set(sys.modules)))")
+    assert result.stdout.strip() == "[]", result.stderr
