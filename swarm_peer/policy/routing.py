@@ -67,12 +67,14 @@ class Router:
         if not allowed:
             known = len(self._candidates)
             return Route(None, "no peer serves the stage" if not known else f"all {known} peers are to be avoided")
-        chosen = min(allowed, key=lambda peer_id: (self._candidates[peer_id].expected_finish, self._rng.random()))
-        candidate = self._candidates[chosen]
-        # After a spell of being avoided a peer must not get everything until it has caught up with the others.
         floor = min(self._candidates[peer_id].expected_finish for peer_id in allowed)
-        speed = candidate.samples_per_s or self._typical_speed()
-        candidate.expected_finish = max(candidate.expected_finish, floor) + num_samples / speed
+        for peer_id, candidate in self._candidates.items():
+            if peer_id in avoid:
+                # After a spell of being avoided a peer must not get everything until it has caught up with the others.
+                candidate.expected_finish = max(candidate.expected_finish, floor)
+        chosen = min(allowed, key=lambda peer_id: (self._candidates[peer_id].expected_finish, self._rng.random()))
+        speed = self._candidates[chosen].samples_per_s or self._typical_speed()
+        self._candidates[chosen].expected_finish += num_samples / speed
         return Route(chosen, f"earliest expected finish at {speed:.3g} samples/s of {len(allowed)} candidates")
 
     def _typical_speed(self) -> float:

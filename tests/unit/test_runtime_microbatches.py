@@ -61,9 +61,9 @@ def make_manifest(num_stages=2, **sections):
 class Peer:
     """One peer of a tiny swarm, without averaging and global steps."""
 
-    def __init__(self, swarm, name, stage, capacity=8, replies_kept=4):
+    def __init__(self, swarm, name, stage, capacity=8, replies_kept=4, speed=1.0):
         manifest = swarm.manifest
-        self.name, self.stage = name, stage
+        self.name, self.stage, self.speed = name, stage, speed
         self.trainer = StageTrainer(manifest, stages_of(manifest)[stage])
         self.metrics, changed = PeerMetrics(), Signal()
         self.compute = ComputeThread(self.metrics)
@@ -122,7 +122,7 @@ class Swarm:
         return peer
 
     def view(self):
-        views = [PeerView(peer.peer_id, peer.stage, PeerState.SERVING, samples_per_s=1.0) for peer in self.peers]
+        views = [PeerView(peer.peer_id, peer.stage, PeerState.SERVING, 0, peer.speed) for peer in self.peers]
         return SwarmView(self.manifest.stages.count, tuple(views))
 
     def ids(self, stage):
@@ -513,6 +513,18 @@ async def test_a_busy_peer_is_passed_over_and_not_blamed(swarm):
     assert first.next_stage._health.avoided(0.0) == frozenset()
     called = {callee for _, callee, _ in swarm.network.calls}
     assert called == {peer.peer_id for peer in [*full, free]}
+
+
+async def test_a_busy_peer_is_not_asked_again_for_the_same_microbatch(swarm):
+    first = await swarm.add("a", 0)
+    full = await swarm.add("b", 1, capacity=0, speed=1000.0)
+    free = await swarm.add("c", 1, speed=1.0)
+    await first.run(make_microbatch(0))
+    await first.run(make_microbatch(1))
+    called = [callee for _, callee, _ in swarm.network.calls]
+    assert full.peer_id in called
+    assert called.count(free.peer_id) == 2
+    assert called.count(full.peer_id) <= 2
 
 
 async def test_a_closed_step_ends_the_tries(swarm, pair):

@@ -1,6 +1,7 @@
 import os
 import stat
 
+import base58
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -117,6 +118,7 @@ def test_signatures_are_bound_to_text_and_author():
         "ü",
         "12D3KooW",
         "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",  # the hash of an RSA key
+        base58.b58encode(b"\0\x24\x08\x02\x12\x20" + bytes(32)).decode(),  # the same with another type of key
         "1" * 65,
         "1" * 10**6,
     ],
