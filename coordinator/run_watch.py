@@ -148,15 +148,23 @@ class RunWatch:
 
 
 class MetricsFile:
-    """metrics.jsonl: one line a global step, flushed at once."""
+    """metrics.jsonl: one line a global step, flushed at once.
 
-    def __init__(self, folder: Path):
+    Args:
+        resume: keep the lines that are there, and add only later steps
+    """
+
+    def __init__(self, folder: Path, resume: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w")
+        path = folder / "metrics.jsonl"
+        known = path.read_text().splitlines() if resume and path.exists() else []
+        self._last_step = int(json.loads(known[-1])["step"]) if known else 0
+        self._file = path.open("a" if resume else "w")
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        if line["step"] > self._last_step:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

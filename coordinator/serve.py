@@ -64,7 +64,7 @@ def run_serve(
         print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
         print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
         with LiveView(f"run {manifest.name}", manifest.training.steps) as live:
-            service = RunService(manifest, dht, output, live.update)
+            service = RunService(manifest, dht, output, live.update, resume=True)
             if metrics_port is not None:
                 log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))
             if address_file is not None:

@@ -65,10 +65,16 @@ class RunService:
     Args:
         output: folder of metrics.jsonl and of the model
         on_update: told about the watch after each look at the DHT
+        resume: carry on with the metrics.jsonl that is there
     """
 
     def __init__(
-        self, manifest: RunManifest, dht: SwarmDHT, output: Path, on_update: Callable[[RunWatch], None] = lambda _: None
+        self,
+        manifest: RunManifest,
+        dht: SwarmDHT,
+        output: Path,
+        on_update: Callable[[RunWatch], None] = lambda _: None,
+        resume: bool = False,
     ):
         self.manifest = manifest
         self.watch = RunWatch(manifest, SwarmView(manifest.stages.count))
@@ -77,6 +83,7 @@ class RunService:
         self._run_id = dht.identity.peer_id
         self._output = output
         self._on_update = on_update
+        self._resume = resume
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -92,7 +99,7 @@ class RunService:
         """
         if self.model_folder.exists():
             raise UserError(f"{self.model_folder} is there already: name another --output, or move it away")
-        metrics_file = MetricsFile(self._output)
+        metrics_file = MetricsFile(self._output, self._resume)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._dht.watch)

@@ -132,7 +132,8 @@ class NextStage:
             microbatch=microbatch.id,
             mode="train" if microbatch.mode == "train" else "evaluate",
             num_samples=microbatch.num_samples,
-            timeout_s=timeout_s,
+            # The callee gives up first, and says why: otherwise this peer would blame it for what a later stage did.
+            timeout_s=0.95 * timeout_s,
             counts=self._progress.signed_counts(),
         )
         tensors = (microbatch.tokens, hidden)

@@ -249,11 +249,13 @@ class MicrobatchSource:
             self._changed.notify()
 
     async def _launch_again(self, batch: _Batch, error: CallError) -> None:
+        log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
         if batch.launches >= MAX_LAUNCHES:
             self._metrics.lost_samples.inc(len(batch.tokens_BS))
             log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
-            return
-        log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
+            # Another takes its place in the global batch, which would stay unfilled otherwise.
+            claimed_step, batch = batch.claimed_step, await self._draw()
+            batch.claimed_step = claimed_step
         # To the front: its place in this global batch is reserved, that of what waits behind it is not.
         self._waiting.appendleft(batch)
         await anyio.sleep(RELAUNCH_PAUSE_S)

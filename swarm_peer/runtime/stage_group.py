@@ -90,6 +90,10 @@ class StageGroup:
         self._view = view
         self._metrics = metrics
         self._changed = changed
+        limits, averaging = manifest.limits, manifest.averaging
+        self._barrier_timeout_s = (
+            limits.hop_timeout_s * manifest.stages.count + 2 * averaging.matchmaking_s + averaging.round_timeout_s
+        )
         self._step = 0
         self._lineage = ""
         self._ready_attempt: int | None = None  # of this step; None while microbatches are still running
@@ -197,8 +201,12 @@ class StageGroup:
         while to_ask := self._stage_mates() - asked:
             asked |= to_ask
             async with anyio.create_task_group() as tasks:
+                # What a stage-mate has in flight ends within this time; who still says no then is not waited for.
+                tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
                 for peer_id in sorted(to_ask):
                     tasks.start_soon(self._ask_ready, peer_id, attempt, members, ahead)
+            if tasks.cancel_scope.cancelled_caught:
+                log.warning("barrier_timeout step=%d ready=%d asked=%d", self._step, len(members), len(asked))
         if ahead:
             raise _LeftBehind(sorted(ahead))
         return members
@@ -234,6 +242,7 @@ class StageGroup:
     async def _gather_votes(self, step: int, attempt: int, peers: set[str]) -> dict[str, Vote]:
         votes = {self._me: self._votes[step]}
         async with anyio.create_task_group() as tasks:
+            tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
             for peer_id in sorted(peers - {self._me}):
                 tasks.start_soon(self._ask_vote, peer_id, step, attempt, votes)
         return votes
@@ -253,7 +262,8 @@ class StageGroup:
 
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
         self._progress.merge(call.counts)
-        self._progress.saw_step(call.step)
+        if any(peer.peer_id == caller for peer in self._view().in_stage(self._stage)):
+            self._progress.saw_step(call.step)
         if call.step >= self._step:
             self.welcome(
                 caller
