@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -237,7 +238,7 @@ def describe(error: ValidationError) -> str:
         elif item["type"] == "missing":
             message = "missing: add it"
         elif not isinstance(item["input"], dict):
-            message += f" (got {item['input']!r})"
+            message += f" (got {reprlib.repr(item['input'])})"  # bounded in depth: it may come from a peer
         parts.append(f"{where}: {message}")
     return "; ".join(parts)
 

@@ -191,7 +191,13 @@ class GradientAverager:
             raise
         if not gathered:
             raise AveragingFailed("no group was found")
-        return self._buffers, {peer.to_base58(): float(data["weight"]) for peer, data in gathered.items()}
+        try:
+            weights = {peer.to_base58(): float(data["weight"]) for peer, data in gathered.items()}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise AveragingFailed(f"a member sent no weight: {error!r:.100}") from error
+        if not all(0 <= weight < 2**40 for weight in weights.values()):  # NaN is not, either
+            raise AveragingFailed("a member's weight is no number of samples")
+        return self._buffers, weights
 
     def _begin(self, gradients: Sequence[torch.Tensor], weight: float, bits: str, group_size: int) -> Any:
         """In a thread: hivemind's `step` waits for its process."""

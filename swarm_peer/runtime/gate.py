@@ -26,11 +26,13 @@ class StepGate:
         self.held = 0
         self._open = False
         self._serving = False
+        self._left = False
         self._changed = changed
 
     def open(self, step: int) -> None:
         """Enter `step` and admit its microbatches."""
-        self.step, self._open, self._serving = step, True, True
+        self.step = step
+        self._open = self._serving = not self._left
         self._changed.notify()
 
     def close(self) -> None:
@@ -39,7 +41,8 @@ class StepGate:
         self._changed.notify()
 
     def leave(self) -> None:
-        """Admit nothing at all any more (draining)."""
+        """Admit nothing at all any more, in later steps neither (draining)."""
+        self._left = True
         self._open = self._serving = False
         self._changed.notify()
 

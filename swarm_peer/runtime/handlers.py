@@ -117,12 +117,14 @@ class MicrobatchHandler:
         self._check_sizes(call, tensors)
         microbatch = Microbatch(call.microbatch, call.step, call.mode, call.num_samples, tensors[0])
         outcome = "failed"
+        limits, stages = self._manifest.limits, self._manifest.stages
+        timeout_s = min(call.timeout_s, limits.hop_timeout_s * stages.count)
         try:
-            with anyio.fail_after(call.timeout_s):
-                result = await self._run_once(microbatch, tensors[1], anyio.current_time() + call.timeout_s)
+            with anyio.fail_after(timeout_s):
+                result = await self._run_once(microbatch, tensors[1], anyio.current_time() + timeout_s)
             outcome = "done"
         except TimeoutError:
-            raise CallTimeout(f"not done within {call.timeout_s:.1f} s") from None
+            raise CallTimeout(f"not done within {timeout_s:.1f} s") from None
         except Exception as error:
             outcome = getattr(error, "code", "defect")
             raise

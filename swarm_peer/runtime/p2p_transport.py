@@ -75,6 +75,9 @@ class _Stream:
                         self._writer.write(tensor[start : start + PIECE_BYTES])
                         await self._writer.drain()
                 await self._writer.drain()
+            except RuntimeError as error:  # uvloop: the transport was closed meanwhile
+                self.close()
+                raise PeerUnreachable("the stream broke") from error
             except BaseException:
                 self.close()
                 raise

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from queue import Empty, Full, Queue
+from queue import Full, Queue
 
 import anyio
 import numpy as np
@@ -54,10 +54,9 @@ class SampleReader:
 
     async def next_samples(self, count: int) -> list[np.ndarray]:
         """Raises whatever reading raised."""
-        try:
+        if self._samples.qsize() >= count:  # there is no other consumer
             return [self._take(self._samples.get_nowait()) for _ in range(count)]
-        except Empty:
-            return await anyio.to_thread.run_sync(self._wait_for, count, abandon_on_cancel=True)
+        return await anyio.to_thread.run_sync(self._wait_for, count, abandon_on_cancel=True)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -256,9 +255,9 @@ class MicrobatchSource:
             # Another takes its place in the global batch, which would stay unfilled otherwise.
             claimed_step, batch = batch.claimed_step, await self._draw()
             batch.claimed_step = claimed_step
+        await anyio.sleep(RELAUNCH_PAUSE_S)
         # To the front: its place in this global batch is reserved, that of what waits behind it is not.
         self._waiting.appendleft(batch)
-        await anyio.sleep(RELAUNCH_PAUSE_S)
 
     def _microbatch(self, tokens_BS: torch.Tensor, step: int, mode: str) -> Microbatch:
         return Microbatch(os.urandom(16), step, mode, len(tokens_BS), encode_tokens(tokens_BS))
@@ -287,7 +286,8 @@ class MicrobatchSource:
                 log.info("validation_incomplete step=%d reason=%s", step, error)
 
         async with anyio.create_task_group() as tasks:
-            for tokens_BS in share.split(self._manifest.training.microbatch_size):
+            # Of an empty share, split makes one empty microbatch.
+            for tokens_BS in share.split(self._manifest.training.microbatch_size) if len(share) else ():
                 tasks.start_soon(evaluate, tokens_BS)
         if losses:
             samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)

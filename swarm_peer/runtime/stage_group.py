@@ -263,7 +263,8 @@ class StageGroup:
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
         self._progress.merge(call.counts)
         if any(peer.peer_id == caller for peer in self._view().in_stage(self._stage)):
-            self._progress.saw_step(call.step)
+            # No further than it takes to have this peer look for itself: a false step must not outlive that.
+            self._progress.saw_step(min(call.step, self._step + 2))
         if call.step >= self._step:
             self.welcome(
                 caller

@@ -16,7 +16,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm_peer.errors import InvalidMessage
-from swarm_peer.wire.records import NonNegativeFloat, Samples, Step
+from swarm_peer.wire.records import FiniteFloat, NonNegativeFloat, Samples, Step
 
 PROTOCOL = "swarm/1"
 PREFIX = struct.Struct("!IQ")
@@ -116,7 +116,7 @@ class MicrobatchCall(Body):
 class MicrobatchReply(Body):
     """Tensors: in training, the gradient of the loss sum with respect to the call's hidden (B, T, D)."""
 
-    loss_sum: float = Field(allow_inf_nan=False)
+    loss_sum: FiniteFloat
     samples_per_s: NonNegativeFloat
     counts: SignedCounts = ()
 

@@ -20,7 +20,8 @@ from swarm_peer.wire.identity import Identity, verify
 # The manifest is the largest record: a few kilobytes of configuration.
 MAX_RECORD_BYTES = 64 * 1024
 
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+# Bounded, so that sums of what peers report stay finite.
+FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Step = Annotated[int, Field(ge=0, lt=2**40)]
 Samples = Annotated[int, Field(ge=0, lt=2**40)]
