@@ -103,10 +103,6 @@ class SwarmDHT:
             raise _explain_start_failure(error, initial_peers) from error
         return cls(node, identity, metrics)
 
-    @property
-    def is_alive(self) -> bool:
-        return self.node.is_alive()
-
     def addresses(self) -> list[str]:
         return [str(address) for address in self.node.get_visible_maddrs()]
 

@@ -49,7 +49,6 @@ class Directory:
         self._metrics = metrics
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time of arrival
-        self._urgent = anyio.Event()
         self._stranger_seen = anyio.Event()
         self.view = SwarmView(manifest.stages.count)
 
@@ -92,16 +91,10 @@ class Directory:
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()
 
-    def announce_soon(self) -> None:
-        """Have `run_announcing` publish at its next turn rather than in some seconds."""
-        self._urgent.set()
-
     async def run_announcing(self) -> None:
         while True:
             await self.announce()
-            with anyio.move_on_after(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME):
-                await self._urgent.wait()
-            self._urgent = anyio.Event()
+            await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
 
     def is_in_first_stage(self, peer_id: str) -> bool:
         """Whether a peer announces stage 0; if it is not known to, `run_polling` looks at its next turn."""
