@@ -212,6 +212,9 @@ class PeerOptions(Section):
     max_memory: ByteSize | None = Field(
         None, description="Memory that training may use, such as 8GiB; the device's own limit if not given."
     )
+    grace_s: float = Field(
+        20.0, gt=0, description="Seconds to finish and hand over its work when told to leave; a spot instance has 30."
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the compute thread; torch's choice if not given."
     )

@@ -191,6 +191,27 @@ class StageTrainer:
                 means.append(total.div_(self.num_samples * self.loss_scale))
         return means
 
+    def gradient_sums(self) -> tuple[list[Tensor], int]:
+        """What is accumulated, for add_gradients() of a stage-mate: CPU copies, fp32, and the number of samples."""
+        sums = [
+            torch.zeros(parameter.shape)
+            if parameter.grad is None
+            else parameter.grad.to("cpu", torch.float32, copy=True)
+            for parameter in self.module.parameters()
+        ]
+        return sums, self.num_samples
+
+    @torch.no_grad()
+    def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
+        """Add what a stage-mate of the same global step has accumulated."""
+        parameters = list(self.module.parameters())
+        assert [g.shape for g in sums] == [p.shape for p in parameters], "gradients of another stage"
+        for parameter, total in zip(parameters, sums, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad += total.to(self.device)
+        self.num_samples += num_samples
+
     @torch.no_grad()
     def apply(self, mean_gradients: Sequence[Tensor]) -> StepResult:
         """Finish the global step: clip, update the weights, clear the accumulator, go to the next step.

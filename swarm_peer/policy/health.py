@@ -12,14 +12,16 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(slots=True)
 class PeerHealth:
-    """Remembers failed calls. A success clears a peer's record."""
+    """Remembers failures. A success clears a peer's record."""
 
+    first_pause_s: float = FIRST_PAUSE_S
+    longest_pause_s: float = LONGEST_PAUSE_S
     _failures: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def failed(self, peer_id: str, now: float) -> float:
         """Record a failure and return the pause that follows from it, in seconds."""
         count = self._failures.get(peer_id, (0, 0.0))[0] + 1
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** (count - 1), LONGEST_PAUSE_S)
+        pause_s = min(self.first_pause_s * 2.0 ** min(count - 1, 30), self.longest_pause_s)
         self._failures[peer_id] = (count, now + pause_s)
         return pause_s
 

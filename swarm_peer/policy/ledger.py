@@ -51,6 +51,9 @@ class StepLedger:
         self._counts.setdefault(step, {})[peer_id] = count
         return True
 
+    def count_of(self, step: int, peer_id: str) -> StepCount:
+        return self._counts.get(step, {}).get(peer_id, StepCount())
+
     def counts(self, step: int) -> Iterator[tuple[str, StepCount]]:
         yield from sorted(self._counts.get(step, {}).items())
 
@@ -81,7 +84,7 @@ class StepLedger:
         gone = sum(count.samples for peer, count in counts.items() if peer not in live)
         whole, left_over = divmod(-(-(self.global_batch_size - gone) // num_samples), len(live))
         share = (whole + (live.index(me) < left_over)) * num_samples
-        if counts.get(me, StepCount()).claimed < share:
+        if self.count_of(step, me).claimed < share:
             return True
         return remaining > RESERVED_MICROBATCHES * num_samples * (len(live) - 1)
 

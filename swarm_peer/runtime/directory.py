@@ -49,6 +49,7 @@ class Directory:
         self._metrics = metrics
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time of arrival
+        self._dropped: dict[str, int] = {}  # peers that are gone, with the serial of their last announcement
         self._stranger_seen = anyio.Event()
         self.view = SwarmView(manifest.stages.count)
 
@@ -67,11 +68,24 @@ class Directory:
     def _rebuild(self) -> None:
         oldest = time.monotonic() - self._manifest.limits.announcement_s
         self._peers = {peer_id: entry for peer_id, entry in self._peers.items() if entry[1] >= oldest}
-        peers = {peer_id: announcement.view(peer_id) for peer_id, (announcement, _) in self._peers.items()}
+        self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
+        peers = {
+            peer_id: announcement.view(peer_id)
+            for peer_id, (announcement, _) in self._peers.items()
+            if announcement.serial > self._dropped.get(peer_id, -1)
+        }
         if self._describe_self is not None:
             peers[self._dht.identity.peer_id] = self._describe_self()
         self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()))
         self._changed.notify()
+
+    def drop(self, peer_id: str) -> None:
+        """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew."""
+        known = self._peers.get(peer_id)
+        if known is not None and known[0].serial != self._dropped.get(peer_id):
+            log.info("peer_dropped peer=%s stage=%d", peer_id, known[0].stage)
+            self._dropped[peer_id] = known[0].serial
+            self._rebuild()
 
     async def announce(self) -> None:
         """Publish this peer's state now."""

@@ -47,15 +47,18 @@ class StepGate:
         self._changed.notify()
 
     @asynccontextmanager
-    async def enter(self, step: int) -> AsyncIterator[None]:
+    async def enter(self, step: int, *, always: bool = False) -> AsyncIterator[None]:
         """Be inside the step for the duration of the context.
+
+        Args:
+            always: also where the gate is full
 
         Raises:
             StepClosed: this peer is past that step, or has closed it
             Busy: full
             NotServing: draining, or many steps away
         """
-        if self.admitted + self.held >= self.capacity:
+        if self.admitted + self.held >= self.capacity and not always:
             raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
         self.held += 1
         try:

@@ -1,16 +1,16 @@
-"""Tells progress to peers that no call would tell in time: those at the end of a step, and those that idle."""
+"""News that no microbatch carries in time: progress at the end of a step, and who comes and goes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import anyio
 
 from swarm_peer.errors import CallError
 from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.transport import Transport, check_body
-from swarm_peer.wire.messages import CountsCall, CountsReply, GreetCall
+from swarm_peer.runtime.transport import Handler, Reply, Transport, check_body
+from swarm_peer.wire.messages import Body, CountsCall, CountsReply, GoodbyeCall, GreetCall
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +18,30 @@ TIMEOUT_S = 5.0
 
 
 class Gossip:
-    """Belongs to the event loop's thread."""
+    """Belongs to the event loop's thread.
 
-    def __init__(self, manifest_hash: str, transport: Transport, progress: ProgressBook):
+    Args:
+        welcome: told of a stage-mate that makes itself known
+        drop: told of a peer that leaves
+    """
+
+    def __init__(
+        self,
+        manifest_hash: str,
+        transport: Transport,
+        progress: ProgressBook,
+        welcome: Callable[[str], None],
+        drop: Callable[[str], None],
+    ):
         self._hash = manifest_hash
         self._transport = transport
         self._progress = progress
+        self._welcome = welcome
+        self._drop = drop
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        return {CountsCall: self._handle_counts, GreetCall: self._handle_greet, GoodbyeCall: self._handle_goodbye}
 
     async def tell(self, peers: Iterable[str]) -> None:
         """Exchange counts with these peers; who does not answer within some seconds is left alone."""
@@ -41,7 +59,11 @@ class Gossip:
         )
         return await self._exchange(peers, body)
 
-    async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall) -> int:
+    async def say_goodbye(self, peers: Iterable[str]) -> None:
+        """Tell peers that this one is gone, so that nobody waits for it."""
+        await self._exchange(peers, GoodbyeCall(manifest=self._hash, counts=self._progress.signed_counts()))
+
+    async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall) -> int:
         newest = self._progress.step
 
         async def exchange(peer_id: str) -> None:
@@ -58,3 +80,18 @@ class Gossip:
             for peer_id in sorted(set(peers) - {self._transport.peer_id}):
                 tasks.start_soon(exchange, peer_id)
         return newest
+
+    async def _handle_counts(
+        self, caller: str, call: CountsCall | GreetCall | GoodbyeCall, tensors: Sequence[memoryview]
+    ) -> Reply:
+        self._progress.merge(call.counts)
+        return Reply(CountsReply(step=self._progress.step, counts=self._progress.signed_counts()).model_dump())
+
+    async def _handle_greet(self, caller: str, call: GreetCall, tensors: Sequence[memoryview]) -> Reply:
+        self._welcome(caller)
+        return await self._handle_counts(caller, call, tensors)
+
+    async def _handle_goodbye(self, caller: str, call: GoodbyeCall, tensors: Sequence[memoryview]) -> Reply:
+        reply = await self._handle_counts(caller, call, tensors)
+        self._drop(caller)
+        return reply

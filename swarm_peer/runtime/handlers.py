@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -15,54 +15,28 @@ from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.next_stage import HopResult, Microbatch
 from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.stage_group import StageGroup
 from swarm_peer.runtime.stage_runner import StageRunner
-from swarm_peer.runtime.state_transfer import StateDonor
-from swarm_peer.runtime.transport import AnyBody, Reply, check_body
+from swarm_peer.runtime.transport import AnyBody, Handler, Reply, check_body
 from swarm_peer.wire.codecs import encoded_bytes
-from swarm_peer.wire.messages import (
-    CountsCall,
-    CountsReply,
-    GreetCall,
-    MicrobatchCall,
-    MicrobatchReply,
-    ReadyCall,
-    StateChunkCall,
-    StateIndexCall,
-    VoteCall,
-)
+from swarm_peer.wire.messages import Body, MicrobatchCall, MicrobatchReply
 
 log = logging.getLogger(__name__)
 
 
 class CallDispatcher:
-    """The CallHandler of a peer."""
+    """The CallHandler of a peer.
 
-    def __init__(
-        self,
-        manifest: RunManifest,
-        stage: int,
-        microbatches: MicrobatchHandler,
-        group: StageGroup,
-        donor: StateDonor,
-        progress: ProgressBook,
-    ):
-        self._hash = manifest.hash
+    Args:
+        calls: what answers each kind of call
+    """
+
+    def __init__(self, manifest_hash: str, stage: int, calls: Mapping[type[Body], Handler]):
+        self._hash = manifest_hash
         self._stage = stage
-        self._progress = progress
-        self._group = group
-        self._handlers: dict[str, tuple[type[Any], Callable[..., Awaitable[Reply]]]] = {
-            "microbatch": (MicrobatchCall, microbatches.handle),
-            "greet": (GreetCall, self._handle_greet),
-            "ready": (ReadyCall, group.handle_ready),
-            "vote": (VoteCall, group.handle_vote),
-            "counts": (CountsCall, self._handle_counts),
-            "state_index": (StateIndexCall, donor.handle_index),
-            "state_chunk": (StateChunkCall, donor.handle_chunk),
-        }
+        self._calls = {schema.model_fields["op"].default: (schema, handler) for schema, handler in calls.items()}
 
     async def __call__(self, caller: str, op: str, body: dict[str, Any], tensors: Sequence[memoryview]) -> Reply:
-        known = self._handlers.get(op)
+        known = self._calls.get(op)
         if known is None:
             raise InvalidMessage(f"unknown operation {op[:40]!r}")
         schema, handler = known
@@ -70,14 +44,6 @@ class CallDispatcher:
         if getattr(call, "stage", self._stage) != self._stage:
             raise NotServing(f"this peer serves stage {self._stage}, not {call.stage}")
         return await handler(caller, call, tensors)
-
-    async def _handle_greet(self, caller: str, call: GreetCall, tensors: Sequence[memoryview]) -> Reply:
-        self._group.welcome(caller)
-        return await self._handle_counts(caller, call, tensors)
-
-    async def _handle_counts(self, caller: str, call: CountsCall | GreetCall, tensors: Sequence[memoryview]) -> Reply:
-        self._progress.merge(call.counts)
-        return Reply(CountsReply(step=self._progress.step, counts=self._progress.signed_counts()).model_dump())
 
 
 def check_run(schema: type[AnyBody], body: dict[str, Any], manifest_hash: str) -> AnyBody:
@@ -111,6 +77,7 @@ class MicrobatchHandler:
         self._progress = progress
         self._metrics = metrics
         self._running: dict[bytes, asyncio.Event] = {}
+        self.calls: dict[type[Body], Handler] = {MicrobatchCall: self.handle}
 
     async def handle(self, caller: str, call: MicrobatchCall, tensors: Sequence[memoryview]) -> Reply:
         self._progress.merge(call.counts)

@@ -31,6 +31,7 @@ from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
+from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
 from swarm_peer.runtime.p2p_transport import P2PTransport
@@ -52,8 +53,6 @@ log = logging.getLogger(__name__)
 CHOOSING_S = 1.5
 PUBLISH_PROGRESS_S = 1.0
 LOOK_FOR_END_S = 2.0
-# What is in flight when a peer is told to stop gets this long; a spot instance has 30 s or more.
-DRAIN_S = 10.0
 # fp32 tensors of one value a parameter: weights, gradients, two of AdamW, averaging buffers.
 VALUES_PER_PARAMETER = 5
 # Hidden-sized fp32 tensors that the backward pass of one transformer layer keeps, roughly.
@@ -258,7 +257,7 @@ class Peer:
             self._me,
             self._spec.index,
             self._state,
-            self._gate.step,
+            self._progress.step,
             self._compute.samples_per_s,
             self._gate.admitted + self._gate.held,
         )
@@ -298,9 +297,12 @@ class Peer:
         self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
         group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
         donor = StateDonor(self._trainer, self._compute, lambda: group.lineage, changed, spec.index)
-        gossip = Gossip(manifest.hash, transport, self._progress)
+        gossip = self._gossip = Gossip(manifest.hash, transport, self._progress, group.welcome, self._directory.drop)
+        handover = GradientHandover(
+            manifest.hash, spec.index, self._trainer, self._compute, self._runner, self._gate, transport, view, metrics
+        )
         self._steps = StepLoop(
-            manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress,
+            manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress, handover,
             transport, gossip, view, metrics, changed, self._rng,
         )  # fmt: skip
         microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
@@ -317,7 +319,8 @@ class Peer:
                 hop_timeout_s=manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1),
                 counted=self._counted,
             )  # fmt: skip
-        return CallDispatcher(manifest, spec.index, microbatches, group, donor, self._progress)
+        calls = microbatches.calls | group.calls | donor.calls | gossip.calls | handover.calls
+        return CallDispatcher(manifest.hash, spec.index, calls)
 
     async def _work(self) -> None:
         """Join, then serve."""
@@ -387,15 +390,21 @@ class Peer:
             await anyio.sleep(LOOK_FOR_END_S)
 
     async def _leave(self) -> None:
-        """Finish what is in flight, and tell the others."""
+        """Finish what is in flight, hand over what it has accumulated, and tell the others."""
         self._state = PeerState.DRAINING
         if self._source is not None:
             self._source.stop()
         self._gate.leave()
-        with anyio.move_on_after(DRAIN_S):
-            await self._directory.announce()
-            await self._gate.drained()
-        log.info("left stage=%d step=%d", self._spec.index, self._gate.step)
+        with anyio.move_on_after(self._options.grace_s) as grace:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._directory.announce)
+                await self._steps.leave()
+            callers = {0, max(self._spec.index - 1, 0), self._spec.index}
+            await self._gossip.say_goodbye(p.peer_id for p in self._directory.view.peers if p.stage in callers)
+        if grace.cancelled_caught and (samples := self._trainer.num_samples):
+            self._metrics.lost_samples.inc(samples)
+            log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
+        log.info("left stage=%d step=%d", self._spec.index, self._steps.step)
 
     async def _watch_event_loop(self) -> None:
         """Measure how late timers fire: whatever blocks the event loop holds up all traffic."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from swarm_peer.errors import InvalidMessage
@@ -40,6 +41,8 @@ class ProgressBook:
         self._metrics = metrics
         self._changed = changed
         self._signed: dict[int, dict[str, bytes]] = {}
+        self._entered_at = time.monotonic()
+        self._heard_at: dict[str, float] = {}  # when an author's count of this step last grew
 
     def count_own(self, step: int, count: StepCount) -> Progress:
         """Publish this stage-0 peer's own count on all calls and replies from now on."""
@@ -60,15 +63,16 @@ class ProgressBook:
         """Take over what is new of the counts that came with a message.
 
         Only peers that announce stage 0 are believed. Of one that this peer has not seen yet, counts are dropped: they
-        come again with the next message, and the sight of them has the directory look.
+        come again with the next message, and the sight of them has the directory look. This peer's own counts come
+        back to it when it has started anew within a step: it goes on from them.
 
         Raises:
             InvalidMessage: a count that is malformed or not signed by its author
         """
         for author, envelope in counts:
-            if author == self._identity.peer_id or envelope in self._signed_values(author):
+            if envelope in self._signed_values(author):
                 continue
-            if not self._is_author(author):
+            if author != self._identity.peer_id and not self._is_author(author):
                 self._metrics.invalid_messages.labels("count").inc()
                 continue
             kind, run, body = open_envelope(envelope, author)
@@ -81,18 +85,29 @@ class ProgressBook:
             in_reach = self.step - 1 <= record.step <= self.step + MAX_STEPS_AHEAD
             if in_reach and self.ledger.merge(record.step, author, record.count()):
                 self._keep(record.step, author, envelope)
+                self._heard_at[author] = time.monotonic()
+
+    def talkative(self, peers: Iterable[str], patience_s: float) -> set[str]:
+        """Those of `peers` that have made progress of late; at the beginning of a step, all of them.
+
+        Who is announced and never delivers (its data hangs, nobody reaches it) must not keep its share for ever.
+        """
+        oldest = time.monotonic() - patience_s
+        return {peer for peer in peers if max(self._heard_at.get(peer, 0.0), self._entered_at) >= oldest}
 
     def enter(self, step: int) -> None:
         """Forget what is older than the step before `step`."""
         self.step = step
+        self._entered_at = time.monotonic()
+        self._heard_at.clear()
         self.ledger.forget_before(step - 1)
         for old in [known for known in self._signed if known < step - 1]:
             del self._signed[old]
         self._changed.notify()
 
     async def wait_until_over(self, step: int) -> None:
-        """Wait until the global batch of `step` is full, or the rest of the swarm is well past it."""
-        await self._changed.wait_for(lambda: self.ledger.is_full(step) or self.newest_step_seen > step + 1)
+        """Wait until the global batch of `step` is full, or stage-mates are past it."""
+        await self._changed.wait_for(lambda: self.ledger.is_full(step) or self.newest_step_seen > step)
 
     def saw_step(self, step: int) -> None:
         """Note that a stage-mate is in `step`."""

@@ -94,6 +94,7 @@ class _Batch:
 
     tokens_BS: torch.Tensor
     claimed_step: int | None = None  # the step whose global batch has room reserved for it
+    id: bytes = b""  # the same for all launches within a step: who has counted it knows it again
     launches: int = 0
 
 
@@ -136,8 +137,6 @@ class MicrobatchSource:
         self._window = InFlightWindow(manifest.limits.max_in_flight)
         self._waiting: deque[_Batch] = deque()  # to be launched again
         self._in_flight = 0
-        self._own = StepCount()
-        self._own_step = 0
         self._validated_step = -1
         self.current = Progress(step=0, samples=0, claimed=0, loss_sum=0.0)
         self.validations: deque[Validation] = deque(maxlen=8)
@@ -184,6 +183,7 @@ class MicrobatchSource:
             await self._changed.wait_for(is_idle)
             await self._gossip.tell(peer.peer_id for peer in self._view().serving(0))
             await anyio.sleep(IDLE_PAUSE_S)
+            self._changed.notify()  # somebody's patience may have ended meanwhile
 
     def _may_launch(self) -> bool:
         step = self._gate.step
@@ -200,7 +200,7 @@ class MicrobatchSource:
             return False
         if self._waiting and self._waiting[0].claimed_step == step:
             return True
-        live = {peer.peer_id for peer in self._view().serving(0)}
+        live = self._progress.talkative((peer.peer_id for peer in self._view().serving(0)), 2 * self._timeout_s)
         return self._progress.ledger.may_claim(step, self._me, live, self._manifest.training.microbatch_size)
 
     async def _draw(self) -> _Batch:
@@ -211,21 +211,20 @@ class MicrobatchSource:
         batch.launches += 1
         if batch.claimed_step != step:
             batch.claimed_step = step
+            batch.id = os.urandom(16)
             self._count(step, claimed=len(batch.tokens_BS))
 
     def _count(self, step: int, samples: int = 0, claimed: int = 0, loss_sum: float = 0.0) -> None:
-        if step > self._own_step:
-            self._own, self._own_step = StepCount(), step
-        own = self._own
-        self._own = StepCount(own.samples + samples, own.claimed + claimed, own.loss_sum + loss_sum)
-        self.current = self._progress.count_own(step, self._own)
+        own = self._progress.ledger.count_of(step, self._me)
+        grown = StepCount(own.samples + samples, own.claimed + claimed, own.loss_sum + loss_sum)
+        self.current = self._progress.count_own(step, grown)
 
     async def _train(self, batch: _Batch, step: int) -> None:
         begin = time.perf_counter()
         outcome = "counted"
         try:
             async with self._gate.enter(step):
-                microbatch = self._microbatch(batch.tokens_BS, step, "train")
+                microbatch = _microbatch(batch.id, batch.tokens_BS, step, "train")
                 result = await self._runner.run(microbatch, None, anyio.current_time() + self._timeout_s)
                 self._count(step, samples=len(batch.tokens_BS), loss_sum=result.loss_sum)
                 if self._counted_hook is not None:
@@ -237,6 +236,10 @@ class MicrobatchSource:
                 self._window.observe(max(seconds - compute_s, 0.0), compute_s, time.monotonic())
         except StepClosed:
             outcome = "step_closed"
+            if self._gate.step == step and not self._progress.ledger.is_full(step):
+                # Somebody knows of counts that this peer has not heard of: whose author told them and died, perhaps.
+                await self._gossip.tell(peer.peer_id for peer in self._view().serving(1))
+                await anyio.sleep(RELAUNCH_PAUSE_S)
             self._waiting.append(batch)
         except CallError as error:
             outcome = error.code
@@ -259,9 +262,6 @@ class MicrobatchSource:
         # To the front: its place in this global batch is reserved, that of what waits behind it is not.
         self._waiting.appendleft(batch)
 
-    def _microbatch(self, tokens_BS: torch.Tensor, step: int, mode: str) -> Microbatch:
-        return Microbatch(os.urandom(16), step, mode, len(tokens_BS), encode_tokens(tokens_BS))
-
     def _validation_is_due(self, step: int) -> bool:
         every = self._manifest.training.validation_every
         at_end = step == self._manifest.training.steps
@@ -277,7 +277,7 @@ class MicrobatchSource:
         async def evaluate(tokens_BS: torch.Tensor) -> None:
             try:
                 async with room, self._gate.enter(step):
-                    microbatch = self._microbatch(tokens_BS, step, "evaluate")
+                    microbatch = _microbatch(os.urandom(16), tokens_BS, step, "evaluate")
                     result = await self._runner.run(microbatch, None, anyio.current_time() + self._timeout_s)
                 losses.append((len(tokens_BS), result.loss_sum))
             except CallError as error:
@@ -293,3 +293,7 @@ class MicrobatchSource:
             samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)
             self.validations.append(Validation(step=step, samples=samples, loss_sum=loss_sum))
         self._changed.notify()
+
+
+def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, step: int, mode: str) -> Microbatch:
+    return Microbatch(microbatch_id, step, mode, len(tokens_BS), encode_tokens(tokens_BS))

@@ -22,15 +22,16 @@ import anyio
 import torch
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, StepClosed
+from swarm_peer.errors import CallError, NotServing, StepClosed
 from swarm_peer.policy.agreement import Agreement, Verdict, Vote, agree
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.health import PeerHealth
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.averaging import AveragingFailed, GradientAverager, checksum
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.transport import Reply, Transport, check_body
-from swarm_peer.wire.messages import ReadyCall, ReadyReply, VoteCall, VoteReply
+from swarm_peer.runtime.transport import Handler, Reply, Transport, check_body
+from swarm_peer.wire.messages import Body, ReadyCall, ReadyReply, VoteCall, VoteReply
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,14 @@ class StageGroup:
         self._lineage = ""
         self._ready_attempt: int | None = None  # of this step; None while microbatches are still running
         self._welcomed: dict[str, float] = {}  # stage-mates that made themselves known, with the time of it
+        # Of those that held up a barrier: left out of some of the next ones, until they say that they are ready.
+        self._health = PeerHealth(2 * self._barrier_timeout_s, 64 * self._barrier_timeout_s)
+        self._left = False
         self._votes: dict[int, Vote] = {}  # this peer's newest vote of this step and of the one before
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        return {ReadyCall: self.handle_ready, VoteCall: self.handle_vote}
 
     @property
     def lineage(self) -> str:
@@ -109,6 +117,11 @@ class StageGroup:
         self._step, self._lineage = step, lineage
         self._ready_attempt = None
         self._votes = {known: vote for known, vote in self._votes.items() if known >= step - 1}
+        self._changed.notify()
+
+    def leave(self) -> None:
+        """Take part in no more rounds; stage-mates that wait for this peer are told so."""
+        self._left = True
         self._changed.notify()
 
     def welcome(self, peer_id: str) -> None:
@@ -151,7 +164,6 @@ class StageGroup:
                     log.warning("round_disputed step=%d reason=%s", step, agreement.reason)
                 return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, reason=agreement.reason)
             if agreement.verdict is Verdict.RESYNC:
-                self._metrics.lost_samples.inc(samples)
                 return self._resync(agreement.holders, agreement.reason)
             self._log_retry(agreement, step, attempt)
             attempt += 1
@@ -207,6 +219,8 @@ class StageGroup:
                     tasks.start_soon(self._ask_ready, peer_id, attempt, members, ahead)
             if tasks.cancel_scope.cancelled_caught:
                 log.warning("barrier_timeout step=%d ready=%d asked=%d", self._step, len(members), len(asked))
+                for peer_id in to_ask - members.keys():
+                    self._health.failed(peer_id, time.monotonic())
         if ahead:
             raise _LeftBehind(sorted(ahead))
         return members
@@ -214,7 +228,10 @@ class StageGroup:
     def _stage_mates(self) -> set[str]:
         oldest = time.monotonic() - self._manifest.limits.announcement_s
         self._welcomed = {peer_id: since for peer_id, since in self._welcomed.items() if since >= oldest}
-        return {peer.peer_id for peer in self._view().serving(self._stage)} | self._welcomed.keys()
+        # One that drains may have to end this step with the others.
+        present = (PeerState.SERVING, PeerState.DRAINING)
+        known = {peer.peer_id for peer in self._view().in_stage(self._stage) if peer.state in present}
+        return (known | self._welcomed.keys()) - self._health.avoided(time.monotonic())
 
     async def _ask_ready(self, peer_id: str, attempt: int, members: dict[str, ReadyReply], ahead: list[str]) -> None:
         while True:
@@ -237,6 +254,7 @@ class StageGroup:
                 return
             if answer.attempt is not None:
                 members[peer_id] = answer
+                self._health.succeeded(peer_id)
                 return
 
     async def _gather_votes(self, step: int, attempt: int, peers: set[str]) -> dict[str, Vote]:
@@ -264,13 +282,15 @@ class StageGroup:
         self._progress.merge(call.counts)
         if any(peer.peer_id == caller for peer in self._view().in_stage(self._stage)):
             # No further than it takes to have this peer look for itself: a false step must not outlive that.
-            self._progress.saw_step(min(call.step, self._step + 2))
+            self._progress.saw_step(min(call.step, self._step + 1))
         if call.step >= self._step:
-            self.welcome(
-                caller
-            )  # before the wait: this peer may become ready in it, and must not go on without the caller
+            # Before the wait: this peer may become ready in it, and must not go on without the caller.
+            self.welcome(caller)
+            self._health.succeeded(caller)
         with anyio.move_on_after(POLL_S):
-            await self._changed.wait_for(lambda: call.step < self._step or self._is_ready(call))
+            await self._changed.wait_for(lambda: self._left or call.step < self._step or self._is_ready(call))
+        if self._left:
+            raise NotServing("this peer has left")
         if call.step < self._step:
             raise StepClosed(f"global step {call.step} is over in this stage", self._step)
         attempt = self._ready_attempt if self._is_ready(call) else None

@@ -37,6 +37,9 @@ class StageRunner:
     Args:
         next_stage: None on the last stage
         replies_kept: gradients of counted microbatches that are kept for callers that lost the reply
+
+    Attributes:
+        counted: microbatches in this step's accumulator: id -> samples
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class StageRunner:
         self._next_stage = next_stage
         self._metrics = metrics
         self._replies_kept = replies_kept
-        self._counted: dict[bytes, int] = {}  # microbatches in this step's accumulator: id -> samples
+        self.counted: dict[bytes, int] = {}
         self._replies: OrderedDict[bytes, HopResult] = OrderedDict()
 
     @property
@@ -68,7 +71,7 @@ class StageRunner:
         Raises:
             HopFailed: it is counted, and its gradient is not kept any more
         """
-        if microbatch_id not in self._counted:
+        if microbatch_id not in self.counted:
             return None
         reply = self._replies.get(microbatch_id)
         self._metrics.duplicates.labels("answered" if reply else "forgotten").inc()
@@ -78,7 +81,7 @@ class StageRunner:
 
     def forget_step(self) -> None:
         """To be called when the accumulator is emptied."""
-        self._counted.clear()
+        self.counted.clear()
         self._replies.clear()
 
     async def run(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
@@ -153,18 +156,27 @@ class StageRunner:
             input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
         except torch.OutOfMemoryError as error:
             # Half of a gradient may be in the accumulator, so the trainer has emptied it.
-            self._metrics.lost_samples.inc(sum(self._counted.values()))
-            self.forget_step()
+            self._lose_step()
             raise HopFailed(_OUT_OF_MEMORY) from error
+        try:
+            encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec)
+        except HopFailed:
+            # Not finite, and so is what it has left in the accumulator.
+            trainer.discard_gradients()
+            self._lose_step()
+            raise
         # From here on the accumulator holds the microbatch; that it is counted must follow without fail.
-        self._counted[microbatch.id] = microbatch.num_samples
-        result = HopResult(loss_sum, None)
-        if input_grad_BTD is not None:
-            result = HopResult(loss_sum, self._encode(input_grad_BTD, codec))
+        self.counted[microbatch.id] = microbatch.num_samples
+        result = HopResult(loss_sum, encoded)
+        if encoded is not None:
             self._replies[microbatch.id] = result
             while len(self._replies) > self._replies_kept:
                 self._replies.popitem(last=False)
         return result
+
+    def _lose_step(self) -> None:
+        self._metrics.lost_samples.inc(sum(self.counted.values()))
+        self.forget_step()
 
     def _decode_gradient(self, grad: memoryview | None, shape: tuple[int, int, int]) -> torch.Tensor:
         try:

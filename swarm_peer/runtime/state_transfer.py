@@ -18,8 +18,8 @@ from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.transport import Reply, Transport, pack_fields, unpack_fields
-from swarm_peer.wire.messages import StateChunkCall, StateEntry, StateIndex, StateIndexCall
+from swarm_peer.runtime.transport import Handler, Reply, Transport, pack_fields, unpack_fields
+from swarm_peer.wire.messages import Body, StateChunkCall, StateEntry, StateIndex, StateIndexCall
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,10 @@ class StateDonor:
         self._snapshots: dict[int, _Snapshot] = {}
         self._lock = anyio.Lock()
         self.step: int | None = None  # whose state this peer may give away; None while it has none
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        return {StateIndexCall: self.handle_index, StateChunkCall: self.handle_chunk}
 
     async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
         with anyio.move_on_after(WAIT_FOR_STEP_S):

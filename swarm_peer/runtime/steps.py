@@ -9,15 +9,18 @@ from collections import deque
 from collections.abc import Callable
 
 import anyio
+import torch
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
+from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
@@ -48,6 +51,7 @@ class StepLoop:
         group: StageGroup,
         donor: StateDonor,
         progress: ProgressBook,
+        handover: GradientHandover,
         transport: Transport,
         gossip: Gossip,
         view: Callable[[], SwarmView],
@@ -64,6 +68,7 @@ class StepLoop:
         self._group = group
         self._donor = donor
         self._progress = progress
+        self._handover = handover
         self._transport = transport
         self._gossip = gossip
         self._view = view
@@ -72,6 +77,7 @@ class StepLoop:
         self._rng = rng
         self._stage = trainer.spec.index
         self._began = time.monotonic()
+        self._ending = anyio.Lock()  # held while the step ends, or while this peer's share of it is handed over
         self.step = 0
         self.reports: deque[StepReport] = deque(maxlen=32)
 
@@ -85,36 +91,54 @@ class StepLoop:
         if donors:
             await self._download(donors, min_step=0)
         else:
-            self._enter(0, self._hash)
+            # Of other versions of torch, the initial weights may be others: stage-mates compare their lineages.
+            state = await self._compute.run(Priority.STEP, self._trainer.state)
+            self._enter(0, await anyio.to_thread.run_sync(checksum, self._hash, list(state.values())))
 
     async def catch_up(self, stage_mates: list[str]) -> None:
-        """Make this peer known to its stage-mates, and take over their state if they went on meanwhile."""
+        """Make this peer known to its stage-mates, take over their state if they went on meanwhile, and serve."""
         newest = await self._gossip.greet(self._stage, stage_mates)
         if newest > self.step:
-            await self._download(stage_mates, min_step=newest)
+            await self._download(stage_mates, min_step=self.step + 1)
+        self._admit()
 
     async def run(self) -> None:
         """Finish global steps until the run's last."""
         while not self.finished:
             step = self.step
             await self._progress.wait_until_over(step)
-            self._gate.close()
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._tell_next_stage)
-                await self._gate.drained()
-                settlement = await self._settle()
-                tasks.cancel_scope.cancel()
-            if settlement.verdict is Verdict.COMMIT:
-                await self._commit(settlement)
-            else:
-                self._metrics.resyncs.labels("left_behind").inc()
-                await self._download(list(settlement.holders), min_step=step + 1)
+            async with self._ending:
+                await self._end(step)
+            self._admit()
         log.info("run_finished steps=%d", self.step)
 
-    async def _settle(self) -> Settlement:
-        samples = self._trainer.num_samples
-        gradients = await self._compute.run(Priority.STEP, self._trainer.mean_gradients)
-        return await self._group.settle(gradients, samples)
+    async def leave(self) -> None:
+        """Hand this peer's share of the step to a stage-mate, or end the step with them. Nothing comes in any more."""
+        await self._gate.drained()
+        while True:
+            async with self._ending:
+                step = self.step
+                if await self._handover.hand_over(step):
+                    return self._group.leave()
+            await self._changed.wait_for(lambda left=step: self.step > left)  # type: ignore[misc]
+
+    async def _end(self, step: int) -> None:
+        self._gate.close()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell_next_stage)
+            await self._gate.drained()
+            gradients, samples = await self._compute.run(Priority.STEP, self._share)
+            settlement = await self._group.settle(gradients, samples)
+            tasks.cancel_scope.cancel()
+        if settlement.verdict is Verdict.COMMIT:
+            await self._commit(settlement)
+        else:
+            self._metrics.resyncs.labels("left_behind").inc()
+            self._metrics.lost_samples.inc(samples)
+            await self._download(list(settlement.holders), min_step=step + 1)
+
+    def _share(self) -> tuple[list[torch.Tensor], int]:
+        return self._trainer.mean_gradients(), self._trainer.num_samples
 
     async def _commit(self, settlement: Settlement) -> None:
         step = self.step
@@ -144,7 +168,9 @@ class StepLoop:
         self._group.enter(step, lineage)
         self._donor.step = step
         self._progress.enter(step)
-        self._gate.open(step)
+
+    def _admit(self) -> None:
+        self._gate.open(self.step)
         self._changed.notify()
 
     async def _download(self, donors: list[str], min_step: int) -> None:

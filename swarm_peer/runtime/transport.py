@@ -28,6 +28,8 @@ class Reply:
 
 # (caller's proven peer id, op, body, tensors) -> reply; a CallError that it raises reaches the caller as such.
 CallHandler = Callable[[str, str, dict[str, Any], Sequence[memoryview]], Awaitable[Reply]]
+# The same for one kind of call, its body checked: (caller, body, tensors) -> reply
+Handler = Callable[[str, Any, Sequence[memoryview]], Awaitable[Reply]]
 
 
 class Transport(ABC):

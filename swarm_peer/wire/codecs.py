@@ -31,16 +31,21 @@ def encoded_bytes(shape: Sequence[int], codec: Codec) -> int:
 def encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
     """Encode a tensor of any float type and device. Lossy for all codecs but `none` (fp32, bitwise).
 
+    Values beyond the codec's range (fp16 ends at 65504) are cut to it: a rare outlier is clipped, not a step lost.
+
     Raises:
-        OverflowError: the values do not fit the codec (fp16 ends at 65504) or are not finite
+        OverflowError: the values are not finite
     """
     tensor = tensor.detach()
     if codec == "blockwise_8bit":
         return _encode_8bit(tensor)
-    encoded = tensor.to(_DTYPE[codec]).contiguous().cpu()
+    encoded = tensor.to(_DTYPE[codec])
     if not torch.isfinite(encoded).all():
-        raise OverflowError(f"non-finite values after codec {codec}")
-    return _bytes_of(encoded)
+        if not torch.isfinite(tensor).all():
+            raise OverflowError("the values are not finite")
+        range_of = torch.finfo(_DTYPE[codec])
+        encoded = tensor.clamp(range_of.min, range_of.max).to(_DTYPE[codec])
+    return _bytes_of(encoded.contiguous().cpu())
 
 
 def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor:
@@ -88,7 +93,7 @@ def _encode_8bit(tensor: torch.Tensor) -> memoryview:
 
     # Checked before: a NaN does not show in the largest absolute value of its block.
     if not torch.isfinite(tensor).all():
-        raise OverflowError("non-finite values before codec blockwise_8bit")
+        raise OverflowError("the values are not finite")
     quantized, state = quantize_blockwise(tensor.float().contiguous(), blocksize=BLOCK_SIZE)
     scales = state.absmax.float().cpu().view(torch.uint8)
     return _bytes_of(torch.cat([scales, quantized.view(-1).cpu()]))

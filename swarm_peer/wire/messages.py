@@ -23,6 +23,8 @@ PREFIX = struct.Struct("!IQ")
 # Progress counts of some hundred stage-0 peers are the largest thing in a header.
 MAX_HEADER_BYTES = 256 * 1024
 MAX_TENSORS = 8
+# Microbatches of one peer's share of a global step; 20 bytes of a header each.
+MAX_COUNTED_IDS = 8192
 
 
 class FrameType(IntEnum):
@@ -99,6 +101,10 @@ SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field
 SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
 
 
+# The same on every try and at every stage.
+MicrobatchId = Annotated[bytes, Field(min_length=16, max_length=16)]
+
+
 class MicrobatchCall(Body):
     """Run a microbatch through `stage` and all later stages. Tensors: tokens (B, T+1), hidden (B, T, D)."""
 
@@ -106,7 +112,7 @@ class MicrobatchCall(Body):
     manifest: Hash
     step: Step
     stage: int = Field(ge=1, lt=256)
-    microbatch: bytes = Field(min_length=16, max_length=16)  # the same on every try and at every stage
+    microbatch: MicrobatchId
     mode: Literal["train", "evaluate"]
     num_samples: int = Field(ge=1, lt=2**20)
     timeout_s: float = Field(gt=0, le=86400, allow_inf_nan=False)
@@ -188,6 +194,42 @@ class VoteReply(Body):
     attempt: int | None = Field(ge=0, lt=1000)
     checksum: Checksum | None = None
     samples: Samples = 0
+
+
+class GoodbyeCall(Body):
+    """The caller leaves: nobody needs to wait for it, or to send to it, until it announces itself anew."""
+
+    op: Literal["goodbye"] = "goodbye"
+    manifest: Hash
+    counts: SignedCounts
+
+
+class GradientChunkCall(Body):
+    """Part of what the caller has accumulated, and wants to hand over. Tensor: fp32 bytes from `offset` on."""
+
+    op: Literal["gradient_chunk"] = "gradient_chunk"
+    manifest: Hash
+    stage: int = Field(ge=0, lt=256)
+    step: Step
+    transfer: bytes = Field(min_length=16, max_length=16)
+    offset: int = Field(ge=0, lt=2**50)
+
+
+class AdoptCall(Body):
+    """Add the gradient that came as `transfer`, a sum over `samples`, to the callee's own. May be repeated.
+
+    Attributes:
+        counted: its microbatches, by id, with their samples; the callee counts them no more
+    """
+
+    op: Literal["adopt"] = "adopt"
+    manifest: Hash
+    stage: int = Field(ge=0, lt=256)
+    step: Step
+    transfer: bytes = Field(min_length=16, max_length=16)
+    samples: Annotated[int, Field(ge=1, lt=2**40)]
+    sha256: bytes = Field(min_length=32, max_length=32)
+    counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(max_length=MAX_COUNTED_IDS)
 
 
 class StateIndexCall(Body):

@@ -9,14 +9,25 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import Busy, CallError, CallTimeout, HopFailed, InvalidMessage, NotServing, StepClosed
+from swarm_peer.errors import (
+    Busy,
+    CallError,
+    CallTimeout,
+    HopFailed,
+    InvalidMessage,
+    NotServing,
+    PeerUnreachable,
+    StepClosed,
+)
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
+from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.next_stage import Microbatch, NextStage
 from swarm_peer.runtime.progress import ProgressBook
@@ -26,7 +37,7 @@ from swarm_peer.runtime.stage_runner import StageRunner
 from swarm_peer.runtime.state_transfer import StateDonor
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import MicrobatchCall
+from swarm_peer.wire.messages import AdoptCall, MicrobatchCall
 
 LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
 
@@ -83,7 +94,13 @@ class Peer:
         group = StageGroup(manifest, stage, self.transport, None, self.progress, swarm.view, self.metrics, changed)
         donor = StateDonor(self.trainer, self.compute, lambda: "", changed, stage)
         handler = MicrobatchHandler(manifest, HIDDEN, self.gate, self.runner, self.progress, self.metrics)
-        self.dispatcher = CallDispatcher(manifest, stage, handler, group, donor, self.progress)
+        gossip = Gossip(manifest.hash, self.transport, self.progress, group.welcome, lambda peer: None)
+        self.handover = GradientHandover(
+            manifest.hash, stage, self.trainer, self.compute, self.runner, self.gate, self.transport, swarm.view,
+            self.metrics,
+        )  # fmt: skip
+        calls = handler.calls | group.calls | donor.calls | gossip.calls | self.handover.calls
+        self.dispatcher = CallDispatcher(manifest.hash, stage, calls)
         self.gate.open(0)
 
     async def run(self, microbatch, timeout_s=20.0):
@@ -599,12 +616,12 @@ async def test_a_failure_behind_a_peer_is_not_blamed_on_it():
         assert [peer.trainer.num_samples for peer in swarm.peers] == [0, 0, 0]
 
 
-async def test_activations_that_overflow_their_codec_are_a_failed_hop():
+async def test_activations_that_are_not_finite_are_a_failed_hop():
     async with Swarm(make_manifest(wire={"activations": "fp16"})) as swarm:
         first, _ = await swarm.add("a", 0), await swarm.add("b", 1)
         with torch.no_grad():
             for parameter in first.trainer.module.parameters():
-                parameter.mul_(1e6)
+                parameter.fill_(float("inf"))
         with pytest.raises(HopFailed, match="what this stage computed cannot be sent"):
             await first.run(make_microbatch())
         assert first.trainer.num_samples == 0
@@ -638,3 +655,126 @@ async def test_a_full_peer_says_so(swarm):
     with pytest.raises(Busy):
         await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     assert last.metric("microbatches", "train", "busy") == 1
+
+
+async def test_a_gradient_that_is_not_finite_on_its_way_out_empties_the_accumulator(swarm, pair, monkeypatch):
+    first, last = pair
+    await first.run(make_microbatch(0))
+    backward = last.trainer.backward
+    monkeypatch.setattr(last.trainer, "backward", lambda *args: backward(*args) * float("nan"))
+    with pytest.raises(HopFailed, match="cannot be sent"):
+        await first.run(make_microbatch(1))
+    assert last.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in last.gradients())
+    assert last.metric("lost_samples") == SAMPLES
+    assert last.runner.counted == {}
+
+
+# --- a leaving peer's share -------------------------------------------------------------------------------------------
+
+
+async def group_of_two(swarm):
+    """One peer of stage 0 and two of stage 1, each of which has counted one microbatch."""
+    first = await swarm.add("a", 0)
+    leaving, staying = await swarm.add("b", 1), await swarm.add("c", 1)
+    for seed, last in ((0, leaving), (1, staying)):
+        await first.transport.call(last.peer_id, make_call(swarm, seed), make_tensors(tokens(seed)), timeout_s=20.0)
+    return first, leaving, staying
+
+
+def last_stage_sums(manifest, seeds):
+    trainer = StageTrainer(manifest, stages_of(manifest)[1])
+    for seed in seeds:
+        trainer.backward(trainer.forward(tokens(seed), torch.zeros(SAMPLES, LENGTH, HIDDEN)))
+    return trainer.gradient_sums()[0]
+
+
+async def test_a_leaving_peers_share_is_added_to_a_stage_mates(swarm):
+    first, leaving, staying = await group_of_two(swarm)
+    assert await leaving.handover.hand_over(0)
+    assert leaving.trainer.num_samples == 0
+    assert staying.trainer.num_samples == 2 * SAMPLES
+    assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1, 0)))
+    assert await leaving.handover.hand_over(0), "there is nothing left to hand over"
+    assert staying.trainer.num_samples == 2 * SAMPLES
+
+    # What the leaving peer has counted comes again, because its reply was lost.
+    with pytest.raises(HopFailed, match="counted here already"):
+        await first.transport.call(staying.peer_id, make_call(swarm, 0), make_tensors(tokens(0)), timeout_s=20.0)
+    assert staying.trainer.num_samples == 2 * SAMPLES
+
+
+async def test_a_share_whose_last_reply_is_lost_is_added_once(swarm):
+    _, leaving, staying = await group_of_two(swarm)
+    fault = swarm.network.fault(op="adopt", drop_reply=True, times=2)
+    assert await leaving.handover.hand_over(0)
+    assert fault.fired == 2
+    assert staying.trainer.num_samples == 2 * SAMPLES
+    assert leaving.metric("lost_samples") == 0
+
+
+async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(swarm):
+    _, leaving, _ = await group_of_two(swarm)
+    await swarm.add("d", 1)
+    swarm.network.fault(op="adopt", drop_reply=True, times=100)
+    assert await leaving.handover.hand_over(0)
+    assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
+    assert leaving.trainer.num_samples == 0
+    assert leaving.metric("lost_samples") == SAMPLES, "in doubt, it is reported"
+
+
+async def test_a_share_goes_to_another_stage_mate_when_one_dies(swarm):
+    _, leaving, _ = await group_of_two(swarm)
+    await swarm.add("d", 1)
+    fault = swarm.network.fault(op="gradient_chunk", fail=PeerUnreachable("gone"))
+    assert await leaving.handover.hand_over(0)
+    assert fault.fired == 1
+    assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
+
+
+async def test_a_share_of_a_step_that_ends_stays_with_its_peer(swarm):
+    _, leaving, staying = await group_of_two(swarm)
+    staying.gate.close()
+    assert not await leaving.handover.hand_over(0), "it has to end the step together with the others"
+    assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
+
+
+async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
+    first, last = pair
+    await first.run(make_microbatch())
+    assert await last.handover.hand_over(0)
+    assert last.metric("lost_samples") == SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 0}, "samples"),
+        ({"sha256": bytes(32)}, "does not match its hash"),
+        ({"transfer": bytes(16)}, "nothing has arrived"),
+        ({"counted": ((bytes(16), SAMPLES + 1),)}, "more than the gradient"),
+    ],
+)
+async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, monkeypatch):
+    _, leaving, staying = await group_of_two(swarm)
+    call = leaving.transport.call
+
+    async def tamper(peer, body, tensors=(), *, timeout_s):
+        if body.op == "adopt":
+            body = body.model_copy(update=change)
+        return await call(peer, body, tensors, timeout_s=timeout_s)
+
+    monkeypatch.setattr(leaving.transport, "call", tamper)
+    assert await leaving.handover.hand_over(0)
+    assert staying.trainer.num_samples == SAMPLES
+    assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1,)))
+    assert leaving.metric("lost_samples") == SAMPLES
+
+
+async def test_a_stranger_hands_nothing_over(swarm):
+    first, _, staying = await group_of_two(swarm)
+    call = AdoptCall(
+        manifest=swarm.manifest.hash, stage=1, step=0, transfer=bytes(16), samples=2, sha256=bytes(32), counted=()
+    )
+    with pytest.raises(NotServing, match="only announced stage-mates"):
+        await first.transport.call(staying.peer_id, call, timeout_s=20.0)

@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import anyio
 import pytest
@@ -103,10 +104,28 @@ def test_counts_of_peers_outside_of_stage_0_are_not_believed():
     assert [author for author, _ in book.signed_counts()] == [AUTHOR.peer_id], "nor passed on"
 
 
-def test_nobody_tells_this_peer_what_it_has_counted_itself():
+def test_a_peer_that_started_anew_goes_on_from_what_it_had_counted():
     book = make_book()
     book.merge([signed(8, author=ME)])
-    assert book.ledger.samples(0) == 0
+    assert book.ledger.count_of(0, ME.peer_id).samples == 8
+    with pytest.raises(InvalidMessage):
+        book.merge([(ME.peer_id, b"forged")])
+
+
+def test_who_makes_no_progress_loses_patience_with(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    book = make_book()
+    peers = [AUTHOR.peer_id, ME.peer_id]
+    assert book.talkative(peers, 10.0) == set(peers), "at the beginning of a step nobody has told anything"
+    now = 109.0
+    book.merge([signed(2)])
+    now = 115.0
+    assert book.talkative(peers, 10.0) == {AUTHOR.peer_id}
+    now = 120.0
+    assert book.talkative(peers, 10.0) == set()
+    book.enter(1)
+    assert book.talkative(peers, 10.0) == set(peers)
 
 
 def test_counts_of_far_steps_are_ignored():
@@ -143,12 +162,13 @@ async def test_a_step_is_over_when_its_global_batch_is_full():
     await waiting
 
 
-async def test_a_step_is_over_when_others_are_well_past_it():
+async def test_a_step_is_over_when_stage_mates_are_past_it():
     book = make_book()
-    waiting = asyncio.ensure_future(book.wait_until_over(0))
+    book.enter(1)
+    waiting = asyncio.ensure_future(book.wait_until_over(1))
     book.saw_step(1)
     await anyio.wait_all_tasks_blocked()
-    assert not waiting.done(), "stage-mates that are one step ahead may have known of the last counts earlier"
+    assert not waiting.done()
     book.saw_step(2)
     await waiting
     book.saw_step(1)

@@ -274,7 +274,6 @@ async def test_when_averaging_does_not_work_the_share_of_the_most_samples_is_tak
     for name in "ac":
         assert settled[name].verdict is Verdict.RESYNC
         assert settled[name].holders == (members[1].peer_id,)
-    assert [member.metrics.lost_samples._value.get() for member in members] == [2, 0, 1]
     assert {attempt for _, _, attempt, _ in group.rounds.log} == {0, 1}, "the last try is without averaging"
 
 
