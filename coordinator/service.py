@@ -17,7 +17,7 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.run_watch import MetricsFile, RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError, UserError
-from swarm_peer.model.architecture import parse_model_config, resolve_model_config
+from swarm_peer.model.architecture import parse_model_config, resolve_model
 from swarm_peer.model.export import export_model
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.stage import StageModule
@@ -48,10 +48,10 @@ def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> Ru
     Raises:
         UserError: the model, its cut or the tokenizer does not fit
     """
-    config = resolve_model_config(manifest.model)
-    manifest = manifest.model_copy(update={"model": manifest.model.model_copy(update={"config": config})})
+    manifest = manifest.model_copy(update={"model": resolve_model(manifest.model, cache_dir)})
     stages_of(manifest)
-    load_tokenizer(manifest.data, parse_model_config(config).vocab_size, cache_dir)
+    assert isinstance(manifest.model.config, dict)
+    load_tokenizer(manifest.data, parse_model_config(manifest.model.config).vocab_size, cache_dir)
     return manifest
 
 

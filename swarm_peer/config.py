@@ -34,8 +34,16 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    config: dict[str, Any] | str = Field(
-        description="transformers config: inline (with model_type), a local folder, or a hub name"
+    config: dict[str, Any] | str | None = Field(
+        None,
+        description="transformers config: inline (with model_type), a local folder, or a hub name; if not given, that "
+        "of the pretrained model",
+    )
+    pretrained: str | None = Field(
+        None,
+        min_length=1,
+        description="weights to begin with: a local folder of safetensors or a hub name, perhaps with @REVISION; if "
+        "not given, random ones that follow from the seed",
     )
     share_layers: bool = Field(False, description="all transformer layers of a stage are one layer, applied repeatedly")
     activation_checkpointing: bool = Field(
@@ -44,6 +52,16 @@ class ModelSection(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="autocast type of GPUs; weights are fp32 in any case, CPUs compute in fp32"
     )
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> ModelSection:
+        if self.config is None and self.pretrained is None:
+            raise ValueError("config and pretrained are both missing: give one of them")
+        if self.share_layers and self.pretrained is not None:
+            raise ValueError(
+                f"pretrained={self.pretrained!r} has layers of its own, and share_layers makes them one: leave one out"
+            )
+        return self
 
 
 class StagesSection(Section):

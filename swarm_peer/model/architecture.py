@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
+from swarm_peer.model.pretrained import PretrainedSource
 
 CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {"gpt2": GPT2Config, "llama": LlamaConfig}
 
@@ -59,19 +60,68 @@ FIXED_VALUES: dict[str, tuple[Any, str]] = {
     "reorder_and_upcast_attn": (False, "scaled-dot-product attention ignores it"),
 }
 
+# What decides the shapes of a model's weights, and how they are read.
+SHAPE_KEYS = {
+    "gpt2": ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),
+    "llama": (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
+    ),
+}
 
-def resolve_model_config(section: ModelSection) -> dict[str, Any]:
-    """Turn what `model.config` names into an inline transformers config, which can be published with the run.
 
-    Reads a folder's config.json, or the hub's (from the cache alone where HF_HUB_OFFLINE is set). The result is not
-    checked: parse_model_config does that.
+def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> ModelSection:
+    """A run's model as it is published: with an inline config, and with pretrained weights that cannot change.
 
     Raises:
-        UserError: the folder, its config.json or the hub's model cannot be read
+        UserError: see resolve_model_config
     """
-    if not isinstance(section.config, str):
-        return copy.deepcopy(section.config)
-    name = section.config
+    if section.pretrained is not None:
+        section = section.model_copy(update={"pretrained": PretrainedSource(section.pretrained, cache_dir).pinned()})
+    return section.model_copy(update={"config": resolve_model_config(section, cache_dir)})
+
+
+def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -> dict[str, Any]:
+    """Turn what `model.config` or `model.pretrained` names into an inline transformers config, to be published.
+
+    Reads a folder's config.json, or the hub's (from the cache alone where HF_HUB_OFFLINE is set). A config that stands
+    in a manifest is not checked: parse_model_config does that. One that a pretrained model brings is untied, since
+    head and embedding belong to different stages.
+
+    Raises:
+        UserError: the folder, its config.json or the hub's model cannot be read, or the pretrained model is none that
+            can be trained or has other shapes than `model.config`
+    """
+    if section.pretrained is None:
+        return _read_named_config(section.config) if isinstance(section.config, str) else copy.deepcopy(section.config)
+    source = PretrainedSource(section.pretrained, cache_dir)
+    pretrained_config = source.read_config() | {"tie_word_embeddings": False}
+    try:
+        theirs = parse_model_config(pretrained_config)
+    except UserError as error:
+        raise source.error(f"cannot be trained: {error}") from error
+    if section.config is None:
+        return pretrained_config
+    if isinstance(section.config, str):
+        config = _read_named_config(section.config) | {"tie_word_embeddings": False}
+    else:
+        config = copy.deepcopy(section.config)
+    _check_shapes(parse_model_config(config), theirs, source)
+    return config
+
+
+def _check_shapes(ours: PretrainedConfig, theirs: PretrainedConfig, source: PretrainedSource) -> None:
+    for key in ("model_type", *SHAPE_KEYS[ours.model_type]):
+        here, there = getattr(ours, key), getattr(theirs, key)
+        if key == "n_inner":
+            here, there = (4 * c.n_embd if c.n_inner is None else c.n_inner for c in (ours, theirs))
+        if here != there:
+            raise source.error(
+                f"has {key}={there}, and model.config has {key}={here}: leave model.config out, or correct it"
+            )
+
+
+def _read_named_config(name: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     if path.is_dir():
         return _read_config(path / "config.json", name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from swarm_peer.model.optimizer import (
     optimizer_state_template,
 )
 from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.pretrained import PretrainedSource, load_pretrained
 from swarm_peer.model.stage import StageModule, initialise
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
@@ -74,13 +76,23 @@ class StageTrainer:
     Args:
         manifest: its model config is inline (resolve_model_config)
         spec: from stages_of(manifest)
+        cache_dir: where pretrained weights from the hub are kept
+
+    Raises:
+        UserError: pretrained weights that cannot be read or do not fit
 
     Attributes:
         step: the global step whose weights it holds
         num_samples: samples whose gradients are accumulated in this step
     """
 
-    def __init__(self, manifest: RunManifest, spec: StageSpec, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        manifest: RunManifest,
+        spec: StageSpec,
+        device: torch.device | str = "cpu",
+        cache_dir: Path | None = None,
+    ):
         assert isinstance(manifest.model.config, dict), "resolve_model_config comes first"
         self.manifest = manifest
         self.spec = spec
@@ -94,7 +106,10 @@ class StageTrainer:
             activation_checkpointing=manifest.model.activation_checkpointing,
             precision=manifest.model.precision,
         )
-        initialise(self.module, manifest.seed)
+        if manifest.model.pretrained is None:
+            initialise(self.module, manifest.seed)
+        else:
+            load_pretrained(self.module, self.module.family, PretrainedSource(manifest.model.pretrained, cache_dir))
         self.module.to(self.device)
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)

@@ -1,0 +1,243 @@
+"""Weights to begin a run with: a Hugging Face model saved as safetensors, of which each stage reads its own part.
+
+Owns finding and reading the files, in a local folder or on the hub. Knows nothing of how a model is cut or trained.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.families import Family
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+# As transformers looks for them: one file, else the index of several.
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Weights of other types are quantised, and scales that we do not know belong to them.
+DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True)
+class PretrainedSource:
+    """Where a model's files are: `model.pretrained` of a manifest.
+
+    Whether it names a folder or the hub is told by its looks alone, so that it means the same on all machines.
+
+    Attributes:
+        name: a path, which begins with `.`, `/` or `~` or has several slashes; or a hub name, perhaps with @REVISION
+        cache_dir: where files from the hub are kept; the hub's own default if None
+    """
+
+    name: str
+    cache_dir: Path | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The local folder; None for a hub name."""
+        is_path = self.name.startswith((".", "/", "~")) or self.name.partition("@")[0].count("/") > 1
+        return Path(self.name).expanduser() if is_path else None
+
+    def fetch(self, file: str) -> Path | None:
+        """The file on this machine, downloaded if need be; None if there is no such file.
+
+        Raises:
+            UserError: there is no such folder, or the hub does not give its files
+        """
+        if self.folder is not None:
+            if not self.folder.is_dir():
+                raise self.error("is no folder on this machine: correct the path, or give a hub name")
+            return path if (path := self.folder / file).is_file() else None
+        repository, _, revision = self.name.partition("@")
+        try:
+            return Path(hf_hub_download(repository, file, revision=revision or None, cache_dir=self.cache_dir))
+        except EntryNotFoundError as error:  # also what is not in the cache of a machine without network
+            log.debug("file_not_found model=%s file=%s reason=%s", self.name, file, error)
+            return None
+        except (OSError, ValueError) as error:  # every other error of the hub's client is one of the two
+            raise self.error(
+                f"cannot be had from the Hugging Face hub ({_one_line(error)}): correct the name"
+            ) from error
+
+    def read_json(self, file: str) -> dict[str, Any] | None:
+        """A file that holds a mapping; None if there is no such file.
+
+        Raises:
+            UserError: it cannot be read, or holds something else
+        """
+        if (path := self.fetch(file)) is None:
+            return None
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise self.error(f"cannot read {file} ({_one_line(error)}): mend or replace that file") from error
+        if not isinstance(content, dict):
+            raise self.error(f"{file} holds no mapping: mend or replace that file")
+        return content
+
+    def read_config(self) -> dict[str, Any]:
+        """The model's config.json. Raises UserError."""
+        config = self.read_json(CONFIG_FILE)
+        if config is None:
+            raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{self._hint}")
+        return config
+
+    def pinned(self) -> str:
+        """The name to publish, which means the same tomorrow and on every machine: of the hub, one certain commit.
+
+        Raises:
+            UserError: see fetch
+        """
+        if self.folder is None and Path(self.name).is_dir():
+            return f"./{self.name}"
+        if self.folder is not None or (path := self.fetch(CONFIG_FILE)) is None:
+            return self.name
+        commit = path.parent.name  # of .../snapshots/COMMIT/config.json
+        is_commit = re.fullmatch("[0-9a-f]{40}", commit) is not None
+        return f"{self.name.partition('@')[0]}@{commit}" if is_commit else self.name
+
+    @property
+    def _hint(self) -> str:
+        return "" if self.folder is not None else " (or check the network and HF_HUB_OFFLINE)"
+
+    def files_by_tensor(self) -> dict[str, str]:
+        """In which file each tensor is.
+
+        Raises:
+            UserError: no safetensors, or an index that cannot be right
+        """
+        if (path := self.fetch(WEIGHTS_FILE)) is not None:
+            with self.opened(WEIGHTS_FILE, path) as file:
+                return dict.fromkeys(file.keys(), WEIGHTS_FILE)
+        index = self.read_json(INDEX_FILE)
+        if index is None:
+            raise self.error(
+                f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}: give a model that was saved as safetensors{self._hint}"
+            )
+        files = index.get("weight_map")
+        # A name with a folder in it would lead to files that nobody allowed.
+        if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
+            raise self.error(f"{INDEX_FILE} has no weight_map of plain file names: mend or replace that file")
+        return files
+
+    @contextmanager
+    def opened(self, file: str, path: Path) -> Iterator[Any]:
+        """Raises UserError: no safetensors, or a damaged one."""
+        try:
+            with safe_open(path, framework="pt") as content:
+                yield content
+        except (OSError, SafetensorError) as error:
+            raise self.error(f"cannot read {file} ({_one_line(error)}): download or save it again") from error
+
+    def error(self, text: str) -> UserError:
+        return UserError(f"model.pretrained={self.name!r} {text}")
+
+
+def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
+    """A run's manifest is somebody else's: it reads those of our folders alone that we let it.
+
+    Raises:
+        UserError: it names a folder outside of `data_dir`
+    """
+    if manifest.model.pretrained is None:
+        return
+    folder = PretrainedSource(manifest.model.pretrained).folder
+    if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
+        raise UserError(
+            f"the run wants to begin with the weights in {folder} on this machine: put the model there, and allow it "
+            f"with --data-dir FOLDER"
+        )
+
+
+def load_pretrained(module: nn.Module, family: Family, source: PretrainedSource) -> None:
+    """Make a stage's parameters real, on the CPU and in fp32, with the weights of a pretrained model.
+
+    Reads the tensors of this module alone, and opens no file that has none of them.
+
+    Raises:
+        UserError: files or tensors are missing, damaged, of other shapes than the stage's, or not finite
+    """
+    files = source.files_by_tensor()
+    stored_names = _stored_names([name for name, _ in module.named_parameters()], files, family, source)
+    wanted: dict[str, list[str]] = defaultdict(list)
+    for name, stored in stored_names.items():
+        wanted[files[stored]].append(name)
+    for file_name, names in wanted.items():
+        if (path := source.fetch(file_name)) is None:
+            raise source.error(f"lacks {file_name}, where {INDEX_FILE} says that tensors are: download it")
+        with source.opened(file_name, path) as content:
+            for name in names:
+                owner, _, key = name.rpartition(".")
+                shape = module.get_parameter(name).shape
+                values = _read(content, stored_names[name], shape, file_name, source)
+                module.get_submodule(owner).register_parameter(key, nn.Parameter(values))
+    log.info("weights_imported model=%s tensors=%d files=%s", source.name, len(stored_names), ",".join(wanted))
+
+
+def _stored_names(
+    names: Iterable[str], files: Mapping[str, str], family: Family, source: PretrainedSource
+) -> dict[str, str]:
+    """What the files call each parameter. Models without a head are saved without the body's name before the others'.
+
+    Where embedding and head are tied, the files have one tensor for both (if they have two, these are the two: as
+    transformers' tie_weights does it).
+    """
+    twins: dict[str, str] = {}
+    found = {}
+    for name in names:
+        candidates = [name, name.removeprefix(f"{family.body}.")]
+        if not any(candidate in files for candidate in candidates):
+            twins = twins or _tied_names(family, source)
+            candidates += [twins[name], twins[name].removeprefix(f"{family.body}.")] if name in twins else []
+        stored = next((candidate for candidate in candidates if candidate in files), None)
+        if stored is None:
+            raise source.error(
+                f"lacks the tensor {name}: give a complete model, whose layers are those of model.config"
+            )
+        found[name] = stored
+    return found
+
+
+def _tied_names(family: Family, source: PretrainedSource) -> dict[str, str]:
+    default = type(family.config)().tie_word_embeddings
+    if not source.read_config().get("tie_word_embeddings", default):
+        return {}
+    tied = dict(family.model_class._tied_weights_keys)  # {head: embedding}
+    return tied | {embedding: head for head, embedding in tied.items()}
+
+
+def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: PretrainedSource) -> Tensor:
+    view = content.get_slice(stored)
+    if tuple(view.get_shape()) != tuple(shape):
+        raise source.error(
+            f"tensor {stored} has shape {tuple(view.get_shape())}, and the stage needs {tuple(shape)}: leave "
+            f"model.config out, or give the one of this model"
+        )
+    if view.get_dtype() not in DTYPES:
+        raise source.error(f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised")
+    # A copy in any case: safe_open's tensors lie in the file's memory map.
+    values = content.get_tensor(stored).to(torch.float32, copy=True).contiguous()
+    if not bool(values.isfinite().all()):
+        raise source.error(f"tensor {stored} in {file_name} holds values that are not finite: save the model again")
+    return values
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
