@@ -236,6 +236,9 @@ class PeerOptions(Section):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the compute thread; torch's choice if not given."
     )
+    preemption_notice: Literal["none", "aws", "gcp", "azure"] = Field(
+        "none", description="Cloud whose notice that it takes this spot instance away makes the peer leave in time."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe log line to print."
     )
