@@ -1,0 +1,497 @@
+"""What was saved comes back; what is damaged is told in one line, and the checkpoint before it is taken."""
+
+import dataclasses
+import json
+import logging
+import struct
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from coordinator import checkpoint_files, checkpoint_folder
+from coordinator.checkpoints import CheckpointStore, find_checkpoint
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.state_transfer import StageState
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
+LEDGER = {"ranges": [[0, 17], [20, 31]], "name": "Ünïcode"}
+
+
+def manifest_of(**changes):
+    return RunManifest.model_validate(
+        {
+            "name": "test",
+            "model": {"config": {"model_type": "gpt2"}},
+            "stages": {"count": 2},
+            "data": {"sequence_length": 12},
+            "training": {"steps": 30, "global_batch_size": 2, "microbatch_size": 2},
+            "optimizer": {"learning_rate": 0.01},
+        }
+        | changes
+    )
+
+
+MANIFEST = manifest_of()
+
+
+def state_of(stage, step):
+    generator = torch.Generator().manual_seed(100 * step + stage)
+    tensors = {
+        f"layer.{stage}.weight": torch.randn(5, 7, generator=generator),
+        f"optimizer/layer.{stage}.weight/exp_avg": torch.randn(5, 7, generator=generator).T,  # not contiguous
+        f"optimizer/layer.{stage}.weight/step": torch.tensor(float(step)),
+        "empty": torch.zeros(0, 4),
+    }
+    for dtype in DTYPES:
+        tensors[f"as {dtype}"] = torch.randint(0, 100, (3, 4), generator=generator).to(dtype)
+    return StageState(step=step, lineage=f"lineage of stage {stage} at {step}", tensors=tensors)
+
+
+def states_of(step):
+    return [state_of(stage, step) for stage in range(2)]
+
+
+def assert_same(state, expected):
+    for field in dataclasses.fields(StageState):
+        if field.name != "tensors":
+            assert getattr(state, field.name) == getattr(expected, field.name)
+    assert state.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert state.tensors[name].dtype == tensor.dtype
+        assert state.tensors[name].shape == tensor.shape
+        assert torch.equal(state.tensors[name], tensor), name
+
+
+class World:
+    """A store, and a way around it to its files."""
+
+    def __init__(self, url, path, fs):
+        self.url, self.path, self.fs = url, path, fs
+
+    def store(self, keep=3):
+        return CheckpointStore(self.url, keep)
+
+    def save(self, *steps, keep=9):
+        for step in steps:
+            self.store(keep).save(step, MANIFEST, states_of(step), LEDGER | {"step": step})
+
+    def file(self, step, name):
+        return f"{self.path}/step-{step:08d}/{name}"
+
+    def names(self):
+        return sorted(path.rpartition("/")[2] for path in self.fs.ls(self.path, detail=False))
+
+    def change(self, path, change):
+        self.fs.pipe_file(path, change(self.fs.cat_file(path)))
+
+    def forge(self, step, name, content):
+        """Change a file, and its entry in checkpoint.json with it."""
+        self.fs.pipe_file(self.file(step, name), content)
+        entry = checkpoint_files.FileStore(self.url).describe(self.file(step, name)).model_dump()
+
+        def change(text):
+            contents = json.loads(text)
+            contents["files"][name] = entry
+            return json.dumps(contents).encode()
+
+        self.change(self.file(step, "checkpoint.json"), change)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def world(request, tmp_path):
+    fs = fsspec.filesystem("file" if request.param == "disk" else "memory")
+    path = str(tmp_path / "checkpoints")
+    yield World(path if request.param == "disk" else f"memory:/{path}", path, fs)
+    if request.param == "memory":
+        fs.rm(str(tmp_path), recursive=True) if fs.exists(str(tmp_path)) else None
+
+
+def one_line(caught):
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_comes_back(world):
+    path = world.store().save(5, MANIFEST, states_of(5), LEDGER)
+    checkpoint = world.store().newest(MANIFEST)
+    assert (checkpoint.updates, checkpoint.manifest, checkpoint.ledger) == (5, MANIFEST, LEDGER)
+    for stage in range(2):
+        assert_same(checkpoint.load_stage(stage), state_of(stage, 5))
+    assert find_checkpoint(path).path == checkpoint.path
+    assert world.names() == ["step-00000005"]
+
+
+def test_the_files_are_what_is_promised(world):
+    world.save(5)
+    names = ["checkpoint.json", "ledger.json", "manifest.json", "stage-000.safetensors", "stage-001.safetensors"]
+    assert sorted(path.rpartition("/")[2] for path in world.fs.ls(world.file(5, ""), detail=False)) == names
+    contents = json.loads(world.fs.cat_file(world.file(5, "checkpoint.json")))
+    assert (contents["format"], contents["updates"], contents["manifest"]) == (1, 5, MANIFEST.hash)
+    assert [stage["lineage"] for stage in contents["stages"]] == ["lineage of stage 0 at 5", "lineage of stage 1 at 5"]
+    assert sorted(contents["files"]) == names[1:]
+    assert world.fs.cat_file(world.file(5, "manifest.json")) == MANIFEST.canonical_json()
+
+
+def test_the_summary_is_written_last(world, monkeypatch):
+    written = []
+    real = checkpoint_files.FileStore.write
+
+    def write(self, path, write):
+        written.append(path.rpartition("/")[2])
+        assert not self.exists(world.file(5, "checkpoint.json"))
+        return real(self, path, write)
+
+    monkeypatch.setattr(checkpoint_files.FileStore, "write", write)
+    world.save(5)
+    assert written[-1] == "checkpoint.json"
+    assert len(written) == 5
+
+
+def test_an_empty_store_has_no_newest(world):
+    assert world.store().newest() is None
+    with pytest.raises(UserError, match=r"there are no checkpoints in .*: correct the path"):
+        find_checkpoint(world.url)
+
+
+def test_the_newest_is_the_one_with_the_highest_number(world):
+    world.save(100_000_001, 9, 10)
+    assert world.store().newest().updates == 100_000_001
+    assert world.store().at(9).updates == 9
+
+
+def test_a_checkpoint_of_the_same_number_is_replaced(world):
+    world.save(5)
+    world.store().save(5, MANIFEST, states_of(6), {"again": True})
+    checkpoint = world.store().newest()
+    assert checkpoint.ledger == {"again": True}
+    assert_same(checkpoint.load_stage(1), state_of(1, 6))
+    assert world.names() == ["step-00000005"]
+
+
+def test_a_folder_of_that_name_in_the_way_is_replaced(world):
+    """Such as what a save to an object store leaves when it is cut off."""
+    world.fs.makedirs(world.file(5, ""))
+    world.fs.pipe_file(world.file(5, "stage-007.safetensors"), b"junk")
+    world.save(5)
+    assert world.store().newest().updates == 5
+    assert not world.fs.exists(world.file(5, "stage-007.safetensors"))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error\nof some kind")])
+def test_a_save_that_fails_leaves_what_was_there(world, error, monkeypatch):
+    world.save(5)
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(checkpoint_folder, "save_file", full)
+    with pytest.raises(UserError, match=r"cannot write checkpoint .*step-00000006 \(.*\): check space") as caught:
+        world.save(6)
+    one_line(caught)
+    assert world.names() == ["step-00000005"]
+    assert world.store().newest().updates == 5
+
+
+def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
+    world.save(1, 2)
+
+    def denied(self, folder, first):
+        if "step-00000003" not in folder:
+            raise PermissionError(13, "denied")
+
+    monkeypatch.setattr(checkpoint_files.FileStore, "remove", denied)
+    world.save(3, keep=1)
+    assert world.store().newest().updates == 3
+    assert "checkpoints_not_pruned" in caplog.text
+
+
+# --- what is damaged --------------------------------------------------------------------------------------------------
+
+
+def cut(world):
+    world.change(world.file(8, "stage-001.safetensors"), lambda data: data[:-1])
+
+
+def flip(world):
+    world.change(world.file(8, "stage-000.safetensors"), lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+
+def remove(name):
+    return lambda world: world.fs.rm_file(world.file(8, name))
+
+
+def write(name, content):
+    return lambda world: world.fs.pipe_file(world.file(8, name), content)
+
+
+def forge(name, content):
+    return lambda world: world.forge(8, name, content)
+
+
+def edit(**changes):
+    def change(text):
+        return json.dumps(json.loads(text) | changes).encode()
+
+    return lambda world: world.change(world.file(8, "checkpoint.json"), change)
+
+
+def rename(world):
+    world.fs.mv(world.file(8, "").rstrip("/"), world.file(11, "").rstrip("/"), recursive=True)
+
+
+def point_elsewhere(world):
+    def change(text):
+        contents = json.loads(text)
+        contents["files"]["../../secret"] = contents["files"].pop("stage-000.safetensors")
+        return json.dumps(contents).encode()
+
+    world.change(world.file(8, "checkpoint.json"), change)
+
+
+DAMAGES = {
+    "truncated": (cut, "stage-001.safetensors has "),
+    "flipped byte": (flip, "stage-000.safetensors does not match its hash"),
+    "missing stage": (remove("stage-001.safetensors"), "stage-001.safetensors: "),
+    "missing manifest": (remove("manifest.json"), "manifest.json: "),
+    "missing ledger": (remove("ledger.json"), "ledger.json: "),
+    "incomplete": (remove("checkpoint.json"), "it has no checkpoint.json"),
+    "no JSON": (write("checkpoint.json", b'{"format"'), "checkpoint.json: "),
+    "deep JSON": (write("checkpoint.json", b"[" * 100_000), "checkpoint.json: "),
+    "no text": (write("checkpoint.json", b"\xff\xfe\x00"), "checkpoint.json: "),
+    "no mapping": (write("checkpoint.json", b"[]"), "checkpoint.json: "),
+    "empty": (write("checkpoint.json", b""), "checkpoint.json: "),
+    "other format": (edit(format=2), "checkpoint.json: format: Input should be 1 (got 2)"),
+    "other key": (edit(more=1), "checkpoint.json: more: unknown key"),
+    "lineage of another type": (edit(stages=[{"step": 8, "lineage": 3}] * 2), "checkpoint.json: stages"),
+    "too few stages": (edit(stages=[]), "checkpoint.json does not belong to it"),
+    "other step": (edit(updates=7), "checkpoint.json does not belong to it"),
+    "renamed": (rename, "checkpoint.json does not belong to it"),
+    "paths that lead elsewhere": (point_elsewhere, "checkpoint.json does not belong to it"),
+    "other run": (edit(manifest="0" * 32), f"it is of manifest {'0' * 32}, and the run's is {MANIFEST.hash}"),
+    "edited manifest": (write("manifest.json", b"{}"), "manifest.json has 2 bytes"),
+    "unfit manifest": (forge("manifest.json", b"{}"), "manifest.json: name: missing: add it"),
+    "broken ledger": (forge("ledger.json", b'{"a'), "ledger.json: Unterminated string"),
+    "deep ledger": (forge("ledger.json", b"[" * 100_000), "ledger.json: maximum recursion depth exceeded"),
+    "ledger that is no mapping": (forge("ledger.json", b"[1]"), "its files do not fit"),
+    "manifest of more stages": (
+        forge("manifest.json", manifest_of(stages={"count": 3}).canonical_json()),
+        "its files do not fit its manifest of 3 stages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_the_one_before_a_damaged_checkpoint_is_taken(world, damage, reason, caplog):
+    world.save(3, 8)
+    damage(world)
+    with caplog.at_level(logging.WARNING):
+        checkpoint = world.store().newest(MANIFEST)
+    assert checkpoint.updates == 3
+    assert_same(checkpoint.load_stage(0), state_of(0, 3))
+    (message,) = caplog.messages
+    assert message.startswith("checkpoint_damaged path=")
+    assert f" reason={reason}" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name not in ("incomplete", "renamed", "other run")])
+def test_a_damaged_checkpoint_that_is_asked_for_is_one_line(world, name):
+    damage, reason = DAMAGES[name]
+    world.save(8)
+    damage(world)
+    with pytest.raises(UserError) as caught:
+        world.store().at(8)
+    assert f"cannot be used ({reason}" in one_line(caught)
+    with pytest.raises(UserError) as caught:
+        world.store().newest()
+    assert "none of the 1 checkpoints in " in one_line(caught)
+    assert reason in str(caught.value)
+
+
+def test_a_run_whose_first_save_was_cut_off_has_no_checkpoint(world):
+    world.save(8)
+    remove("checkpoint.json")(world)
+    assert world.store().newest() is None
+
+
+def test_a_file_that_changes_after_the_check_is_not_loaded(world):
+    world.save(8)
+    checkpoint = world.store().newest()
+    flip(world)
+    with pytest.raises(UserError, match=r"\(stage-000\.safetensors has changed since it was checked\)"):
+        checkpoint.load_stage(0)
+    assert_same(checkpoint.load_stage(1), state_of(1, 8))
+    remove("stage-001.safetensors")(world)
+    with pytest.raises(UserError, match=r"\(stage-001\.safetensors: "):
+        checkpoint.load_stage(1)
+
+
+HUGE_HEADER = struct.pack("<Q", 2**62) + b"{}"
+LONG_HEADER = struct.pack("<Q", 2**27) + b" " * 100
+BEYOND_THE_END = json.dumps({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no safetensors", HUGE_HEADER, LONG_HEADER, struct.pack("<Q", len(BEYOND_THE_END)) + BEYOND_THE_END],
+)
+def test_tensors_that_cannot_be_read_are_one_line(world, content):
+    """Though all hashes agree: whoever made the file made its hash, too."""
+    world.save(8)
+    world.forge(8, "stage-001.safetensors", content)
+    checkpoint = world.store().newest()
+    with pytest.raises(
+        UserError, match=r"checkpoint .*step-00000008 cannot be used \(stage-001\.safetensors: "
+    ) as caught:
+        checkpoint.load_stage(1)
+    one_line(caught)
+
+
+def test_a_summary_without_end_is_not_read_to_its_end(world, monkeypatch):
+    world.save(3, 8)
+    write("checkpoint.json", b" " * 100_000)(world)
+    monkeypatch.setattr(checkpoint_folder, "MAX_JSON_BYTES", 10_000)
+    assert world.store().newest().updates == 3
+
+
+# --- what may go ------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_are_kept(world):
+    world.save(*range(1, 6), keep=2)
+    assert world.names() == ["step-00000004", "step-00000005"]
+    world.store(keep=1).prune()
+    assert world.names() == ["step-00000005"]
+
+
+def test_what_was_cut_off_goes(world):
+    world.save(3, 8, 9)
+    remove("checkpoint.json")(world)
+    for name in ("step-00000010.partial", "step-00000002.replaced", "step-00000012"):
+        world.fs.makedirs(f"{world.path}/{name}")
+        world.fs.pipe_file(f"{world.path}/{name}/stage-000.safetensors", b"junk")
+    world.store().prune()
+    assert world.names() == ["step-00000003", "step-00000009"]
+
+
+def test_what_is_none_of_ours_stays(world):
+    world.save(3)
+    others = ["notes.txt", "step-1", "step-000000010", "precious"]
+    for name in others:
+        world.fs.makedirs(f"{world.path}/{name}")
+        world.fs.pipe_file(f"{world.path}/{name}/file", b"mine")
+    world.store().prune()
+    assert set(world.names()) == {*others, "step-00000003"}
+
+
+def test_the_only_good_one_is_never_removed(world):
+    world.save(1, 2, 3, 8)
+    flip(world)
+    world.change(world.file(3, "ledger.json"), lambda data: data + b" ")
+    world.store(keep=2).prune()
+    assert world.names() == ["step-00000002", "step-00000003", "step-00000008"]
+    assert world.store().newest().updates == 2
+
+
+def test_if_none_is_good_none_is_removed(world):
+    world.save(1, 2, 8)
+    for step in (1, 2, 8):
+        world.change(world.file(step, "ledger.json"), lambda data: data + b" ")
+    world.store(keep=1).prune()
+    assert len(world.names()) == 3
+
+
+def test_a_damaged_one_among_the_kept_does_not_spare_others(world):
+    world.save(1, 2, 3, 8)
+    flip(world)
+    world.store(keep=2).prune()
+    assert world.names() == ["step-00000003", "step-00000008"]
+
+
+def test_cut_off_saves_stay_where_nothing_is_complete(world):
+    world.fs.makedirs(f"{world.path}/step-00000010.partial")
+    world.fs.pipe_file(f"{world.path}/step-00000010.partial/stage-000.safetensors", b"perhaps of use")
+    world.store().prune()
+    assert world.names() == ["step-00000010.partial"]
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_found_by_its_base_its_step_or_itself(world, monkeypatch):
+    world.save(3, 8)
+    assert find_checkpoint(world.url).updates == 8
+    assert find_checkpoint(world.url + "/").updates == 8
+    assert find_checkpoint(world.url, 3).updates == 3
+    assert find_checkpoint(f"{world.url}/step-00000003").updates == 3
+    assert find_checkpoint(f"{world.url}/step-00000003/", 3).updates == 3
+    with pytest.raises(UserError, match=r"--step 8: .* is the checkpoint of step 3; leave one of them out"):
+        find_checkpoint(f"{world.url}/step-00000003", 8)
+    with pytest.raises(UserError, match=r"has no checkpoint of step 4: name one of those it has \(3, 8\)"):
+        find_checkpoint(world.url, 4)
+
+
+def test_relative_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = CheckpointStore("runs").save(3, MANIFEST, states_of(3), {})
+    assert Path(path) == tmp_path / "runs" / "step-00000003"
+    assert find_checkpoint("runs").updates == 3
+    monkeypatch.chdir("runs")
+    assert find_checkpoint("step-00000003").updates == 3
+    assert find_checkpoint(".").updates == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (
+            "nonsense://bucket/x",
+            r"cannot reach nonsense://bucket/x \(Protocol not known: nonsense\): correct the address",
+        ),
+        ("s3://bucket/x", r"cannot reach s3://bucket/x \(.*s3fs.*\): correct the address, or install what it needs"),
+    ],
+)
+def test_addresses_that_cannot_work(url, message):
+    with pytest.raises(UserError, match=message) as caught:
+        CheckpointStore(url)
+    one_line(caught)
+
+
+def test_a_base_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write checkpoint .*: check space, permissions and network") as caught:
+        CheckpointStore(str(tmp_path / "file")).save(1, MANIFEST, states_of(1), {})
+    one_line(caught)
+
+
+def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
+    """Its client's errors have no common class."""
+
+    class ClientError(Exception):
+        pass
+
+    def silent(*_, **__):
+        raise ClientError("no route\nto the store")
+
+    store = CheckpointStore("memory://silent")
+    monkeypatch.setattr(fsspec.filesystem("memory"), "ls", silent)
+    for action in (store.newest, store.prune, lambda: store.at(3)):
+        with pytest.raises(
+            UserError, match=r"cannot list memory://silent \(ClientError: no route to the store\)"
+        ) as caught:
+            action()
+        one_line(caught)
+
+
+def test_states_that_do_not_fit_together_are_refused():
+    with pytest.raises(AssertionError, match="one global step"):
+        CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)], {})
+    with pytest.raises(AssertionError, match="one state for each stage"):
+        CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1], {})
