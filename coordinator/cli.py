@@ -238,6 +238,29 @@ def baseline(
     export_model(manifest.model.config, trained.state(), output / "model", specs=specs, share_layers=shared)
 
 
+@app.command
+def export(*, checkpoint: str, output: Path, step: int | None = None, cache_dir: Path | None = None) -> None:
+    """Write the model of a checkpoint as a folder that Hugging Face transformers loads.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder or URL (such as s3://bucket/run) of a run's checkpoints, or of one of them.
+    output
+        Folder of the model, and of its tokenizer.
+    step
+        Which checkpoint, by its global step; the newest good one if not given.
+    cache_dir
+        Where tokenizers are cached.
+    """
+    configure_logging("warning")
+
+    from coordinator.export import export_checkpoint
+
+    updates = export_checkpoint(checkpoint, step, output, cache_dir)
+    print(f"Hugging Face checkpoint after {updates} global steps: {output}")
+
+
 run = run_app(app)
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""From a checkpoint to a folder that transformers loads: the model, and the tokenizer that goes with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from coordinator.checkpoints import find_checkpoint
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.export import export_model
+from swarm_peer.model.optimizer import STATE_PREFIX
+from swarm_peer.model.partition import stages_of
+from swarm_peer.runtime.state_transfer import StageState
+from swarm_peer.runtime.tokenizers import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UserError: export_model would refuse it, after all the work."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--output {folder} is there already and is no empty folder: name another one, or remove it")
+
+
+def export_checkpoint(url: str, updates: int | None, folder: Path, cache_dir: Path | None = None) -> int:
+    """Write the model of a checkpoint (see find_checkpoint); returns its number of finished global steps.
+
+    Raises:
+        UserError: there is no good checkpoint, or the folder is in use
+    """
+    check_folder(folder)
+    checkpoint = find_checkpoint(url, updates)
+    states = (checkpoint.load_stage(stage) for stage in range(checkpoint.manifest.stages.count))
+    export_states(checkpoint.manifest, states, folder, cache_dir)
+    return checkpoint.updates
+
+
+def export_states(
+    manifest: RunManifest, states: Iterable[StageState], folder: Path, cache_dir: Path | None = None
+) -> None:
+    """Write the model that the states of all stages are. One state at a time is in memory with its optimizer's part.
+
+    Raises:
+        UserError: the folder is in use, or states and manifest do not belong together
+    """
+    assert isinstance(manifest.model.config, dict)
+    weights: dict[str, torch.Tensor] = {}
+    for state in states:
+        weights |= {name: value for name, value in state.tensors.items() if not name.startswith(STATE_PREFIX)}
+    specs, shared = stages_of(manifest), manifest.model.share_layers
+    export_model(manifest.model.config, weights, folder, specs=specs, share_layers=shared)
+    if manifest.data.tokenizer != "bytes":
+        _save_tokenizer(manifest, folder, cache_dir)
+
+
+def _save_tokenizer(manifest: RunManifest, folder: Path, cache_dir: Path | None) -> None:
+    """Beside the model, where AutoTokenizer looks for it. A model without it is better than none."""
+    from transformers import AutoTokenizer
+
+    name = manifest.data.tokenizer
+    assert isinstance(manifest.model.config, dict)
+    try:
+        load_tokenizer(manifest.data, parse_model_config(manifest.model.config).vocab_size, cache_dir)
+        AutoTokenizer.from_pretrained(os.path.expanduser(name), cache_dir=cache_dir).save_pretrained(folder)
+    except (UserError, OSError) as error:
+        log.warning("tokenizer_not_saved folder=%s reason=%s", folder, error)

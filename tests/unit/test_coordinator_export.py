@@ -1,0 +1,191 @@
+"""From a checkpoint to what transformers loads, through the command that a person types."""
+
+import json
+import logging
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import coordinator.cli
+from coordinator.checkpoints import CheckpointStore
+from swarm_peer.config import RunManifest
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.state_transfer import StageState
+
+CONFIGS = {
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 300,
+        "n_positions": 16,
+        "n_embd": 24,
+        "n_layer": 4,
+        "n_head": 2,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 300,
+        "max_position_embeddings": 16,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+}
+
+
+def trainers_of(family="gpt2", share_layers=False, **data):
+    manifest = RunManifest.model_validate(
+        {
+            "name": "test",
+            "model": {"config": CONFIGS[family], "share_layers": share_layers},
+            "stages": {"count": 2},
+            "data": {"sequence_length": 12} | data,
+            "training": {"steps": 9, "global_batch_size": 2, "microbatch_size": 2},
+            "optimizer": {"learning_rate": 0.01},
+        }
+    )
+    return [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+
+
+def train_and_save(trainers, url, num_steps):
+    """Returns the logits after each step."""
+    logits = []
+    for step in range(1, num_steps + 1):
+        for trainer in trainers:
+            trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
+        states = [StageState(step=step, lineage="x", tensors=trainer.state()) for trainer in trainers]
+        CheckpointStore(url).save(step, trainers[0].manifest, states, {})
+        hidden = sample()
+        with torch.no_grad():
+            for trainer in trainers:
+                hidden = trainer.module.eval()(hidden)
+        logits.append(hidden)
+    return logits
+
+
+def sample():
+    return torch.randint(0, 300, (3, 12), generator=torch.Generator().manual_seed(0))
+
+
+def run(monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", ["swarm-coordinator", "export", *map(str, options)])
+    coordinator.cli.run()
+
+
+def one_line_of(monkeypatch, capsys, *options):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, *options)
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("swarm-coordinator: ")]
+    return line
+
+
+def assert_loads(folder, expected):
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(sample()).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("share_layers", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_newest_checkpoint_is_exported(family, share_layers, tmp_path, monkeypatch, capsys):
+    logits = train_and_save(trainers_of(family, share_layers), str(tmp_path / "checkpoints"), 2)
+    run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model")
+    assert f"after 2 global steps: {tmp_path / 'model'}" in capsys.readouterr().out
+    assert_loads(tmp_path / "model", logits[1])
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_certain_checkpoint_is_exported(tmp_path, monkeypatch):
+    logits = train_and_save(trainers_of(), str(tmp_path), 3)
+    run(monkeypatch, "--checkpoint", tmp_path, "--step", 1, "--output", tmp_path / "a")
+    assert_loads(tmp_path / "a", logits[0])
+    run(monkeypatch, "--checkpoint", tmp_path / "step-00000002", "--output", tmp_path / "b")
+    assert_loads(tmp_path / "b", logits[1])
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch, caplog):
+    logits = train_and_save(trainers_of(), str(tmp_path), 2)
+    path = tmp_path / "step-00000002" / "stage-001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING):
+        run(monkeypatch, "--checkpoint", tmp_path, "--output", tmp_path / "model")
+    assert "checkpoint_damaged" in caplog.text
+    assert_loads(tmp_path / "model", logits[0])
+
+
+def test_an_object_store_is_as_good_as_a_disk(tmp_path, monkeypatch):
+    logits = train_and_save(trainers_of(), f"memory:/{tmp_path}", 1)
+    run(monkeypatch, "--checkpoint", f"memory:/{tmp_path}", "--output", tmp_path / "model")
+    assert_loads(tmp_path / "model", logits[0])
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({character: i for i, character in enumerate([*alphabet, "<end>"])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def test_the_tokenizer_comes_along(tokenizer_folder, tmp_path, monkeypatch):
+    (logits,) = train_and_save(trainers_of(tokenizer=str(tokenizer_folder)), str(tmp_path), 1)
+    run(monkeypatch, "--checkpoint", tmp_path, "--output", tmp_path / "model")
+    assert_loads(tmp_path / "model", logits)
+    tokenizer, original = (AutoTokenizer.from_pretrained(path) for path in (tmp_path / "model", tokenizer_folder))
+    assert tokenizer.encode("Grüße") == original.encode("Grüße")
+    assert tokenizer.eos_token == "<end>"
+
+
+def test_a_model_without_its_tokenizer_is_better_than_none(tmp_path, monkeypatch, caplog):
+    (logits,) = train_and_save(trainers_of(tokenizer=str(tmp_path / "gone")), str(tmp_path), 1)
+    with caplog.at_level(logging.WARNING):
+        run(monkeypatch, "--checkpoint", tmp_path, "--output", tmp_path / "model")
+    assert "tokenizer_not_saved" in caplog.text
+    assert_loads(tmp_path / "model", logits)
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").touch()
+    line = one_line_of(monkeypatch, capsys, "--checkpoint", "memory://none", "--output", tmp_path / "model")
+    assert "is there already and is no empty folder: name another one, or remove it" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--checkpoint", "nowhere"], "there are no checkpoints in nowhere: correct the path"),
+        (
+            ["--checkpoint", "nowhere", "--step", "3"],
+            "nowhere has no checkpoint of step 3: name one of those it has (none)",
+        ),
+        (["--checkpoint", "nonsense://x"], "cannot reach nonsense://x (Protocol not known: nonsense)"),
+    ],
+)
+def test_sources_that_cannot_work(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert words in one_line_of(monkeypatch, capsys, *options, "--output", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_states_of_another_model_are_refused(tmp_path, monkeypatch, capsys):
+    trainers = trainers_of()
+    states = [StageState(step=1, lineage="x", tensors=trainers[0].state()) for _ in range(2)]
+    CheckpointStore(str(tmp_path)).save(1, trainers[0].manifest, states, {})
+    line = one_line_of(monkeypatch, capsys, "--checkpoint", tmp_path, "--output", tmp_path / "model")
+    assert "export needs the states of all stages" in line
+    assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["updates"] == 1
