@@ -41,7 +41,7 @@ class ModelSection(Section):
     )
     pretrained: str | None = Field(
         None,
-        min_length=1,
+        pattern=r"^[^\x00-\x1f\x7f]+$",
         description="weights to begin with: a local folder of safetensors or a hub name, perhaps with @REVISION; if "
         "not given, random ones that follow from the seed",
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +54,8 @@ class PretrainedSource:
     def folder(self) -> Path | None:
         """The local folder; None for a hub name."""
         is_path = self.name.startswith((".", "/", "~")) or self.name.partition("@")[0].count("/") > 1
-        return Path(self.name).expanduser() if is_path else None
+        # Unlike Path.expanduser, this raises nothing for a user whom this machine does not know.
+        return Path(os.path.expanduser(self.name)) if is_path else None
 
     def fetch(self, file: str) -> Path | None:
         """The file on this machine, downloaded if need be; None if there is no such file.

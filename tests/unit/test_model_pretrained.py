@@ -380,7 +380,9 @@ def test_families_must_agree(tmp_path):
             {"pretrained": "gpt2", "share_layers": True},
             "pretrained='gpt2' has layers of its own, and share_layers makes",
         ),
-        ({"pretrained": ""}, "at least 1 character"),
+        ({"pretrained": ""}, "String should match pattern"),
+        ({"pretrained": "/a\0b"}, "String should match pattern"),
+        ({"pretrained": "a\nb"}, "String should match pattern"),
     ],
 )
 def test_sections_that_cannot_work(section, message):
@@ -413,6 +415,14 @@ def test_a_link_out_of_the_data_dir_is_no_way_either(tmp_path):
     manifest = RunManifest.model_construct(model=ModelSection(pretrained=str(tmp_path / "data" / "link")))
     with pytest.raises(UserError, match="--data-dir"):
         check_pretrained(manifest, tmp_path / "data")
+
+
+def test_the_home_of_a_user_that_is_not_here_is_one_line():
+    manifest = RunManifest.model_construct(model=ModelSection(pretrained="~nobody-at-all/model"))
+    with pytest.raises(UserError, match="--data-dir"):
+        check_pretrained(manifest, None)
+    with pytest.raises(UserError, match="is no folder on this machine"):
+        manifest_of("~nobody-at-all/model")
 
 
 @pytest.mark.parametrize("section", [{"pretrained": "gpt2"}, {"config": {"model_type": "gpt2"}}])
