@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from coordinator.loggers import LoggerName, check_installed, open_loggers
 from swarm_peer import __version__
 from swarm_peer.cli import configure_logging, run_app
 from swarm_peer.config import RunManifest, load_manifest
@@ -20,6 +22,10 @@ Overrides = Annotated[
     tuple[str, ...], Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=10.")
 ]
 Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+LogTo = Annotated[
+    tuple[LoggerName, ...],
+    Parameter(name="--log-to", negative="", help="Plot the run's metrics there too; may be given for each."),
+]
 
 
 def _load(config: Path, overrides: tuple[str, ...], steps: int | None, cache_dir: Path | None) -> RunManifest:
@@ -44,6 +50,7 @@ def serve(
     address_file: Path | None = None,
     metrics_port: int | None = None,
     cache_dir: Path | None = None,
+    log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "info",
 ) -> None:
@@ -71,6 +78,7 @@ def serve(
         Where tokenizers are cached.
     """
     configure_logging(log_level)
+    check_installed(log_to)
     manifest = _load(config, set_, None, cache_dir)
 
     from coordinator.serve import run_serve
@@ -85,6 +93,7 @@ def serve(
         identity_path=identity_path or output / "identity",
         address_file=address_file,
         metrics_port=metrics_port,
+        log_to=log_to,
     )
 
 
@@ -98,6 +107,7 @@ def local(
     device: str = "cpu",
     cache_dir: Path | None = None,
     sample: int = 0,
+    log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "warning",
 ) -> None:
@@ -125,13 +135,14 @@ def local(
         peers_by_stage = [int(number) for number in peers.split(",")]
     except ValueError as error:
         raise UserError(f"--peers {peers}: expected a number for each stage, such as 2,2") from error
+    check_installed(log_to)
     manifest = _load(config, set_, steps, cache_dir)
 
     from coordinator.local import run_local
     from swarm_peer.runtime.data import validation_samples
 
     validation_samples(manifest, 1, cache_dir)  # complains here rather than in a peer's log
-    service = run_local(manifest, peers_by_stage, output, device, cache_dir)
+    service = run_local(manifest, peers_by_stage, output, device, cache_dir, log_to)
     _print_result(service.manifest, service.watch.summary(), service.model_folder, sample, cache_dir)
 
 
@@ -186,6 +197,7 @@ def baseline(
     device: str = "auto",
     cache_dir: Path | None = None,
     threads: int | None = None,
+    log_to: LogTo = (),
     set_: Overrides = (),
 ) -> None:
     """Train the same manifest in this one process without any network: the reference for every claim.
@@ -206,58 +218,76 @@ def baseline(
         CPU threads; torch's choice if not given.
     """
     configure_logging("warning")
+    check_installed(log_to)
     manifest = _load(config, set_, steps, cache_dir)
 
     import torch
 
     from coordinator.baseline import Baseline, train
     from coordinator.run_watch import MetricsFile, step_line
+    from coordinator.service import check_output
     from swarm_peer.model.export import export_model
     from swarm_peer.model.partition import stages_of
     from swarm_peer.runtime.peer import choose_device
 
     if threads is not None:
         torch.set_num_threads(threads)
-    if (output / "model").exists():
-        raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
+    check_output(output)
     trained = Baseline(manifest, choose_device(device))
-    metrics = MetricsFile(output)
-    try:
+    with open_loggers(log_to, manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
         for step in train(trained, manifest.training.steps, cache_dir):
             length = manifest.data.sequence_length
             line = step_line(
-                step.step, step.loss, step.samples, step.seconds, length, [1] * manifest.stages.count,
+                step.step, step.step, step.loss, step.samples, step.seconds, length, [1] * manifest.stages.count,
                 step.validation_loss, step.validation_samples,
             )  # fmt: skip
             metrics.write(line)
+            on_line(line)
             print(json.dumps(line), flush=True)
-    finally:
-        metrics.close()
     assert isinstance(manifest.model.config, dict)
     specs, shared = stages_of(manifest), manifest.model.share_layers
     export_model(manifest.model.config, trained.state(), output / "model", specs=specs, share_layers=shared)
 
 
 @app.command
-def export(*, checkpoint: str, output: Path, step: int | None = None, cache_dir: Path | None = None) -> None:
-    """Write the model of a checkpoint as a folder that Hugging Face transformers loads.
+def export(
+    *,
+    output: Path,
+    checkpoint: str | None = None,
+    initial_peers: Addresses = (),
+    step: int | None = None,
+    run_id: str | None = None,
+    cache_dir: Path | None = None,
+) -> None:
+    """Write the model of a checkpoint, or of a live run as it is now, as a folder that Hugging Face transformers loads.
 
     Parameters
     ----------
-    checkpoint
-        Folder or URL (such as s3://bucket/run) of a run's checkpoints, or of one of them.
     output
         Folder of the model, and of its tokenizer.
+    checkpoint
+        Folder or URL (such as s3://bucket/run) of a run's checkpoints, or of one of them.
+    initial_peers
+        Instead of a checkpoint, addresses of any peers of a live run.
     step
         Which checkpoint, by its global step; the newest good one if not given.
+    run_id
+        Which live run, where the addresses lead to several.
     cache_dir
         Where tokenizers are cached.
     """
     configure_logging("warning")
+    if (checkpoint is None) == (not initial_peers):
+        raise UserError("export needs --checkpoint DIR_OR_URL or --initial-peers ADDRESS, and one of them only")
+    if step is not None and checkpoint is None:
+        raise UserError(f"--step {step}: a live run has its newest weights only; leave it out, or give --checkpoint")
 
-    from coordinator.export import export_checkpoint
+    from coordinator.export import export_checkpoint, export_run
 
-    updates = export_checkpoint(checkpoint, step, output, cache_dir)
+    if checkpoint is not None:
+        updates = export_checkpoint(checkpoint, step, output, cache_dir)
+    else:
+        updates = export_run(initial_peers, run_id, output, cache_dir)
     print(f"Hugging Face checkpoint after {updates} global steps: {output}")
 
 

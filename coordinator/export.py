@@ -1,23 +1,32 @@
-"""From a checkpoint to a folder that transformers loads: the model, and the tokenizer that goes with it."""
+"""From a checkpoint or a live run to a folder that transformers loads: the model, and the tokenizer of it."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from coordinator.checkpoints import find_checkpoint
+from coordinator.fetching import fetch_model
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.export import export_model
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.partition import stages_of
-from swarm_peer.runtime.state_transfer import StageState
+from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.processes import run_loop
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.state_index import StageState
 from swarm_peer.runtime.tokenizers import load_tokenizer
+from swarm_peer.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +48,40 @@ def export_checkpoint(url: str, updates: int | None, folder: Path, cache_dir: Pa
     states = (checkpoint.load_stage(stage) for stage in range(checkpoint.manifest.stages.count))
     export_states(checkpoint.manifest, states, folder, cache_dir)
     return checkpoint.updates
+
+
+def export_run(initial_peers: Sequence[str], run_id: str | None, folder: Path, cache_dir: Path | None = None) -> int:
+    """Write the model of a live run, as it is at the beginning of a global step; returns its finished global steps.
+
+    Raises:
+        UserError: nobody answers, there is no such run, or the folder is in use
+        SwarmError: a stage's peers did not give its state
+    """
+    check_folder(folder)
+    addresses = read_addresses(initial_peers)
+    with tempfile.TemporaryDirectory(prefix="swarm-") as scratch:
+        identity_path = Path(scratch) / "identity"
+        dht = SwarmDHT.start(
+            initial_peers=addresses,
+            host_maddrs=("/ip4/0.0.0.0/tcp/0",),
+            announce_maddrs=(),
+            identity=Identity.load_or_create(identity_path),
+            identity_path=identity_path,
+            metrics=PeerMetrics(),
+        )
+        try:
+            manifest, states = run_loop(_fetch, dht, addresses, run_id)
+        finally:
+            dht.shutdown()
+    export_states(manifest, states, folder, cache_dir)
+    return int(states[0].updates)
+
+
+async def _fetch(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> tuple[RunManifest, list[StageState]]:
+    _, manifest = await find_manifest(dht, addresses, run_id)
+    metrics = PeerMetrics()
+    directory = Directory(manifest, dht, "", None, metrics, Signal())
+    return manifest, await fetch_model(dht, directory, manifest, metrics)
 
 
 def export_states(

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 
 from coordinator.live import LiveView
-from coordinator.service import RunService
+from coordinator.loggers import LoggerName, open_loggers
+from coordinator.service import RunService, check_output
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.runtime.dht import SwarmDHT
@@ -36,7 +38,7 @@ WATCH_PROCESSES_S = 0.5
 @dataclass(frozen=True)
 class LocalPeer:
     name: str
-    stage: int
+    stage: int | str
     process: subprocess.Popen[bytes]
     log_file: Path
 
@@ -47,7 +49,12 @@ class LocalPeer:
 
 
 def run_local(
-    manifest: RunManifest, peers_by_stage: Sequence[int], output: Path, device: str, cache_dir: Path | None
+    manifest: RunManifest,
+    peers_by_stage: Sequence[int],
+    output: Path,
+    device: str,
+    cache_dir: Path | None,
+    log_to: Sequence[LoggerName] = (),
 ) -> RunService:
     """Run coordinator and peers until the run has its steps and its model is saved.
 
@@ -62,6 +69,7 @@ def run_local(
         )
     stages = manifest.stages.model_copy(update={"peers_to_start": min(peers_by_stage)})
     manifest = manifest.model_copy(update={"stages": stages})
+    check_output(output)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
         identity = Identity.load_or_create(Path(folder) / "identity")
@@ -74,10 +82,15 @@ def run_local(
             metrics=PeerMetrics(),
         )
         try:
-            with LiveView(f"run {manifest.name}", manifest.training.steps) as live:
-                service = RunService(manifest, dht, output, live.update)
-                with peers_running(dht.addresses(), peers_by_stage, output, device, cache_dir) as peers:
-                    run_loop(_watch, service, peers)
+            with (
+                open_loggers(log_to, manifest, output) as on_line,
+                LiveView(f"run {manifest.name}", manifest.training.steps) as live,
+            ):
+                service = RunService(manifest, dht, output, live.update, on_line=on_line)
+                with peers_running(
+                    dht.addresses(), peers_by_stage, output, device=device, cache_dir=cache_dir
+                ) as running:
+                    run_loop(_watch, service, running.peers)
         finally:
             dht.shutdown()
     return service
@@ -106,39 +119,80 @@ async def _watch(service: RunService, peers: Sequence[LocalPeer]) -> None:
         tasks.cancel_scope.cancel()
 
 
+class LocalPeers:
+    """Peers of one run as child processes of this one.
+
+    Args:
+        output: their logs go to a folder below it
+        num_peers: how many share the cores
+        program: command that takes the options of swarm-peer
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        output: Path,
+        num_peers: int,
+        device: str = "cpu",
+        cache_dir: Path | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "swarm_peer.cli"),
+    ):
+        self.peers: list[LocalPeer] = []
+        self._addresses = addresses
+        self._logs = output / "logs"
+        self._threads = max(1, (os.cpu_count() or 1) // max(1, num_peers))
+        self._device = device
+        self._cache_dir = cache_dir
+        self._program = program
+
+    def start(self, stage: int | str, name: str, program: Sequence[str] | None = None) -> LocalPeer:
+        """Start a peer of a stage, or of the one that it chooses itself (auto)."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        command = [
+            *(*(program or self._program), "--stage", str(stage), "--device", self._device),
+            *("--host-maddrs", LOOPBACK, "--threads", str(self._threads), "--data-dir", "/"),
+            *(("--cache-dir", str(self._cache_dir)) if self._cache_dir else ()),
+            *("--initial-peers", *self._addresses),
+        ]
+        log_file = self._logs / f"peer-{name}.log"
+        peer = LocalPeer(name, stage, _start_peer(command, log_file, self._threads), log_file)
+        self.peers.append(peer)
+        return peer
+
+    def stop(self) -> None:
+        """Stage by stage from the first: what a peer has in flight needs the later stages."""
+        by_stage = sorted(self.peers, key=lambda peer: str(peer.stage))
+        for _, stage_peers in itertools.groupby(by_stage, key=lambda peer: str(peer.stage)):
+            leaving = list(stage_peers)
+            for peer in leaving:
+                if peer.process.poll() is None:
+                    peer.process.terminate()
+            for peer in leaving:
+                try:
+                    peer.process.wait(LEAVE_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    log.warning("peer_killed peer=%s reason=it did not leave in %.0f s", peer.name, LEAVE_TIMEOUT_S)
+                    peer.process.kill()
+                    peer.process.wait()
+
+
 @contextmanager
 def peers_running(
-    addresses: Sequence[str],
-    peers_by_stage: Sequence[int],
-    output: Path,
-    device: str = "cpu",
-    cache_dir: Path | None = None,
-    program: Sequence[str] = (sys.executable, "-m", "swarm_peer.cli"),
-) -> Iterator[list[LocalPeer]]:
+    addresses: Sequence[str], peers_by_stage: Sequence[int], output: Path, **options: Any
+) -> Iterator[LocalPeers]:
     """Start the peers; on leaving, have all of them go, by force if they do not.
 
     Args:
-        program: command that takes the options of swarm-peer
+        options: of LocalPeers
     """
-    threads = max(1, (os.cpu_count() or 1) // sum(peers_by_stage))
-    logs = output / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    peers: list[LocalPeer] = []
+    running = LocalPeers(addresses, output, sum(peers_by_stage), **options)
     try:
         for stage, count in enumerate(peers_by_stage):
             for number in range(count):
-                name = f"{stage}.{number}"
-                command = [
-                    *(*program, "--stage", str(stage), "--device", device),
-                    *("--host-maddrs", LOOPBACK, "--threads", str(threads), "--data-dir", "/"),
-                    *(("--cache-dir", str(cache_dir)) if cache_dir else ()),
-                    *("--initial-peers", *addresses),
-                ]
-                process = _start_peer(command, logs / f"peer-{name}.log", threads)
-                peers.append(LocalPeer(name, stage, process, logs / f"peer-{name}.log"))
-        yield peers
+                running.start(stage, f"{stage}.{number}")
+        yield running
     finally:
-        _stop_peers(peers)
+        running.stop()
 
 
 def _start_peer(command: Sequence[str], log_file: Path, threads: int) -> subprocess.Popen[bytes]:
@@ -155,19 +209,3 @@ def _start_peer(command: Sequence[str], log_file: Path, threads: int) -> subproc
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
         )
-
-
-def _stop_peers(peers: Sequence[LocalPeer]) -> None:
-    """Stage by stage from the first: what a peer has in flight needs the later stages."""
-    for _, stage_peers in itertools.groupby(peers, key=lambda peer: peer.stage):
-        leaving = list(stage_peers)
-        for peer in leaving:
-            if peer.process.poll() is None:
-                peer.process.terminate()
-        for peer in leaving:
-            try:
-                peer.process.wait(LEAVE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                log.warning("peer_killed peer=%s reason=it did not leave in %.0f s", peer.name, LEAVE_TIMEOUT_S)
-                peer.process.kill()
-                peer.process.wait()

@@ -18,6 +18,7 @@ VALIDATION_WAIT_S = 20.0
 
 def step_line(
     step: int,
+    global_step: int,
     loss: float,
     samples: int,
     seconds: float,
@@ -26,7 +27,12 @@ def step_line(
     validation_loss: float | None,
     validation_samples: int,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl: losses in nats per token, times in seconds, peers a list by stage."""
+    """One line of metrics.jsonl: losses in nats per token, times in seconds, peers a list by stage.
+
+    Args:
+        step: updates that the weights have had
+        global_step: number of the global step that made the last of them; it never goes back, `step` may
+    """
     tokens = samples * sequence_length
     line: dict[str, Any] = {
         "step": step,
@@ -36,6 +42,7 @@ def step_line(
         "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
         "seconds": round(seconds, 4),
         "peers": peers,
+        "global_step": global_step,
     }
     if validation_loss is not None:
         line |= {"validation_loss": round(validation_loss, 6), "validation_samples": validation_samples}
@@ -44,21 +51,25 @@ def step_line(
 
 @dataclass
 class RunWatch:
-    """Merges what stage-0 peers report. `lines` are complete, in order, one a finished step."""
+    """Merges what stage-0 peers report. `lines` are complete, in order, one a finished step; rewinds take some back."""
 
     manifest: RunManifest
     view: SwarmView
     lines: list[dict[str, Any]] = field(default_factory=list)
     current_samples: int = 0
     current_step: int = 0
-    initial_validation_loss: float | None = None
     _reports: dict[int, tuple[StepReport, list[int], float]] = field(default_factory=dict)
     _validations: dict[int, dict[str, tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """Finished steps: updates that the weights have had."""
         return int(self.lines[-1]["step"]) if self.lines else 0
+
+    @property
+    def global_step(self) -> int:
+        """Number of the last finished global step; -1 before the first."""
+        return int(self.lines[-1]["global_step"]) if self.lines else -1
 
     def peers_by_stage(self) -> list[int]:
         return [len(self.view.serving(stage)) for stage in range(self.manifest.stages.count)]
@@ -77,10 +88,10 @@ class RunWatch:
                 self._reports.setdefault(report.step, (report, self.peers_by_stage(), now))
             for validation in record.validations:
                 self._validations.setdefault(validation.step, {})[author] = (validation.samples, validation.loss_sum)
-        self.initial_validation_loss = self._validation(0)[0]
         new = []
         while (line := self._next_line(now)) is not None:
             new.append(line)
+            self.lines = [known for known in self.lines if known["step"] < line["step"]]
             self.lines.append(line)
         return new
 
@@ -90,18 +101,19 @@ class RunWatch:
         return (sum(loss for _, loss in shares) / samples if samples else None), samples
 
     def _next_line(self, now: float) -> dict[str, Any] | None:
-        later = [step for step in self._reports if step > self.step]
+        later = [step for step in self._reports if step > self.global_step]
         if not later:
             return None
         report, peers, seen = self._reports[min(later)]
-        loss, samples = self._validation(report.step)
+        loss, samples = self._validation(report.step + 1)
         training = self.manifest.training
         due = training.validation_every and (
-            report.step % training.validation_every == 0 or report.step == training.steps
+            report.updates % training.validation_every == 0 or report.updates == training.steps
         )
         if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
             return None
         return step_line(
+            report.updates,
             report.step,
             report.loss,
             report.samples,
@@ -134,7 +146,8 @@ class RunWatch:
                         {
                             "peer": peer.peer_id,
                             "state": peer.state.value,
-                            "step": peer.step,
+                            "step": peer.updates,
+                            "note": peer.note,
                             "samples_per_s": round(peer.samples_per_s, 3),
                             "tokens_per_s": round(peer.samples_per_s * self.manifest.data.sequence_length, 1),
                             "queue": peer.queue,
@@ -156,15 +169,30 @@ class MetricsFile:
 
     def __init__(self, folder: Path, resume: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        known = path.read_text().splitlines() if resume and path.exists() else []
-        self._last_step = int(json.loads(known[-1])["step"]) if known else 0
-        self._file = path.open("a" if resume else "w")
+        self._path = folder / "metrics.jsonl"
+        known = self._path.read_text().splitlines() if resume and self._path.exists() else []
+        self._lines = [json.loads(line) for line in known]
+        self._file = self._path.open("a" if resume else "w")
 
-    def write(self, line: dict[str, Any]) -> None:
-        if line["step"] > self._last_step:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+    def write(self, line: dict[str, Any]) -> bool:
+        """Add a line; where the run has gone back, the lines of the steps that it gave up are removed.
+
+        Returns:
+            whether the line is a new one
+        """
+        if self._lines and line["global_step"] <= self._lines[-1]["global_step"]:
+            return False
+        kept = [known for known in self._lines if known["step"] < line["step"]]
+        if len(kept) < len(self._lines):
+            self._file.close()
+            partial = self._path.with_name(f".{self._path.name}.partial")
+            partial.write_text("".join(json.dumps(known) + "\n" for known in kept))
+            partial.replace(self._path)
+            self._file = self._path.open("a")
+        self._lines = [*kept, line]
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        return True
 
     def close(self) -> None:
         self._file.close()

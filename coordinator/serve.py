@@ -13,8 +13,9 @@ from typing import Any
 import anyio
 
 from coordinator.live import LiveView
+from coordinator.loggers import LoggerName, open_loggers
 from coordinator.run_watch import RunWatch
-from coordinator.service import RunService, join_command, observe
+from coordinator.service import RunService, check_output, join_command, observe
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import SwarmView
@@ -43,12 +44,14 @@ def run_serve(
     identity_path: Path,
     address_file: Path | None,
     metrics_port: int | None,
+    log_to: Sequence[LoggerName] = (),
 ) -> None:
     """Coordinate a run until its end or a signal. Training goes on without us.
 
     Raises:
         UserError: something that the user can mend
     """
+    check_output(output)
     identity = Identity.load_or_create(identity_path)
     dht = SwarmDHT.start(
         initial_peers=read_addresses(initial_peers),
@@ -63,8 +66,11 @@ def run_serve(
         addresses = dht.addresses()
         print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
         print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
-        with LiveView(f"run {manifest.name}", manifest.training.steps) as live:
-            service = RunService(manifest, dht, output, live.update, resume=True)
+        with (
+            open_loggers(log_to, manifest, output, resume=True) as on_line,
+            LiveView(f"run {manifest.name}", manifest.training.steps) as live,
+        ):
+            service = RunService(manifest, dht, output, live.update, resume=True, on_line=on_line)
             if metrics_port is not None:
                 log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))
             if address_file is not None:

@@ -7,9 +7,10 @@ says.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -20,15 +21,16 @@ from swarm_peer.errors import CallError, SwarmError, UserError
 from swarm_peer.model.architecture import parse_model_config, resolve_model
 from swarm_peer.model.export import export_model
 from swarm_peer.model.partition import stages_of
-from swarm_peer.model.stage import StageModule
+from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.p2p_transport import P2PTransport
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.state_transfer import CHUNK_BYTES, fetch_state
+from swarm_peer.runtime.state_transfer import fetch_state
 from swarm_peer.runtime.tokenizers import load_tokenizer
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateIndexCall
 from swarm_peer.wire.records import MANIFESTS_KEY, EndRecord, ManifestRecord, ProgressRecord, end_key, progress_key
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,12 @@ def join_command(addresses: list[str]) -> str:
     return f"swarm-peer --stage auto --initial-peers {' '.join(addresses)}"
 
 
+def check_output(output: Path) -> None:
+    """Raises UserError: a run has ended there."""
+    if (output / "model").exists():
+        raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
+
+
 class RunService:
     """Belongs to the event loop's thread.
 
@@ -66,6 +74,7 @@ class RunService:
         output: folder of metrics.jsonl and of the model
         on_update: told about the watch after each look at the DHT
         resume: carry on with the metrics.jsonl that is there
+        on_line: told each line that is new in metrics.jsonl
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class RunService:
         output: Path,
         on_update: Callable[[RunWatch], None] = lambda _: None,
         resume: bool = False,
+        on_line: Callable[[dict[str, Any]], None] = lambda _: None,
     ):
         self.manifest = manifest
         self.watch = RunWatch(manifest, SwarmView(manifest.stages.count))
@@ -84,6 +94,7 @@ class RunService:
         self._output = output
         self._on_update = on_update
         self._resume = resume
+        self._on_line = on_line
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -97,8 +108,7 @@ class RunService:
         Raises:
             SwarmError: the model could not be saved
         """
-        if self.model_folder.exists():
-            raise UserError(f"{self.model_folder} is there already: name another --output, or move it away")
+        check_output(self._output)
         metrics_file = MetricsFile(self._output, self._resume)
         try:
             async with anyio.create_task_group() as tasks:
@@ -106,7 +116,8 @@ class RunService:
                 tasks.start_soon(self._publish_manifest)
                 while self.watch.step < self.manifest.training.steps:
                     for line in await observe(self._dht, self._directory, self.watch):
-                        metrics_file.write(line)
+                        if metrics_file.write(line):
+                            self._on_line(line)
                     self.metrics.update(self.watch)
                     self._on_update(self.watch)
                     await anyio.sleep(POLL_S)
@@ -114,6 +125,10 @@ class RunService:
                 tasks.cancel_scope.cancel()
         finally:
             metrics_file.close()
+
+    async def look(self, stages: Sequence[int]) -> SwarmView:
+        """Look up who announces these stages now."""
+        return await self._directory.refresh(stages)
 
     async def end(self, reason: str) -> None:
         """Tell the peers that they may go."""
@@ -137,19 +152,13 @@ class RunService:
         log.info("model_saved folder=%s", folder)
 
     async def _fetch_stage(self, transport: P2PTransport, stage: int) -> dict:  # type: ignore[type-arg]
-        max_bytes = max_state_bytes(self.manifest, stage)
+        call = StateIndexCall(manifest=self.manifest.hash, of_stage=stage, min_step=self.watch.global_step + 1)
         for _ in range(EXPORT_TRIES):
             view = await self._directory.refresh([stage])
             donors = [peer.peer_id for peer in view.serving(stage)]
             try:
-                state = await fetch_state(
-                    transport,
-                    donors,
-                    manifest_hash=self.manifest.hash,
-                    stage=stage,
-                    min_step=self.manifest.training.steps,
-                    max_bytes=max_bytes,
-                )
+                max_bytes = max_state_bytes(self.manifest, stage)
+                state = await fetch_state(transport, donors, call, max_bytes=max_bytes)
                 return dict(state.tensors)
             except CallError as error:
                 log.warning("export_waits stage=%d reason=%s", stage, error)
@@ -165,16 +174,8 @@ async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[
     return watch.observe(view, progress, anyio.current_time())
 
 
-def max_state_bytes(manifest: RunManifest, stage: int) -> int:
-    """More than any optimizer keeps: five fp32 values a parameter, and room for small entries."""
-    assert isinstance(manifest.model.config, dict)
-    spec = stages_of(manifest)[stage]
-    module = StageModule(parse_model_config(manifest.model.config), spec, share_layers=manifest.model.share_layers)
-    return 20 * sum(parameter.numel() for parameter in module.parameters()) + 2**24
-
-
 @asynccontextmanager
 async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P2PTransport]:
     """A transport for downloading states."""
-    async with P2PTransport.open(await dht.p2p(), 4 * CHUNK_BYTES, metrics) as transport:
+    async with P2PTransport.open(await dht.p2p(), 4 * STATE_CHUNK_BYTES, metrics) as transport:
         yield transport

@@ -160,6 +160,15 @@ class AveragingSection(Section):
     max_tries: int = Field(3, ge=1, description="rounds tried before a peer goes on without its stage-mates")
 
 
+class RecoverySection(Section):
+    snapshot_every: int = Field(
+        50,
+        ge=0,
+        description="global steps between snapshots, which peers keep of their own stage and of the next one, so that "
+        "a stage that loses all its peers can be taken over; 0 for none",
+    )
+
+
 class LimitsSection(Section):
     hop_timeout_s: float = Field(60.0, gt=0, description="longest wait for one hop's reply, later stages included")
     hop_tries: int = Field(4, ge=1, description="peers tried for one hop before the microbatch fails upward")
@@ -180,6 +189,7 @@ class RunManifest(Section):
     schedule: ScheduleSection = ScheduleSection()
     wire: WireSection = WireSection()
     averaging: AveragingSection = AveragingSection()
+    recovery: RecoverySection = RecoverySection()
     limits: LimitsSection = LimitsSection()
 
     @model_validator(mode="after")

@@ -25,7 +25,7 @@ from swarm_peer.model.optimizer import (
     optimizer_state,
     optimizer_state_template,
 )
-from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.partition import StageSpec, stages_of
 from swarm_peer.model.pretrained import PretrainedSource, load_pretrained
 from swarm_peer.model.stage import StageModule, initialise
 
@@ -280,6 +280,11 @@ class StageTrainer:
         load_optimizer_state(self.optimizer, self.module, tensors)
         self._enter(step)
 
+    def restart(self) -> None:
+        """Go back to the run's initial weights."""
+        initial = StageTrainer(self.manifest, self.spec, "cpu")
+        self.load_state(initial.state(), 0)
+
     def _enter(self, step: int) -> None:
         self.discard_gradients()
         self.step = step
@@ -295,3 +300,11 @@ class StageTrainer:
             return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT
         check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
         return hidden_BTD.detach().to(self.device, torch.float32), targets_BT
+
+
+def max_state_bytes(manifest: RunManifest, stage: int) -> int:
+    """More than any optimizer keeps of a stage: five fp32 values a parameter, and room for small entries."""
+    assert isinstance(manifest.model.config, dict)
+    spec = stages_of(manifest)[stage]
+    module = StageModule(parse_model_config(manifest.model.config), spec, share_layers=manifest.model.share_layers)
+    return 20 * sum(parameter.numel() for parameter in module.parameters()) + 2**24

@@ -22,6 +22,9 @@ class PeerView:
     Attributes:
         samples_per_s: measured compute throughput of its stage, forward and backward; 0 if not measured yet
         queue: microbatches that it holds
+        updates: optimizer updates in its weights
+        movable: it may be moved to another stage
+        note: what keeps it from serving, in words
     """
 
     peer_id: str
@@ -30,6 +33,9 @@ class PeerView:
     step: int = 0
     samples_per_s: float = 0.0
     queue: int = 0
+    updates: int = 0
+    movable: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Directory:
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time of arrival
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial of their last announcement
         self._stranger_seen = anyio.Event()
+        self.serial = 0  # of this peer's last announcement
         self.view = SwarmView(manifest.stages.count)
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
@@ -79,12 +80,16 @@ class Directory:
         self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()))
         self._changed.notify()
 
-    def drop(self, peer_id: str) -> None:
-        """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew."""
+    def drop(self, peer_id: str, serial: int = -1) -> None:
+        """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
+
+        Args:
+            serial: of its last announcement, where it is known better than from the DHT
+        """
         known = self._peers.get(peer_id)
-        if known is not None and known[0].serial != self._dropped.get(peer_id):
+        if known is not None and self._dropped.get(peer_id, -1) < max(serial, known[0].serial):
             log.info("peer_dropped peer=%s stage=%d", peer_id, known[0].stage)
-            self._dropped[peer_id] = known[0].serial
+            self._dropped[peer_id] = max(serial, known[0].serial)
             self._rebuild()
 
     async def announce(self) -> None:
@@ -92,11 +97,15 @@ class Directory:
         assert self._describe_self is not None, "an onlooker has nothing to announce"
         me = self._describe_self()
         self._metrics.samples_per_s.set(me.samples_per_s)
+        self.serial = time.time_ns() // 1_000_000
         record = Announcement(
-            serial=time.time_ns() // 1_000_000,
+            serial=self.serial,
             stage=me.stage,
             state=me.state.value,
             step=me.step,
+            updates=me.updates,
+            movable=me.movable,
+            note=me.note[:200],
             samples_per_s=me.samples_per_s,
             queue=me.queue,
             version=__version__,

@@ -31,7 +31,7 @@ class Gossip:
         transport: Transport,
         progress: ProgressBook,
         welcome: Callable[[str], None],
-        drop: Callable[[str], None],
+        drop: Callable[[str, int], None],
     ):
         self._hash = manifest_hash
         self._transport = transport
@@ -59,9 +59,10 @@ class Gossip:
         )
         return await self._exchange(peers, body)
 
-    async def say_goodbye(self, peers: Iterable[str]) -> None:
-        """Tell peers that this one is gone, so that nobody waits for it."""
-        await self._exchange(peers, GoodbyeCall(manifest=self._hash, counts=self._progress.signed_counts()))
+    async def say_goodbye(self, peers: Iterable[str], serial: int) -> None:
+        """Tell peers that this one, whose last announcement has that serial number, is gone: nobody waits for it."""
+        counts = self._progress.signed_counts()
+        await self._exchange(peers, GoodbyeCall(manifest=self._hash, serial=serial, counts=counts))
 
     async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall) -> int:
         newest = self._progress.step
@@ -93,5 +94,5 @@ class Gossip:
 
     async def _handle_goodbye(self, caller: str, call: GoodbyeCall, tensors: Sequence[memoryview]) -> Reply:
         reply = await self._handle_counts(caller, call, tensors)
-        self._drop(caller)
+        self._drop(caller, call.serial)
         return reply

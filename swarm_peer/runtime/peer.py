@@ -15,12 +15,13 @@ import anyio
 import torch
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.partition import StageSpec, model_costs, stage_cost, stages_of
 from swarm_peer.model.stage import StageModule
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.rebalancing import choose_stage
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
@@ -35,23 +36,27 @@ from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
 from swarm_peer.runtime.p2p_transport import P2PTransport
-from swarm_peer.runtime.processes import run_loop
+from swarm_peer.runtime.processes import restarted_in, run_loop, start_anew
 from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.recovery import Recovery, Start
 from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.snapshots import StateDonor
 from swarm_peer.runtime.source import MicrobatchSource, SampleReader
 from swarm_peer.runtime.stage_group import StageGroup
 from swarm_peer.runtime.stage_runner import StageRunner
-from swarm_peer.runtime.state_transfer import CHUNK_BYTES, StateDonor
 from swarm_peer.runtime.steps import StepLoop
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import EndRecord, ProgressRecord, end_key, progress_key
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES
+from swarm_peer.wire.records import EndRecord, OriginRecord, ProgressRecord, end_key, origin_key, progress_key
 
 log = logging.getLogger(__name__)
 
 # How long undecided newcomers wait for each other's announcements before they choose a stage.
 CHOOSING_S = 1.5
 PUBLISH_PROGRESS_S = 1.0
+# Between tries to join a stage that nobody serves.
+JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
 # fp32 tensors of one value a parameter: weights, gradients, two of AdamW, averaging buffers.
 VALUES_PER_PARAMETER = 5
@@ -90,9 +95,11 @@ def run_peer(options: PeerOptions, counted: Callable[[int, torch.Tensor], None] 
         )
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses()))
         try:
-            _run_in_swarm(options, addresses, device, dht, metrics, counted)
+            next_stage = _run_in_swarm(options, addresses, device, dht, metrics, Path(folder), counted)
         finally:
             dht.shutdown()
+    if next_stage is not None:
+        start_anew(next_stage)
 
 
 def _run_in_swarm(
@@ -101,8 +108,10 @@ def _run_in_swarm(
     device: torch.device,
     dht: SwarmDHT,
     metrics: PeerMetrics,
+    folder: Path,
     counted: Callable[[int, torch.Tensor], None] | None,
-) -> None:
+) -> int | None:
+    """Returns the stage to start anew in, if any."""
     run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics)
     spec = stages_of(manifest)[stage]
     if spec.is_first:
@@ -111,10 +120,11 @@ def _run_in_swarm(
     # Forked before anything computes here, and before CUDA.
     averager = make_averager(manifest, spec, dht)
     try:
-        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, counted)
+        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, folder, counted)
         run_loop(peer.run)
     finally:
         averager.shutdown()
+    return peer.next_stage
 
 
 async def _choose_run_and_stage(
@@ -122,6 +132,8 @@ async def _choose_run_and_stage(
 ) -> tuple[str, RunManifest, int]:
     run_id, manifest = await find_manifest(dht, addresses, options.run_id)
     count = manifest.stages.count
+    if (stage := restarted_in()) is not None:
+        return run_id, manifest, stage
     if options.stage != "auto":
         if int(options.stage) >= count:
             raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
@@ -219,8 +231,13 @@ class Peer:
         dht: SwarmDHT,
         averager: GradientAverager,
         metrics: PeerMetrics,
+        folder: Path,
         counted: Callable[[int, torch.Tensor], None] | None,
     ):
+        """Args:
+        folder: for snapshots; removed when the process ends
+        """
+        self._folder = folder
         self._run_id = run_id
         self._manifest = manifest
         self._spec = spec
@@ -232,6 +249,8 @@ class Peer:
         self._counted = counted
         self._me = dht.identity.peer_id
         self._state = PeerState.JOINING
+        self._note = ""
+        self.next_stage: int | None = None  # to go on with after `run`
         self._changed = Signal()
         self._stop = anyio.Event()
         self._rng = random.Random(f"{manifest.seed} {self._me}")
@@ -257,9 +276,12 @@ class Peer:
             self._me,
             self._spec.index,
             self._state,
-            self._progress.step,
+            self._steps.step,
             self._compute.samples_per_s,
             self._gate.admitted + self._gate.held,
+            self._steps.updates,
+            self._options.stage == "auto",
+            self._note,
         )
 
     async def run(self) -> None:
@@ -296,14 +318,18 @@ class Peer:
         keep = 2 * manifest.limits.max_in_flight
         self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
         group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
-        donor = StateDonor(self._trainer, self._compute, lambda: group.lineage, changed, spec.index)
+        donor = StateDonor(self._trainer, self._compute, changed, spec.index, self._folder)
+        self._recovery = Recovery(
+            manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh, self._first_origin,
+            changed,
+        )  # fmt: skip
         gossip = self._gossip = Gossip(manifest.hash, transport, self._progress, group.welcome, self._directory.drop)
         handover = GradientHandover(
             manifest.hash, spec.index, self._trainer, self._compute, self._runner, self._gate, transport, view, metrics
         )
         self._steps = StepLoop(
             manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress, handover,
-            transport, gossip, view, metrics, changed, self._rng,
+            transport, gossip, view, self._directory.refresh, metrics, changed, self._rng,
         )  # fmt: skip
         microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
         self._source = None
@@ -316,56 +342,85 @@ class Peer:
                 SampleReader(SampleStream(manifest, self._me, cache)),
                 validation_samples(manifest, manifest.training.validation_samples, cache),
                 self._runner, self._gate, self._progress, gossip, view, metrics, changed,
+                origin=lambda: self._steps.origin,
                 hop_timeout_s=manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1),
                 counted=self._counted,
             )  # fmt: skip
-        calls = microbatches.calls | group.calls | donor.calls | gossip.calls | handover.calls
+        calls = microbatches.calls | group.calls | donor.calls | gossip.calls | handover.calls | self._steps.calls
         return CallDispatcher(manifest.hash, spec.index, calls)
 
     async def _work(self) -> None:
         """Join, then serve."""
-        await self._directory.refresh(range(self._manifest.stages.count))
-        donors = await self._find_donors()
-        await self._steps.join(donors)
+        await self._directory.announce()
+        start = await self._begin()
         # Stored first, looked up second: of two peers that begin at the same time, at least one sees the other.
-        self._state = PeerState.SERVING
+        self._state, self._note = PeerState.SERVING, ""
         await self._directory.announce()
         view = await self._directory.refresh(self._stages_of_interest())
         mates = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
         await self._steps.catch_up(mates)
-        log.info("serving stage=%d step=%d", self._spec.index, self._gate.step)
+        log.info("serving stage=%d step=%d updates=%d", self._spec.index, self._steps.step, self._steps.updates)
         async with anyio.create_task_group() as tasks:
+            if start is not None and start.rewound:
+                tasks.start_soon(self._recovery.have_all_go_back, start.origin)
             tasks.start_soon(self._directory.run_announcing)
             tasks.start_soon(self._directory.run_polling, self._stages_of_interest())
-            tasks.start_soon(self._steps.run)
+            tasks.start_soon(self._recovery.run_snapshots)
+            tasks.start_soon(self._move_when_needed)
             tasks.start_soon(self._look_for_end)
             if self._source is not None:
                 tasks.start_soon(self._source.run)
                 tasks.start_soon(self._publish_progress)
+            try:
+                await self._steps.run()
+            except CallError as error:
+                # Its stage-mates went on and are gone: this peer joins anew, as it would after a crash.
+                log.error("joining_anew stage=%d reason=%s", self._spec.index, error)
+                self._move_to(self._spec.index)
+
+    async def _begin(self) -> Start | None:
+        """Take the state over from stage-mates; without any, find out where to begin, and wait for what that takes."""
+        while True:
+            view = await self._directory.refresh(range(self._manifest.stages.count))
+            donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
+            try:
+                if donors:
+                    await self._steps.join(donors)
+                    return None
+                start = await self._recovery.find_start()
+                await self._steps.begin(start.origin, start.state)
+                log.info(
+                    "beginning stage=%d step=%d updates=%d rewound=%s reason=%s",
+                    self._spec.index, start.origin.step, start.origin.updates, start.rewound, start.reason,
+                )  # fmt: skip
+                return start
+            except CallError as error:
+                note = f"waits to join stage {self._spec.index}: {error}"
+                if note != self._note:
+                    log.error("waiting stage=%d reason=%s", self._spec.index, error)
+                self._note = note
+            await self._directory.announce()
+            await anyio.sleep(JOIN_PAUSE_S)
+
+    async def _move_when_needed(self) -> None:
+        stage = await self._recovery.watch_stages()
+        self._move_to(stage)
+
+    def _move_to(self, stage: int) -> None:
+        """Leave, and have this process start anew in another stage."""
+        log.warning("moving from=%d to=%d", self._spec.index, stage)
+        self.next_stage = stage
+        self._stop.set()
+
+    async def _first_origin(self) -> Origin:
+        records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
+        record = records.get(self._run_id)
+        return FIRST_ORIGIN if record is None else Origin(record.step, record.updates)
 
     def _stages_of_interest(self) -> list[int]:
         """Stage-mates, the next stage, and stage 0 whose members are the authors of progress; for stage 0, all."""
         index, count = self._spec.index, self._manifest.stages.count
         return list(range(count)) if index == 0 else sorted({0, index, min(index + 1, count - 1)})
-
-    async def _find_donors(self) -> list[str]:
-        """Stage-mates to take the state from; none if the run is only beginning. Waits while the stage is lost."""
-        told = False
-        while True:
-            view = self._directory.view
-            others = [peer for peer in view.peers if peer.peer_id != self._me]
-            donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
-            step = max((peer.step for peer in others), default=0)
-            if donors or step == 0:
-                return donors
-            if not told:
-                log.error(
-                    "waiting stage=%d step=%d reason=the run is under way and no peer holds this stage's state",
-                    self._spec.index, step,
-                )  # fmt: skip
-                told = True
-            await anyio.sleep(1.0)
-            await self._directory.refresh(range(self._manifest.stages.count))
 
     async def _publish_progress(self) -> None:
         assert self._source is not None
@@ -400,7 +455,8 @@ class Peer:
                 tasks.start_soon(self._directory.announce)
                 await self._steps.leave()
             callers = {0, max(self._spec.index - 1, 0), self._spec.index}
-            await self._gossip.say_goodbye(p.peer_id for p in self._directory.view.peers if p.stage in callers)
+            peers = [peer.peer_id for peer in self._directory.view.peers if peer.stage in callers]
+            await self._gossip.say_goodbye(peers, self._directory.serial)
         if grace.cancelled_caught and (samples := self._trainer.num_samples):
             self._metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
@@ -416,7 +472,7 @@ class Peer:
     def _max_payload_bytes(self) -> int:
         training, hidden_size = self._manifest.training, self._trainer.module.config.hidden_size
         shape = (training.microbatch_size, self._manifest.data.sequence_length, hidden_size)
-        return max(encoded_bytes(shape, "none"), CHUNK_BYTES) + FRAME_SLACK_BYTES
+        return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
 
 
 @asynccontextmanager

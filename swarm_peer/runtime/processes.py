@@ -15,6 +15,8 @@ if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
 _PR_SET_PDEATHSIG = 1
+# From one life of a peer's process to the next; nothing that a user sets.
+_RESTART_STAGE = "SWARM_RESTART_STAGE"
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
@@ -40,3 +42,19 @@ def run_loop(function: Callable[..., Any], *args: object) -> Any:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from group
+
+
+def start_anew(stage: int) -> None:
+    """Replace this process by a new one of the same command, which serves `stage`. Does not return.
+
+    A new averager has to be forked before anything computes and before CUDA, so a peer that changes its stage begins
+    from the beginning; its process id stays.
+    """
+    os.environ[_RESTART_STAGE] = str(stage)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def restarted_in() -> int | None:
+    """The stage that `start_anew` named; None after an ordinary start. Once."""
+    stage = os.environ.pop(_RESTART_STAGE, None)
+    return None if stage is None else int(stage)

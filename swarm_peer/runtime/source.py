@@ -18,6 +18,7 @@ import torch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, StepClosed
 from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.policy.window import InFlightWindow
 from swarm_peer.runtime.gate import StepGate
@@ -118,6 +119,7 @@ class MicrobatchSource:
         view: Callable[[], SwarmView],
         metrics: PeerMetrics,
         changed: Signal,
+        origin: Callable[[], Origin],
         hop_timeout_s: float,
         counted: Callable[[int, torch.Tensor], None] | None = None,
     ):
@@ -132,6 +134,7 @@ class MicrobatchSource:
         self._view = view
         self._metrics = metrics
         self._changed = changed
+        self._origin = origin
         self._timeout_s = hop_timeout_s
         self._counted_hook = counted
         self._window = InFlightWindow(manifest.limits.max_in_flight)
@@ -176,7 +179,7 @@ class MicrobatchSource:
 
         def is_idle() -> bool:
             step = self._gate.step
-            over = step >= self._manifest.training.steps or self._progress.ledger.is_full(step)
+            over = self._updates(step) >= self._manifest.training.steps or self._progress.ledger.is_full(step)
             return self._gate.is_open and not over and self._in_flight == 0 and not self._may_launch()
 
         while True:
@@ -189,12 +192,12 @@ class MicrobatchSource:
         step = self._gate.step
         if not self._gate.is_open:
             return False
-        if step == 0 and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
+        if step == self._origin().step and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
             return False
         if self._validation_is_due(step):
             return True
         self._metrics.window.set(self._window.size())
-        if step >= self._manifest.training.steps or self._in_flight >= self._window.size():
+        if self._updates(step) >= self._manifest.training.steps or self._in_flight >= self._window.size():
             return False
         if self._progress.ledger.is_full(step):
             return False
@@ -262,10 +265,13 @@ class MicrobatchSource:
         # To the front: its place in this global batch is reserved, that of what waits behind it is not.
         self._waiting.appendleft(batch)
 
+    def _updates(self, step: int) -> int:
+        return self._origin().updates_at(step)
+
     def _validation_is_due(self, step: int) -> bool:
-        every = self._manifest.training.validation_every
-        at_end = step == self._manifest.training.steps
-        return bool(every) and step > self._validated_step and (step % every == 0 or at_end)
+        every, updates = self._manifest.training.validation_every, self._updates(step)
+        at_end = updates == self._manifest.training.steps
+        return bool(every) and step > self._validated_step and (updates % every == 0 or at_end)
 
     async def _validate(self, step: int) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the step."""
@@ -291,7 +297,8 @@ class MicrobatchSource:
                 tasks.start_soon(evaluate, tokens_BS)
         if losses:
             samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)
-            self.validations.append(Validation(step=step, samples=samples, loss_sum=loss_sum))
+            updates = self._updates(step)
+            self.validations.append(Validation(step=step, updates=updates, samples=samples, loss_sum=loss_sum))
         self._changed.notify()
 
 

@@ -1,209 +1,174 @@
-"""A stage's state (weights, optimizer) from peer to peer: in chunks, each tensor checked by its hash.
+"""Downloads a stage's state or update: from several donors at once, in chunks, each checked by its hash.
 
-hivemind's own download is not used: it takes all from one donor, checks nothing, and answers None when nobody does.
+A donor that dies, stalls or lies is left, and the others go on with what it owed. hivemind's own download is not used:
+it takes all from one donor, checks nothing, and answers None when nobody does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.compute import ComputeThread, Priority
-from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.transport import Handler, Reply, Transport, pack_fields, unpack_fields
-from swarm_peer.wire.messages import Body, StateChunkCall, StateEntry, StateIndex, StateIndexCall
+from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.runtime.state_index import StageState, assemble, num_bytes
+from swarm_peer.runtime.transport import Transport, unpack_fields
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 * 2**20
-# Chunks asked for at once: enough to fill a link of 1 Gb/s and 100 ms.
+# Donors that one newcomer takes chunks from at once; with more, several newcomers would all lean on the same ones.
+MAX_DONORS = 3
+# Chunks asked of each donor at once: enough to fill a link of 1 Gb/s and 100 ms.
 CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 30.0
-# A donor waits this long for the step that it is asked for; the caller asks again if it needs more.
-WAIT_FOR_STEP_S = 10.0
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
-}
 
 
 @dataclass(frozen=True, slots=True)
-class StageState:
-    """The state of one stage after `step` global steps; `lineage` is the digest of all updates that made it."""
-
-    step: int
-    lineage: str
-    tensors: Mapping[str, torch.Tensor]
-
-
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    step: int
-    index: bytes
-    tensors: tuple[memoryview, ...]
-
-
-class StateDonor:
-    """Serves this peer's state. Keeps the newest snapshot that was asked for, so that chunks fit together."""
-
-    def __init__(
-        self, trainer: StageTrainer, compute: ComputeThread, lineage: Callable[[], str], changed: Signal, stage: int
-    ):
-        self._trainer = trainer
-        self._compute = compute
-        self._lineage = lineage
-        self._changed = changed
-        self._stage = stage
-        self._snapshots: dict[int, _Snapshot] = {}
-        self._lock = anyio.Lock()
-        self.step: int | None = None  # whose state this peer may give away; None while it has none
-
-    @property
-    def calls(self) -> dict[type[Body], Handler]:
-        return {StateIndexCall: self.handle_index, StateChunkCall: self.handle_chunk}
-
-    async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
-        with anyio.move_on_after(WAIT_FOR_STEP_S):
-            await self._changed.wait_for(lambda: self.step is not None and self.step >= call.min_step)
-        if self.step is None or self.step < call.min_step:
-            raise NotServing(f"this peer has the state of step {self.step}, not of {call.min_step}")
-        async with self._lock:
-            while (step := self.step) not in self._snapshots:
-                snapshot = await self._compute.run(Priority.STEP, self._take)
-                if snapshot is None:
-                    await self._changed.wait_for(lambda left=step: self.step != left)  # type: ignore[misc]
-                    continue
-                # The one before may still be on its way to somebody.
-                newest = sorted(self._snapshots)[-1:]
-                self._snapshots = {step: self._snapshots[step] for step in newest} | {snapshot.step: snapshot}
-            snapshot = self._snapshots[max(self._snapshots)]
-        return Reply(tensors=(memoryview(snapshot.index),))
-
-    async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
-        snapshot = self._snapshots.get(call.step)
-        if snapshot is None:
-            raise NotServing(f"the state of step {call.step} is not kept any more")
-        if call.entry >= len(snapshot.tensors):
-            raise InvalidMessage(f"tensor {call.entry} of {len(snapshot.tensors)}")
-        return Reply(tensors=(snapshot.tensors[call.entry][call.offset : call.offset + call.size],))
-
-    def _take(self) -> _Snapshot | None:
-        """In the compute thread. None while the weights are a step ahead of what the event loop knows: the lineage that
-        it gives is not theirs then."""
-        if self._trainer.step != self.step:
-            return None
-        state = self._trainer.state()
-        entries, parts = [], []
-        for name, tensor in state.items():
-            data = _as_bytes(tensor)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            sha256 = hashlib.sha256(data).digest()
-            entries.append(StateEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), sha256=sha256))
-            parts.append(data)
-        index = StateIndex(stage=self._stage, step=self._trainer.step, lineage=self._lineage(), entries=tuple(entries))
-        return _Snapshot(self._trainer.step, pack_fields(index), tuple(parts))
+class _Chunk:
+    entry: int
+    number: int
+    size: int
+    sha256: bytes
 
 
 async def fetch_state(
     transport: Transport,
     donors: Sequence[str],
+    call: StateIndexCall,
     *,
-    manifest_hash: str,
-    stage: int,
-    min_step: int,
     max_bytes: int,
+    rng: random.Random | None = None,
 ) -> StageState:
-    """Download the state of a stage from the first of `donors` that gives it whole.
+    """Download what `call` asks for.
 
     Args:
-        min_step: an older state is of no use
-        max_bytes: refuse a state that claims to be larger
+        donors: peers that may have it, in any order
+        max_bytes: refuse what claims to be larger
 
     Raises:
-        CallError: none of them did; says what each answered
+        CallError: nobody gave it whole; says what each answered
     """
-    reasons = []
-    for donor in donors:
+    waiting = list(donors)
+    (rng or random.Random()).shuffle(waiting)
+    reasons: list[str] = []
+
+    def failed(donor: str, error: CallError) -> None:
+        log.warning("download_failed donor=%s reason=%s: %s", donor, error.code, error)
+        reasons.append(f"{donor}: {error}")
+
+    while waiting:
+        asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
+        found = await _ask_index(transport, asked, call, max_bytes, failed)
+        # The newest first. Whoever claims to be ahead of all others must not keep them from being asked.
+        by_age = sorted(found.items(), key=lambda known: (known[1][0].step, len(known[1][1]), min(known[1][1])))
+        for name, (index, agreeing) in reversed(by_age):
+            state = await _download(transport, name, index, agreeing, call.manifest, failed)
+            if state is not None:
+                return state
+    what = f"{call.kind} of stage {call.of_stage}"
+    raise CallError(f"no donor gave the {what}: {'; '.join(reasons) or 'there is none'}")
+
+
+async def _ask_index(
+    transport: Transport,
+    donors: Sequence[str],
+    call: StateIndexCall,
+    max_bytes: int,
+    failed: Callable[[str, CallError], None],
+) -> dict[bytes, tuple[StateIndex, list[str]]]:
+    """The indexes that they give, by hash, and who gives which."""
+    found: dict[bytes, tuple[StateIndex, list[str]]] = {}
+
+    async def ask(donor: str) -> None:
         try:
-            return await _fetch_from(transport, donor, manifest_hash, stage, min_step, max_bytes)
+            reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
+            if len(reply.tensors) != 1:
+                raise InvalidMessage("the index is missing")
+            packed = bytes(reply.tensors[0])
+            index = unpack_fields(StateIndex, memoryview(packed))
+            _check_index(index, call, max_bytes)
+            found.setdefault(hashlib.sha256(packed).digest(), (index, []))[1].append(donor)
         except CallError as error:
-            log.warning("state_download_failed donor=%s reason=%s: %s", donor, error.code, error)
-            reasons.append(f"{donor}: {error}")
-    raise CallError(f"no donor gave the state of stage {stage}: {'; '.join(reasons) or 'there is none'}")
-
-
-async def _fetch_from(
-    transport: Transport, donor: str, manifest_hash: str, stage: int, min_step: int, max_bytes: int
-) -> StageState:
-    begin = anyio.current_time()
-    call = StateIndexCall(manifest=manifest_hash, min_step=min_step)
-    reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
-    if len(reply.tensors) != 1:
-        raise InvalidMessage("the state's index is missing")
-    index = unpack_fields(StateIndex, reply.tensors[0])
-    total_bytes = sum(_num_bytes(entry) for entry in index.entries)
-    if index.stage != stage or index.step < min_step or total_bytes > max_bytes:
-        raise InvalidMessage(
-            f"offered {total_bytes} bytes of stage {index.stage} at step {index.step}; wanted stage {stage} at step "
-            f"{min_step} or later, of at most {max_bytes} bytes"
-        )
-    buffers = [torch.empty(_num_bytes(entry), dtype=torch.uint8) for entry in index.entries]
-    room = anyio.Semaphore(CHUNKS_IN_FLIGHT)
-    failures: list[CallError] = []
-
-    async def fetch_chunk(entry: int, offset: int, size: int) -> None:
-        try:
-            chunk_call = StateChunkCall(manifest=manifest_hash, step=index.step, entry=entry, offset=offset, size=size)
-            chunk = await transport.call(donor, chunk_call, timeout_s=CALL_TIMEOUT_S)
-            if [tensor.nbytes for tensor in chunk.tensors] != [size]:
-                raise InvalidMessage(f"a chunk of {size} bytes was asked for")
-            memoryview(buffers[entry].numpy())[offset : offset + size] = chunk.tensors[0]
-        except CallError as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-        finally:
-            room.release()
+            failed(donor, error)
 
     async with anyio.create_task_group() as tasks:
-        for number, entry in enumerate(index.entries):
-            for offset in range(0, _num_bytes(entry), CHUNK_BYTES):
-                await room.acquire()
-                size = min(CHUNK_BYTES, _num_bytes(entry) - offset)
-                tasks.start_soon(fetch_chunk, number, offset, size)
-    if failures:
-        raise failures[0]
-    tensors = await anyio.to_thread.run_sync(_assemble, index, buffers)
+        for donor in donors:
+            tasks.start_soon(ask, donor)
+    return found
+
+
+def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int) -> None:
+    total_bytes = sum(num_bytes(entry) for entry in index.entries)
+    updates = index.origin_updates + index.step - index.origin_step
+    fits = index.step >= call.min_step if call.kind == "state" else index.step == call.min_step
+    if (
+        (index.stage, index.kind) != (call.of_stage, call.kind)
+        or not fits
+        or index.step < index.origin_step
+        or call.updates not in (None, updates)
+        or total_bytes > max_bytes
+    ):
+        raise InvalidMessage(
+            f"offered {total_bytes} bytes, {index.kind} of stage {index.stage} at step {index.step} with {updates} "
+            f"updates; wanted at most {max_bytes} bytes, {call.kind} of stage {call.of_stage} at step {call.min_step} "
+            f"with {'any number of' if call.updates is None else call.updates} updates"
+        )
+
+
+async def _download(
+    transport: Transport,
+    name: bytes,
+    index: StateIndex,
+    donors: Sequence[str],
+    manifest_hash: str,
+    failed: Callable[[str, CallError], None],
+) -> StageState | None:
+    begin = anyio.current_time()
+    sizes = [num_bytes(entry) for entry in index.entries]
+    buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    missing = deque(
+        _Chunk(number, chunk, min(STATE_CHUNK_BYTES, sizes[number] - chunk * STATE_CHUNK_BYTES), sha256)
+        for number, entry in enumerate(index.entries)
+        for chunk, sha256 in enumerate(entry.chunks)
+    )
+    alive = set(donors)
+
+    async def take_chunks(donor: str) -> None:
+        while missing and donor in alive:
+            chunk = missing.popleft()
+            try:
+                call = StateChunkCall(manifest=manifest_hash, index=name, entry=chunk.entry, chunk=chunk.number)
+                reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
+                if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
+                    raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
+                if hashlib.sha256(reply.tensors[0]).digest() != chunk.sha256:
+                    raise InvalidMessage(f"a chunk of {index.entries[chunk.entry].name:.100} does not match its hash")
+            except CallError as error:
+                missing.append(chunk)
+                if donor in alive:
+                    alive.discard(donor)
+                    failed(donor, error)
+                return
+            offset = chunk.number * STATE_CHUNK_BYTES
+            memoryview(buffers[chunk.entry].numpy())[offset : offset + chunk.size] = reply.tensors[0]
+
+    # A worker that finds nothing left may have gone before another one failed: hence the loop.
+    while missing and alive:
+        async with anyio.create_task_group() as tasks:
+            for donor in sorted(alive):
+                for _ in range(CHUNKS_IN_FLIGHT):
+                    tasks.start_soon(take_chunks, donor)
+    if missing:
+        return None
     log.info(
-        "state_downloaded donor=%s step=%d bytes=%d seconds=%.2f",
-        donor, index.step, total_bytes, anyio.current_time() - begin,
+        "downloaded kind=%s stage=%d step=%d bytes=%d donors=%d seconds=%.2f",
+        index.kind, index.stage, index.step, sum(sizes), len(donors), anyio.current_time() - begin,
     )  # fmt: skip
-    return StageState(index.step, index.lineage, tensors)
-
-
-def _num_bytes(entry: StateEntry) -> int:
-    dtype = _DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise InvalidMessage(f"tensor {entry.name:.100} of type {entry.dtype}")
-    return math.prod(entry.shape) * dtype.itemsize
-
-
-def _assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for entry, buffer in zip(index.entries, buffers, strict=True):
-        if hashlib.sha256(memoryview(buffer.numpy())).digest() != entry.sha256:
-            raise InvalidMessage(f"tensor {entry.name:.100} does not match its hash")
-        tensors[entry.name] = buffer.view(_DTYPES[entry.dtype]).view(entry.shape)
-    return tensors
+    return assemble(index, buffers)

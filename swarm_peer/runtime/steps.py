@@ -6,15 +6,16 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import torch
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread, Priority
@@ -24,10 +25,13 @@ from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.snapshots import StateDonor
 from swarm_peer.runtime.stage_group import Settlement, StageGroup
 from swarm_peer.runtime.stage_runner import StageRunner
-from swarm_peer.runtime.state_transfer import StageState, StateDonor, fetch_state
-from swarm_peer.runtime.transport import Transport
+from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.state_transfer import fetch_state
+from swarm_peer.runtime.transport import Handler, Reply, Transport
+from swarm_peer.wire.messages import Body, RewindCall, RewindReply, StateIndexCall
 from swarm_peer.wire.records import StepReport
 
 log = logging.getLogger(__name__)
@@ -36,6 +40,9 @@ log = logging.getLogger(__name__)
 PEERS_TOLD = 4
 # Pause before the state is asked for again, when no stage-mate gave it.
 RESYNC_PAUSE_S = 1.0
+DOWNLOAD_TRIES = 30
+# A newcomer that is still behind after so many rounds of catching up serves all the same: the end of the step tells.
+CATCH_UP_TRIES = 4
 
 
 class StepLoop:
@@ -55,10 +62,14 @@ class StepLoop:
         transport: Transport,
         gossip: Gossip,
         view: Callable[[], SwarmView],
+        look_again: Callable[[Sequence[int]], Awaitable[SwarmView]],
         metrics: PeerMetrics,
         changed: Signal,
         rng: random.Random,
     ):
+        """Args:
+        look_again: looks up who announces some stages now
+        """
         self._manifest = manifest
         self._hash = manifest.hash
         self._trainer = trainer
@@ -72,45 +83,96 @@ class StepLoop:
         self._transport = transport
         self._gossip = gossip
         self._view = view
+        self._look_again = look_again
         self._metrics = metrics
         self._changed = changed
         self._rng = rng
         self._stage = trainer.spec.index
         self._began = time.monotonic()
         self._ending = anyio.Lock()  # held while the step ends, or while this peer's share of it is handed over
+        self._rewind_to: Origin | None = None
         self.step = 0
+        self.origin = Origin()
         self.reports: deque[StepReport] = deque(maxlen=32)
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        return {RewindCall: self.handle_rewind}
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in this peer's weights."""
+        return self.origin.updates_at(self.step)
 
     @property
     def finished(self) -> bool:
         """Whether the run's last global step is done."""
-        return self.step >= self._manifest.training.steps
+        return self.updates >= self._manifest.training.steps
+
+    async def begin(self, origin: Origin, state: StageState | None) -> None:
+        """Start where the run begins: with a snapshot, or with the run's initial weights."""
+        if state is not None:
+            await self._take_over(state)
+            self._enter(origin.step, state.lineage, origin, state.ledger)
+            return
+        # Of other versions of torch, the initial weights may be others: stage-mates compare their lineages.
+        weights = await self._compute.run(Priority.STEP, self._trainer.state)
+        lineage = await anyio.to_thread.run_sync(checksum, self._hash, list(weights.values()))
+        self._enter(origin.step, lineage, origin, b"")
 
     async def join(self, donors: list[str]) -> None:
-        """Take over the newest state of stage-mates, or begin with the run's initial weights if there are none."""
-        if donors:
-            await self._download(donors, min_step=0)
-        else:
-            # Of other versions of torch, the initial weights may be others: stage-mates compare their lineages.
-            state = await self._compute.run(Priority.STEP, self._trainer.state)
-            self._enter(0, await anyio.to_thread.run_sync(checksum, self._hash, list(state.values())))
+        """Take over the newest state of stage-mates.
+
+        Raises:
+            CallError: none of them gave it
+        """
+        await self._download(donors, min_step=0)
 
     async def catch_up(self, stage_mates: list[str]) -> None:
-        """Make this peer known to its stage-mates, take over their state if they went on meanwhile, and serve."""
-        newest = await self._gossip.greet(self._stage, stage_mates)
-        if newest > self.step:
-            await self._download(stage_mates, min_step=self.step + 1)
+        """Make this peer known to its stage-mates, replay what they did meanwhile, and serve.
+
+        From the greeting on they wait for this peer at the end of a step, so it does catch up.
+        """
+        for _ in range(CATCH_UP_TRIES):
+            newest = await self._gossip.greet(self._stage, stage_mates)
+            if newest <= self.step:
+                break
+            if not await self._replay(stage_mates):
+                await self._download(stage_mates, min_step=self.step + 1)
         self._admit()
 
     async def run(self) -> None:
-        """Finish global steps until the run's last."""
+        """Finish global steps, and go back when a lost stage makes the run do so; for ever.
+
+        Raises:
+            CallError: stage-mates went on without this peer, and none of them gives their state
+        """
+        failures: list[CallError] = []
+
+        async def run_steps() -> None:
+            try:
+                await self._run_steps()
+            except CallError as error:
+                failures.append(error)
+                self._changed.notify()
+
+        while True:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_steps)
+                await self._changed.wait_for(lambda: self._rewind_to is not None or bool(failures))
+                tasks.cancel_scope.cancel()
+            if failures:
+                raise failures[0]
+            await self._rewind()
+
+    async def _run_steps(self) -> None:
         while not self.finished:
             step = self.step
             await self._progress.wait_until_over(step)
             async with self._ending:
                 await self._end(step)
             self._admit()
-        log.info("run_finished steps=%d", self.step)
+        log.info("run_finished updates=%d", self.updates)
 
     async def leave(self) -> None:
         """Hand this peer's share of the step to a stage-mate, or end the step with them. Nothing comes in any more."""
@@ -121,6 +183,52 @@ class StepLoop:
                 if await self._handover.hand_over(step):
                     return self._group.leave()
             await self._changed.wait_for(lambda left=step: self.step > left)  # type: ignore[misc]
+
+    async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
+        """A stage had lost all its peers, and the caller has taken it over from a snapshot."""
+        target = Origin(call.step, call.updates)
+        if call.step > self.step and target != self._rewind_to:
+            view = await self._look_again([call.lost_stage])
+            others = [peer for peer in view.serving(call.lost_stage) if peer.peer_id != caller]
+            known = view.peer(caller)
+            if known is None or known.stage != call.lost_stage or call.lost_stage == self._stage:
+                raise NotServing("only a peer that has taken over another stage rewinds the run")
+            if any(peer.step < call.step for peer in others):
+                raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
+            if call.updates > self.updates:
+                raise InvalidMessage(f"the run has made {self.updates} updates and cannot go back to {call.updates}")
+            if self._rewind_to is None or call.step > self._rewind_to.step:
+                self._rewind_to = target
+                self._changed.notify()
+        return Reply(RewindReply(step=self.step).model_dump())
+
+    async def _rewind(self) -> None:
+        target = self._rewind_to
+        assert target is not None
+        log.warning(
+            "run_rewound stage=%d updates=%d to=%d step=%d", self._stage, self.updates, target.updates, target.step
+        )
+        self._metrics.rewinds.inc()
+        self._gate.close()
+        self._metrics.lost_samples.inc(self._trainer.num_samples)
+        async with self._ending:
+            state = await self._snapshot_of(target)
+            if state is not None:
+                await self._take_over(state)
+                self._enter(target.step, state.lineage, target, state.ledger)
+            elif target.updates == 0:
+                await self._compute.run(Priority.STEP, self._trainer.restart)
+                await self.begin(target, None)
+            else:
+                # A stage-mate that has the snapshot goes back before this peer, which is left behind then.
+                mates = [p.peer_id for p in self._view().serving(self._stage) if p.peer_id != self._transport.peer_id]
+                await self._download(mates, min_step=target.step)
+        self.reports.clear()
+        self._rewind_to = None
+        self._admit()
+
+    async def _snapshot_of(self, target: Origin) -> StageState | None:
+        return await anyio.to_thread.run_sync(self._donor.kept_state, self._stage, target.updates)
 
     async def _end(self, step: int) -> None:
         self._gate.close()
@@ -144,59 +252,81 @@ class StepLoop:
         step = self.step
         ledger = self._progress.ledger
         samples, loss_sum = ledger.samples(step), ledger.loss_sum(step)
+        self._donor.retain_update(settlement.gradients, settlement.lineage, b"")
         result = await self._compute.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         if result.skipped:
             log.error("update_skipped step=%d reason=the averaged gradient is not finite", step)
         seconds = time.monotonic() - self._began
         loss = loss_sum / samples if samples else 0.0
+        updates = self.updates + 1
         if self._stage == 0:
-            self.reports.append(StepReport(step=step + 1, samples=samples, loss=loss, seconds=seconds))
+            report = StepReport(step=step, updates=updates, samples=samples, loss=loss, seconds=seconds)
+            self.reports.append(report)
             if settlement.samples != samples:
                 log.warning("samples_differ step=%d counted=%d averaged=%d", step, samples, settlement.samples)
         self._metrics.loss.set(loss)
         log.info(
-            "step_done step=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
-            step + 1, loss, settlement.samples, seconds, result.grad_norm, result.learning_rate,
+            "step_done updates=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
+            updates, loss, settlement.samples, seconds, result.grad_norm, result.learning_rate,
         )  # fmt: skip
-        self._enter(step + 1, settlement.lineage)
+        self._enter(step + 1, settlement.lineage, self.origin, b"")
 
-    def _enter(self, step: int, lineage: str) -> None:
+    def _enter(self, step: int, lineage: str, origin: Origin, ledger: bytes) -> None:
         self.step = step
+        self.origin = origin
         self._began = time.monotonic()
         self._runner.forget_step()
-        self._metrics.global_step.set(step)
+        self._metrics.global_step.set(self.updates)
         self._group.enter(step, lineage)
-        self._donor.step = step
         self._progress.enter(step)
+        self._donor.enter(step, lineage, origin, ledger)
 
     def _admit(self) -> None:
         self._gate.open(self.step)
         self._changed.notify()
 
     async def _download(self, donors: list[str], min_step: int) -> None:
-        """Take over the state of a stage-mate, asking until somebody gives it."""
+        """Take over the state of a stage-mate, asking for a while.
+
+        Raises:
+            CallError: nobody gave it
+        """
         max_bytes = 2 * sum(t.numel() * t.element_size() for t in self._trainer.state_template().values()) + 2**20
-        while True:
-            self._rng.shuffle(donors)
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_step=min_step)
+        for attempt in range(1, DOWNLOAD_TRIES + 1):
             try:
-                state = await fetch_state(
-                    self._transport,
-                    donors,
-                    manifest_hash=self._hash,
-                    stage=self._stage,
-                    min_step=min_step,
-                    max_bytes=max_bytes,
-                )
-                await self._compute.run(Priority.STEP, lambda state=state: self._load(state))  # type: ignore[misc]
-                return self._enter(state.step, state.lineage)
+                state = await fetch_state(self._transport, donors, call, max_bytes=max_bytes, rng=self._rng)
+                await self._take_over(state)
+                self._enter(state.step, state.lineage, state.origin, state.ledger)
+                return
             except CallError as error:
+                if attempt == DOWNLOAD_TRIES:
+                    raise
                 log.warning("state_not_found stage=%d step=%d reason=%s", self._stage, min_step, error)
                 await anyio.sleep(RESYNC_PAUSE_S)
                 serving = [peer.peer_id for peer in self._view().serving(self._stage)]
                 donors = [peer_id for peer_id in serving if peer_id != self._transport.peer_id] or donors
 
-    def _load(self, state: StageState) -> None:
-        self._trainer.load_state(state.tensors, state.step)
+    async def _take_over(self, state: StageState) -> None:
+        await self._compute.run(Priority.STEP, lambda: self._trainer.load_state(state.tensors, state.updates))
+
+    async def _replay(self, donors: list[str]) -> bool:
+        """Apply the updates that stage-mates made since this peer's state. Returns whether there was any."""
+        before = self.step
+        shapes = [parameter.shape for parameter in self._trainer.module.parameters()]
+        max_bytes = 4 * sum(shape.numel() for shape in shapes)
+        while True:
+            call = StateIndexCall(manifest=self._hash, of_stage=self._stage, kind="update", min_step=self.step)
+            try:
+                update = await fetch_state(self._transport, donors, call, max_bytes=max_bytes, rng=self._rng)
+                if [tensor.shape for tensor in update.tensors.values()] != shapes or update.origin != self.origin:
+                    raise InvalidMessage("an update that does not fit this stage")
+            except CallError as error:
+                log.info("replayed steps=%d until=%d reason=%s", self.step - before, self.step, error)
+                return self.step > before
+            gradients = list(update.tensors.values())
+            await self._compute.run(Priority.STEP, lambda gradients=gradients: self._trainer.apply(gradients))  # type: ignore[misc]
+            self._enter(self.step + 1, update.lineage, self.origin, update.ledger)
 
     async def _tell_next_stage(self) -> None:
         """Spread the news of a full step: who has no more traffic would not hear of it."""

@@ -25,6 +25,8 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_TENSORS = 8
 # Microbatches of one peer's share of a global step; 20 bytes of a header each.
 MAX_COUNTED_IDS = 8192
+STATE_CHUNK_BYTES = 4 * 2**20
+MAX_LEDGER_BYTES = 2**20
 
 
 class FrameType(IntEnum):
@@ -197,10 +199,15 @@ class VoteReply(Body):
 
 
 class GoodbyeCall(Body):
-    """The caller leaves: nobody needs to wait for it, or to send to it, until it announces itself anew."""
+    """The caller leaves: nobody needs to wait for it, or to send to it, until it announces itself anew.
+
+    Attributes:
+        serial: of its last announcement
+    """
 
     op: Literal["goodbye"] = "goodbye"
     manifest: Hash
+    serial: int = Field(ge=0, lt=2**63)
     counts: SignedCounts
 
 
@@ -232,34 +239,94 @@ class AdoptCall(Body):
     counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(max_length=MAX_COUNTED_IDS)
 
 
+Stage = Annotated[int, Field(ge=0, lt=256)]
+
+
 class StateIndexCall(Body):
-    """What is in the callee's state (weights, optimizer); the reply's only tensor is a StateIndex as msgpack."""
+    """What is in a state (weights, optimizer) or in an update; the reply's only tensor is a StateIndex as msgpack.
+
+    Attributes:
+        kind: state, with the snapshot of `updates`, or the callee's newest if that is None; or update, with the
+            averaged gradients that ended global step `min_step` of the callee's own stage
+        min_step: a state of an earlier global step is of no use to the caller; the callee waits for this one
+    """
 
     op: Literal["state_index"] = "state_index"
     manifest: Hash
-    min_step: Step  # a state of an earlier step is of no use to the caller; the callee waits for this one
+    of_stage: Stage
+    kind: Literal["state", "update"] = "state"
+    min_step: Step = 0
+    updates: Step | None = None
+
+
+Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 
 
 class StateEntry(Body):
+    """One tensor, and the hashes of its chunks of STATE_CHUNK_BYTES; the last one may be shorter."""
+
     name: str = Field(max_length=512)
     dtype: str = Field(max_length=32)
     shape: tuple[Annotated[int, Field(ge=0, lt=2**40)], ...] = Field(max_length=8)
-    sha256: bytes = Field(min_length=32, max_length=32)
+    chunks: tuple[Sha256, ...] = Field(max_length=2**20)
 
 
 class StateIndex(Body):
-    stage: int
+    """Peers that hold the same make the same index, byte by byte: its hash names what is downloaded.
+
+    Attributes:
+        step: global step that begins with this state, or that ended with this update
+        lineage: digest of all updates that made it
+        ledger: of stage 0, which samples these updates have counted; see ledger_codec.py
+    """
+
+    stage: Stage
+    kind: Literal["state", "update"]
     step: Step
+    origin_step: Step
+    origin_updates: Step
     lineage: Checksum
+    ledger: bytes = Field(b"", max_length=MAX_LEDGER_BYTES)
     entries: tuple[StateEntry, ...] = Field(max_length=100_000)
 
 
 class StateChunkCall(Body):
-    """Bytes `offset` to `offset + size` of a tensor of the state of `step`. The reply's only tensor is these bytes."""
+    """One chunk of a tensor of what an index describes. The reply's only tensor is its bytes."""
 
     op: Literal["state_chunk"] = "state_chunk"
     manifest: Hash
-    step: Step
+    index: Sha256
     entry: int = Field(ge=0, lt=100_000)
-    offset: int = Field(ge=0)
-    size: int = Field(gt=0, le=8 * 2**20)
+    chunk: int = Field(ge=0, lt=2**20)
+
+
+class KeptCall(Body):
+    """Which snapshots the callee keeps, and where it stands."""
+
+    op: Literal["kept"] = "kept"
+    manifest: Hash
+
+
+class KeptReply(Body):
+    """Attributes:
+    kept: (stage, updates) of each snapshot
+    """
+
+    step: Step
+    origin_step: Step
+    origin_updates: Step
+    kept: tuple[tuple[Stage, Step], ...] = Field(max_length=64)
+
+
+class RewindCall(Body):
+    """The caller has taken over a stage that had lost its peers: the run goes on from `updates`, as step `step`."""
+
+    op: Literal["rewind"] = "rewind"
+    manifest: Hash
+    lost_stage: Stage
+    step: Step
+    updates: Step
+
+
+class RewindReply(Body):
+    step: Step

@@ -41,6 +41,14 @@ class ManifestRecord(Record):
     manifest: str = Field(max_length=MAX_RECORD_BYTES)
 
 
+class OriginRecord(Record):
+    """Where the run begins, if it goes on from a checkpoint. Signed with the run key, stored under the run's id."""
+
+    kind = "origin"
+    step: Step
+    updates: Step
+
+
 class EndRecord(Record):
     """The run is over and its model is saved: peers may go. Signed with the run key."""
 
@@ -52,6 +60,12 @@ class Announcement(Record):
     """What a peer says of itself, every few seconds.
 
     `serial` grows with every announcement of a peer, so an old one cannot be played back over a newer one.
+
+    Attributes:
+        step: its global step, and
+        updates: the optimizer updates in its weights, which are fewer after a rewind
+        movable: it may be moved to another stage
+        note: what keeps it from serving
     """
 
     kind = "announcement"
@@ -59,13 +73,26 @@ class Announcement(Record):
     stage: int = Field(ge=UNDECIDED, lt=256)
     state: str = Field(pattern="^(joining|serving|draining)$")
     step: Step
+    updates: Step
+    movable: bool
+    note: str = Field(max_length=200)
     samples_per_s: NonNegativeFloat
     queue: int = Field(ge=0, lt=2**20)
     version: str = Field(max_length=32)
     device: str = Field(max_length=64)
 
     def view(self, peer_id: str) -> PeerView:
-        return PeerView(peer_id, self.stage, PeerState(self.state), self.step, self.samples_per_s, self.queue)
+        return PeerView(
+            peer_id,
+            self.stage,
+            PeerState(self.state),
+            self.step,
+            self.samples_per_s,
+            self.queue,
+            self.updates,
+            self.movable,
+            self.note,
+        )
 
 
 class Progress(Record):
@@ -82,20 +109,27 @@ class Progress(Record):
 
 
 class StepReport(Record):
-    """A finished global step, as its stage-0 group agreed on it. `step` counts finished steps, from 1."""
+    """A finished global step, as its stage-0 group agreed on it.
+
+    Attributes:
+        step: the global step's number, which never goes back
+        updates: optimizer updates that the weights have after it; after a rewind, fewer than before
+    """
 
     kind = "report"
     step: Step
+    updates: Step
     samples: Samples
     loss: FiniteFloat
     seconds: NonNegativeFloat
 
 
 class Validation(Record):
-    """One stage-0 peer's share of the validation of the weights after `step` global steps."""
+    """One stage-0 peer's share of the validation of the weights that begin global step `step`."""
 
     kind = "validation"
     step: Step
+    updates: Step
     samples: Samples
     loss_sum: FiniteFloat
 
@@ -175,6 +209,10 @@ def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
 
 # DHT key of manifests. One key for all runs: a newcomer knows an address and nothing else.
 MANIFESTS_KEY = "swarm/runs"
+
+
+def origin_key(run_id: str) -> str:
+    return f"swarm/{run_id}/origin"
 
 
 def end_key(run_id: str) -> str:

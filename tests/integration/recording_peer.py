@@ -1,4 +1,7 @@
-"""swarm-peer, writing down which samples it counts in which global step: `recording_peer.py FOLDER OPTIONS...`."""
+"""swarm-peer, writing down which samples it counts in which global step: `recording_peer.py FOLDER FAULT OPTIONS...`.
+
+FAULT is empty, or something that goes wrong in this peer: see faults.py.
+"""
 
 import json
 import os
@@ -19,7 +22,11 @@ app = App()
 @app.default
 def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     configure_logging("info")
-    with (FOLDER / f"{os.getpid()}.jsonl").open("w") as file:
+    if FAULT:
+        from faults import inject
+
+        inject(FAULT, FOLDER)
+    with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
 
         def record(step: int, tokens_BS: torch.Tensor) -> None:
             file.write(json.dumps({"step": step, "tokens": tokens_BS.tolist()}) + "\n")
@@ -28,5 +35,6 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
         run_peer(options, counted=record)
 
 
-FOLDER = Path(sys.argv.pop(1))
-app()
+if __name__ == "__main__":
+    FOLDER, FAULT = Path(sys.argv[1]), sys.argv[2]
+    app(sys.argv[3:])

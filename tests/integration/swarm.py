@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,20 @@ from typing import Any
 import anyio
 import torch
 
-from coordinator.local import LOOPBACK, LocalPeer, peers_running
-from coordinator.service import RunService, max_state_bytes, open_transport
+from coordinator.local import LOOPBACK, LocalPeer, LocalPeers, peers_running
+from coordinator.service import RunService, open_transport
 from swarm_peer.config import RunManifest
+from swarm_peer.model.training import max_state_bytes
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.processes import run_loop
-from swarm_peer.runtime.state_transfer import StageState, fetch_state
+from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.state_transfer import fetch_state
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import StateIndexCall
+
+# Threads that wait for each other on cores that peers compute on take a hundred times as long.
+torch.set_num_threads(1)
 
 RECORDING_PEER = Path(__file__).with_name("recording_peer.py")
 
@@ -82,19 +89,108 @@ class SwarmRun:
         states: by stage, the state of each of its peers
         counted: by global step, the counted microbatches (B, T+1), as stage 0 recorded them
         lines: of metrics.jsonl
+        fired: what faults wrote down, by name of the peer
     """
 
     states: list[list[StageState]]
     counted: dict[int, list[torch.Tensor]]
     lines: list[dict[str, Any]]
     output: Path
+    fired: list[str]
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted((self.output / "logs").glob("*.log")))
 
 
-def run_swarm(manifest: RunManifest, peers_by_stage: list[int], folder: Path, timeout_s: float = 100) -> SwarmRun:
-    """Train to the manifest's last step and fetch the state of every peer."""
+class LiveSwarm:
+    """A run under way, for a test's script to act on."""
+
+    def __init__(self, service: RunService, running: LocalPeers, records: Path):
+        self.service = service
+        self._running = running
+        self._records = records
+        self._expected_dead: set[str] = set()
+
+    @property
+    def step(self) -> int:
+        return self.service.watch.step
+
+    def log(self, name: str) -> str:
+        return self._peer(name).log_file.read_text(errors="replace")
+
+    async def reached(self, step: int) -> None:
+        await self.until(lambda: self.step >= step, f"step {step}")
+
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+        """Wait for what other processes do: there is nothing to wait on but what they write."""
+        try:
+            with anyio.fail_after(timeout_s):
+                while not condition():  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(f"{what} did not happen within {timeout_s:.0f} s; step {self.step}") from None
+
+    def start(self, stage: int | str, name: str, fault: str = "") -> None:
+        self._running.start(stage, name, _program(self._records, fault))
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.expect_death(name)
+        self._peer(name).process.kill()
+        self._peer(name).process.wait()
+
+    def expect_death(self, name: str) -> None:
+        self._expected_dead.add(name)
+
+    def signal(self, name: str, number: int) -> None:
+        self._peer(name).process.send_signal(number)
+
+    async def leave(self, name: str, timeout_s: float = 25.0) -> None:
+        """SIGTERM; it must end with exit code 0."""
+        self.expect_death(name)
+        process = self._peer(name).process
+        process.terminate()
+        await self.until(lambda: process.poll() is not None, f"the end of {name}", timeout_s)
+        assert process.returncode == 0, self.log(name)[-2000:]
+
+    def is_dead(self, name: str) -> bool:
+        return self._peer(name).process.poll() is not None
+
+    def _peer(self, name: str) -> LocalPeer:
+        return next(peer for peer in self._running.peers if peer.name == name)
+
+    async def watch(self) -> None:
+        while True:
+            for peer in self._running.peers:
+                if peer.name not in self._expected_dead and peer.process.poll() is not None:
+                    raise AssertionError(f"peer {peer.name} died: {peer.log_file.read_text()[-2000:]}")
+            await anyio.sleep(0.5)
+
+    def check_exit_codes(self) -> None:
+        codes = {p.name: p.process.returncode for p in self._running.peers if p.name not in self._expected_dead}
+        assert not any(codes.values()), f"every peer leaves with exit code 0: {codes}"
+
+
+Script = Callable[[LiveSwarm], Awaitable[None]]
+
+
+def _program(records: Path, fault: str) -> tuple[str, ...]:
+    return (sys.executable, str(RECORDING_PEER), str(records), fault)
+
+
+def run_swarm(
+    manifest: RunManifest,
+    peers_by_stage: list[int],
+    folder: Path,
+    timeout_s: float = 100,
+    *,
+    script: Script | None = None,
+) -> SwarmRun:
+    """Train to the manifest's last step and fetch the state of every peer.
+
+    Args:
+        script: acts on the live run; the run goes on to its end after it
+    """
     records = folder / "records"
     records.mkdir()
     identity = Identity.load_or_create(folder / "identity")
@@ -108,53 +204,43 @@ def run_swarm(manifest: RunManifest, peers_by_stage: list[int], folder: Path, ti
     )
     try:
         service = RunService(manifest, dht, folder)
-        program = (sys.executable, str(RECORDING_PEER), str(records))
-        with peers_running(dht.addresses(), peers_by_stage, folder, program=program) as peers:
-            states = run_loop(_train_and_fetch, service, dht, peers, peers_by_stage, timeout_s)
-        assert [peer.process.returncode for peer in peers] == [0] * len(peers), "every peer leaves with exit code 0"
+        with peers_running(dht.addresses(), peers_by_stage, folder, program=_program(records, "")) as running:
+            live = LiveSwarm(service, running, records)
+            states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
+        live.check_exit_codes()
     finally:
         dht.shutdown()
     counted = defaultdict(list)
-    for path in records.iterdir():
+    for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             counted[entry["step"]].append(torch.tensor(entry["tokens"]))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return SwarmRun(states, dict(counted), lines, folder)
+    fired = [path.read_text() for path in sorted(records.glob("*.fired"))]
+    return SwarmRun(states, dict(counted), lines, folder, fired)
 
 
 async def _train_and_fetch(
-    service: RunService, dht: SwarmDHT, peers: list[LocalPeer], peers_by_stage: list[int], timeout_s: float
+    live: LiveSwarm, dht: SwarmDHT, script: Script | None, timeout_s: float
 ) -> list[list[StageState]]:
+    service = live.service
     manifest = service.manifest
     with anyio.fail_after(timeout_s):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_watch, peers)
-            await service.run()
+            tasks.start_soon(live.watch)
+            if script is not None:
+                tasks.start_soon(service.run)
+                await script(live)
+                await live.until(service.model_folder.exists, "the saved model", timeout_s)
+            else:
+                await service.run()
             tasks.cancel_scope.cancel()
         states = []
         async with open_transport(dht, PeerMetrics()) as transport:
-            for stage, count in enumerate(peers_by_stage):
-                serving = [peer.peer_id for peer in service.watch.view.serving(stage)]
-                assert len(serving) == count, f"stage {stage} has {len(serving)} of {count} peers"
-                states.append(
-                    [
-                        await fetch_state(
-                            transport,
-                            [peer_id],
-                            manifest_hash=manifest.hash,
-                            stage=stage,
-                            min_step=manifest.training.steps,
-                            max_bytes=max_state_bytes(manifest, stage),
-                        )
-                        for peer_id in serving
-                    ]
-                )
+            for stage in range(manifest.stages.count):
+                view = await service.look([stage])
+                call = StateIndexCall(manifest=manifest.hash, of_stage=stage, min_step=service.watch.global_step + 1)
+                limit = max_state_bytes(manifest, stage)
+                peers = [peer.peer_id for peer in view.serving(stage)]
+                states.append([await fetch_state(transport, [peer], call, max_bytes=limit) for peer in peers])
         return states
-
-
-async def _watch(peers: list[LocalPeer]) -> None:
-    while True:
-        for peer in peers:
-            assert peer.process.poll() is None, f"peer {peer.name} died: {peer.log_file.read_text()[-2000:]}"
-        await anyio.sleep(0.5)

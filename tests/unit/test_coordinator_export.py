@@ -173,6 +173,9 @@ def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
             ["--checkpoint", "nowhere", "--step", "3"],
             "nowhere has no checkpoint of step 3: name one of those it has (none)",
         ),
+        ([], "export needs --checkpoint DIR_OR_URL or --initial-peers ADDRESS, and one of them only"),
+        (["--checkpoint", "x", "--initial-peers", "y"], "--initial-peers ADDRESS, and one of them only"),
+        (["--initial-peers", "y", "--step", "3"], "--step 3: a live run has its newest weights only"),
         (["--checkpoint", "nonsense://x"], "cannot reach nonsense://x (Protocol not known: nonsense)"),
     ],
 )

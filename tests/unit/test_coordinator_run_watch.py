@@ -31,14 +31,16 @@ def make_watch(validation_every=0, validation_samples=4, steps=10):
 
 
 def peer(peer_id, stage, state=PeerState.SERVING):
-    return PeerView(peer_id, stage, state, step=1, samples_per_s=2.0, queue=3)
+    return PeerView(peer_id, stage, state, step=9, samples_per_s=2.0, queue=3, updates=1, note="busy")
 
 
 VIEW = SwarmView(2, (peer("a", 0), peer("b", 0), peer("c", 1)))
 
 
-def report(step, loss=2.5, samples=8, seconds=2.0):
-    return StepReport(step=step, samples=samples, loss=loss, seconds=seconds)
+def report(updates, loss=2.5, samples=8, seconds=2.0, global_step=None):
+    """Of a run that never went back, if no global step is given."""
+    step = updates - 1 if global_step is None else global_step
+    return StepReport(step=step, updates=updates, samples=samples, loss=loss, seconds=seconds)
 
 
 def record(*reports, step=0, samples=0, validations=()):
@@ -46,7 +48,9 @@ def record(*reports, step=0, samples=0, validations=()):
     return ProgressRecord(
         current=current,
         finished=reports,
-        validations=tuple(Validation(step=at, samples=count, loss_sum=loss_sum) for at, count, loss_sum in validations),
+        validations=tuple(
+            Validation(step=at, updates=at, samples=count, loss_sum=loss_sum) for at, count, loss_sum in validations
+        ),
     )
 
 
@@ -68,9 +72,10 @@ def test_a_finished_step_is_a_line():
             "tokens_per_s": 40.0,
             "seconds": 2.0,
             "peers": [2, 1],
+            "global_step": 0,
         }
     ]
-    assert watch.step == 1
+    assert (watch.step, watch.global_step) == (1, 0)
 
 
 def test_each_step_is_told_once_however_many_report_it():
@@ -108,7 +113,8 @@ def test_reports_of_peers_outside_of_stage_0_are_not_believed():
     watch = make_watch()
     told = {"c": record(report(1), step=5, samples=6, validations=[(0, 4, 1.0)]), "x": record(report(1))}
     assert watch.observe(VIEW, told, 0.0) == []
-    assert (watch.current_step, watch.current_samples, watch.initial_validation_loss) == (0, 0, None)
+    assert (watch.current_step, watch.current_samples) == (0, 0)
+    assert (watch.step, watch.global_step) == (0, -1)
 
 
 # --- validation -------------------------------------------------------------------------------------------------------
@@ -175,10 +181,53 @@ def test_no_validation_is_waited_for_where_there_is_none():
     assert steps_of(watch.observe(VIEW, {"a": record(report(1))}, 0.0)) == [1]
 
 
-def test_the_validation_before_training_is_known():
-    watch = make_watch(validation_every=5)
-    watch.observe(VIEW, {"a": record(validations=[(0, 2, 8.0)]), "b": record(validations=[(0, 2, 12.0)])}, 0.0)
-    assert watch.initial_validation_loss == 5.0
+# --- rewinds ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rewind_takes_lines_back():
+    watch = make_watch()
+    watch.observe(VIEW, {"a": record(*(report(updates) for updates in range(1, 6)))}, 0.0)
+    [line] = watch.observe(VIEW, {"a": record(report(3, loss=1.5, global_step=9))}, 1.0)
+    assert (line["step"], line["global_step"], line["loss"]) == (3, 9, 1.5)
+    assert steps_of(watch.lines) == [1, 2, 3]
+    assert [line["global_step"] for line in watch.lines] == [0, 1, 9]
+    assert (watch.step, watch.global_step) == (3, 9)
+    assert steps_of(watch.observe(VIEW, {"a": record(report(4, global_step=10))}, 2.0)) == [4]
+
+
+def test_a_rewind_to_the_beginning_takes_all_lines_back():
+    watch = make_watch()
+    watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
+    watch.observe(VIEW, {"a": record(report(1, global_step=6))}, 1.0)
+    assert [(line["step"], line["global_step"]) for line in watch.lines] == [(1, 6)]
+
+
+def test_reports_of_a_line_that_was_given_up_come_too_late():
+    watch = make_watch()
+    watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
+    watch.observe(VIEW, {"a": record(report(2, global_step=6))}, 1.0)
+    assert watch.observe(VIEW, {"b": record(report(3), report(4))}, 2.0) == []
+    assert steps_of(watch.lines) == [1, 2]
+
+
+def test_both_lines_at_once_come_in_the_order_of_global_steps():
+    watch = make_watch()
+    lines = watch.observe(
+        VIEW, {"a": record(report(2, global_step=9)), "b": record(report(1), report(2), report(3))}, 0.0
+    )
+    assert steps_of(lines) == [1, 2, 3, 2]
+    assert steps_of(watch.lines) == [1, 2]
+
+
+def test_validations_are_those_of_the_line_that_goes_on():
+    """A step is validated anew after a rewind: what was measured before counts no more."""
+    watch = make_watch(validation_every=2, validation_samples=4)
+    watch.observe(VIEW, {"a": record(report(1), report(2), validations=[(2, 4, 12.0)])}, 0.0)
+    assert watch.lines[-1]["validation_loss"] == 3.0
+    rewound = {"a": record(report(2, global_step=8), validations=[(2, 4, 12.0)])}
+    assert watch.observe(VIEW, rewound, 1.0) == []
+    [line] = watch.observe(VIEW, {"a": record(validations=[(9, 4, 4.0)])}, 2.0)
+    assert (line["step"], line["validation_loss"]) == (2, 1.0)
 
 
 # --- the run as a whole -----------------------------------------------------------------------------------------------
@@ -221,20 +270,104 @@ def test_the_summary():
     }
     assert {key: summary[key] for key in expected} == expected
     assert summary["stages"][1]["peers"] == [
-        {"peer": "c", "state": "serving", "step": 1, "samples_per_s": 2.0, "tokens_per_s": 20.0, "queue": 3}
+        {
+            "peer": "c",
+            "state": "serving",
+            "step": 1,
+            "note": "busy",
+            "samples_per_s": 2.0,
+            "tokens_per_s": 20.0,
+            "queue": 3,
+        }
     ]
 
 
 def test_a_step_that_took_no_time():
-    assert step_line(1, 1.0, 8, 0.0, LENGTH, [1], None, 0)["tokens_per_s"] == 0.0
+    assert step_line(1, 0, 1.0, 8, 0.0, LENGTH, [1], None, 0)["tokens_per_s"] == 0.0
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def make_line(step, global_step=None, loss=1.0, validation_loss=None):
+    global_step = step - 1 if global_step is None else global_step
+    return step_line(step, global_step, loss, 8, 0.5, LENGTH, [1], validation_loss, 4)
+
+
+def written(folder):
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("validation_loss", [None, 1.25])
 def test_metrics_are_on_disk_at_once(tmp_path, validation_loss):
     metrics = MetricsFile(tmp_path / "run" / "output")
-    lines = [step_line(step, 1.0, 8, 0.5, LENGTH, [1], validation_loss, 4) for step in (1, 2)]
+    lines = [make_line(step, validation_loss=validation_loss) for step in (1, 2)]
     for number, line in enumerate(lines, 1):
-        metrics.write(line)
-        written = (tmp_path / "run" / "output" / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(text) for text in written] == lines[:number]
+        assert metrics.write(line)
+        assert written(tmp_path / "run" / "output") == lines[:number]
     metrics.close()
+
+
+def test_a_rewind_removes_lines_from_the_file(tmp_path):
+    metrics = MetricsFile(tmp_path)
+    for step in range(1, 6):
+        metrics.write(make_line(step))
+    rewound = [make_line(3, global_step=9, loss=0.5), make_line(4, global_step=10)]
+    assert metrics.write(rewound[0])
+    assert written(tmp_path) == [make_line(1), make_line(2), rewound[0]]
+    assert metrics.write(rewound[1])
+    assert not metrics.write(make_line(5)), "of the line that was given up"
+    assert written(tmp_path) == [make_line(1), make_line(2), *rewound]
+    metrics.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_begins_with_an_empty_file(tmp_path):
+    for step in (3, 1):
+        metrics = MetricsFile(tmp_path)
+        metrics.write(make_line(step))
+        metrics.close()
+    assert written(tmp_path) == [make_line(1)]
+
+
+def test_a_coordinator_that_restarts_writes_no_line_twice(tmp_path):
+    first = MetricsFile(tmp_path)
+    for step in (1, 2, 3):
+        first.write(make_line(step))
+    first.close()
+    again = MetricsFile(tmp_path, resume=True)
+    assert [again.write(make_line(step)) for step in (2, 3, 4)] == [False, False, True]
+    again.close()
+    assert written(tmp_path) == [make_line(step) for step in (1, 2, 3, 4)]
+
+
+def test_a_coordinator_that_restarts_in_the_middle_of_a_rewind_takes_lines_back_too(tmp_path):
+    """The new one has a fresh watch, and hears of both lines again."""
+    first = MetricsFile(tmp_path)
+    for step in range(1, 6):
+        first.write(make_line(step))
+    first.write(make_line(3, global_step=9))
+    first.close()
+    again = MetricsFile(tmp_path, resume=True)
+    watch = make_watch()
+    told = {
+        "a": record(*(report(updates, global_step=global_step) for updates, global_step in [(3, 9), (4, 10), (5, 11)])),
+        "b": record(*(report(updates) for updates in range(1, 6))),
+    }
+    new = [line for line in watch.observe(VIEW, told, 0.0) if again.write(line)]
+    again.close()
+    assert [(line["step"], line["global_step"]) for line in new] == [(4, 10), (5, 11)]
+    expected = [(1, 0), (2, 1), (3, 9), (4, 10), (5, 11)]
+    assert [(line["step"], line["global_step"]) for line in written(tmp_path)] == expected
+    assert [(line["step"], line["global_step"]) for line in watch.lines] == expected
+
+
+def test_a_coordinator_that_was_away_during_a_rewind_takes_lines_back(tmp_path):
+    first = MetricsFile(tmp_path)
+    for step in range(1, 6):
+        first.write(make_line(step))
+    first.close()
+    again = MetricsFile(tmp_path, resume=True)
+    assert again.write(make_line(2, global_step=8))
+    again.close()
+    assert written(tmp_path) == [make_line(1), make_line(2, global_step=8)]

@@ -1,6 +1,7 @@
 import asyncio
 import random
 import threading
+from pathlib import Path
 
 import anyio
 import pytest
@@ -32,9 +33,9 @@ from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.next_stage import Microbatch, NextStage
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.snapshots import StateDonor
 from swarm_peer.runtime.stage_group import StageGroup
 from swarm_peer.runtime.stage_runner import StageRunner
-from swarm_peer.runtime.state_transfer import StateDonor
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import AdoptCall, MicrobatchCall
@@ -92,9 +93,9 @@ class Peer:
             )
         self.runner = StageRunner(manifest, self.trainer, self.compute, self.next_stage, self.metrics, replies_kept)
         group = StageGroup(manifest, stage, self.transport, None, self.progress, swarm.view, self.metrics, changed)
-        donor = StateDonor(self.trainer, self.compute, lambda: "", changed, stage)
+        donor = StateDonor(self.trainer, self.compute, changed, stage, Path("/nowhere"))
         handler = MicrobatchHandler(manifest, HIDDEN, self.gate, self.runner, self.progress, self.metrics)
-        gossip = Gossip(manifest.hash, self.transport, self.progress, group.welcome, lambda peer: None)
+        gossip = Gossip(manifest.hash, self.transport, self.progress, group.welcome, lambda peer, serial: None)
         self.handover = GradientHandover(
             manifest.hash, stage, self.trainer, self.compute, self.runner, self.gate, self.transport, swarm.view,
             self.metrics,

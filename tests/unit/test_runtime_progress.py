@@ -81,7 +81,8 @@ def test_repeated_counts_add_nothing():
         pytest.param((AUTHOR.peer_id, signed(4)[1][:-1] + b"\0"), id="broken signature"),
         pytest.param((AUTHOR.peer_id, signed(4, run="other")[1]), id="of another run"),
         pytest.param(
-            (AUTHOR.peer_id, seal(StepReport(step=0, samples=4, loss=1.0, seconds=1.0), RUN, AUTHOR)), id="other kind"
+            (AUTHOR.peer_id, seal(StepReport(step=0, updates=1, samples=4, loss=1.0, seconds=1.0), RUN, AUTHOR)),
+            id="other kind",
         ),
         pytest.param((AUTHOR.peer_id, b""), id="empty"),
         pytest.param(signed(5, claimed=4), id="more counted than claimed"),

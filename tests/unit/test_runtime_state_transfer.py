@@ -1,29 +1,40 @@
 import asyncio
+import dataclasses
 import hashlib
+import random
+import time
+from types import SimpleNamespace
 
 import anyio
 import pytest
 import torch
 from memory_transport import MemoryNetwork
 
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
-from swarm_peer.runtime import state_transfer
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.runtime import snapshots, state_index, state_transfer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.state_transfer import StateDonor, fetch_state
+from swarm_peer.runtime.snapshots import MAX_UPDATES_RETAINED, RETAIN_S, SNAPSHOTS_KEPT, StateDonor
+from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.state_transfer import CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
 from swarm_peer.runtime.transport import Reply, check_body, pack_fields, unpack_fields
-from swarm_peer.wire.messages import StateChunkCall, StateEntry, StateIndex, StateIndexCall
+from swarm_peer.wire.messages import KeptCall, KeptReply, StateChunkCall, StateEntry, StateIndex, StateIndexCall
 
 HASH = "0123456789abcdef" * 2
 STAGE = 1
+CHUNK_BYTES = 16
 
 
 class FakeTrainer:
     """As much of a StageTrainer as a donor needs."""
 
-    def __init__(self, fill):
-        self.step = 3
+    def __init__(self, fill, updates):
+        self.step = updates
         self.fill = float(fill)
 
     def state(self):
@@ -37,73 +48,129 @@ class FakeTrainer:
         }
 
 
+NUM_CHUNKS = sum(
+    -(-tensor.numel() * tensor.element_size() // CHUNK_BYTES) for tensor in FakeTrainer(0, 0).state().values()
+)
+
+
 class Donor:
-    def __init__(self, network, peer_id, fill=1.0, stage=STAGE, step=3):
+    """A peer that gives states away; all with the same `fill` and step give the same one."""
+
+    def __init__(self, network, folder, peer_id, fill=1.0, stage=STAGE, step=3, origin=FIRST_ORIGIN):
         self.peer_id = peer_id
-        self.trainer = FakeTrainer(fill)
-        self.trainer.step = step
+        self.stage = stage
+        self.trainer = FakeTrainer(fill, origin.updates_at(step))
         self.changed = Signal()
         self.compute = ComputeThread(PeerMetrics())
-        self.lineage = f"lineage of {fill}"
-        self.donor = StateDonor(self.trainer, self.compute, lambda: self.lineage, self.changed, stage)
-        self.donor.step = step
+        self.folder = folder / peer_id
+        self.donor = StateDonor(self.trainer, self.compute, self.changed, stage, self.folder)
         self.transport = network.transport(peer_id)
+        self.enter(step, origin)
+
+    @property
+    def step(self):
+        return self.donor.current.step
+
+    def lineage(self):
+        return f"lineage of {self.trainer.fill}"
+
+    def enter(self, step, origin):
+        self.donor.enter(step, self.lineage(), origin, b"ledger")
 
     async def __call__(self, caller, op, body, tensors):
-        if op == "state_index":
-            return await self.donor.handle_index(caller, check_body(StateIndexCall, body), tensors)
-        return await self.donor.handle_chunk(caller, check_body(StateChunkCall, body), tensors)
+        for call, handle in self.donor.calls.items():
+            if call.model_fields["op"].default == op:
+                return await handle(caller, check_body(call, body), tensors)
+        raise AssertionError(op)
 
-    def goes_on(self, fill):
+    def goes_on(self, fill, gradient=None):
+        """End a step, as a peer does."""
+        gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient]
+        self.donor.retain_update(gradients, f"lineage of {float(fill)}", b"ledger")
         self.trainer.step += 1
         self.trainer.fill = float(fill)
-        self.lineage = f"lineage of {float(fill)}"
-        self.donor.step = self.trainer.step
-        self.changed.notify()
+        self.enter(self.step + 1, self.donor.current.origin)
+
+    def files(self):
+        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+
+    def state_of(self, updates, fill=1.0, origin=FIRST_ORIGIN):
+        """A state of some stage, to be kept."""
+        step = updates - origin.updates + origin.step
+        return StageState(step, f"lineage of {fill}", FakeTrainer(fill, updates).state(), origin, b"ledger")
 
 
 class World:
-    def __init__(self):
+    def __init__(self, folder):
+        self.folder = folder
         self.network = MemoryNetwork()
         self.donors = []
 
     async def donor(self, peer_id, **options):
-        donor = Donor(self.network, peer_id, **options)
+        donor = Donor(self.network, self.folder, peer_id, **options)
         await donor.transport.serve(donor)
         self.donors.append(donor)
         return donor
 
-    async def fetch(self, *donors, min_step=0, max_bytes=10_000, stage=STAGE):
-        return await fetch_state(
-            self.network.transport("me"),
-            [getattr(donor, "peer_id", donor) for donor in donors],
-            manifest_hash=HASH,
-            stage=stage,
-            min_step=min_step,
-            max_bytes=max_bytes,
-        )
+    async def fetch(self, *donors, max_bytes=10_000, stage=STAGE, rng=None, **wanted):
+        """Donors are asked in this order."""
+        call = StateIndexCall(manifest=HASH, of_stage=stage, **wanted)
+        ids = [getattr(donor, "peer_id", donor) for donor in donors]
+        me = self.network.transport("me")
+        return await fetch_state(me, ids, call, max_bytes=max_bytes, rng=rng or InOrder())
+
+    async def call(self, donor, body):
+        return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
+
+    async def index_of(self, donor, **wanted):
+        """The index's name and what it says."""
+        reply = await self.call(donor, StateIndexCall(manifest=HASH, of_stage=STAGE, **wanted))
+        packed = reply.tensors[0]
+        return hashlib.sha256(packed).digest(), unpack_fields(StateIndex, packed)
+
+    def chunks_from(self, donor):
+        return self.network.num_calls("state_chunk", donor.peer_id)
+
+
+class InOrder(random.Random):
+    def shuffle(self, items):
+        pass
 
 
 @pytest.fixture
-async def world(monkeypatch):
+async def world(monkeypatch, tmp_path):
     # A state of many chunks, without many bytes.
-    monkeypatch.setattr(state_transfer, "CHUNK_BYTES", 16)
-    world = World()
+    for module in (snapshots, state_index, state_transfer):
+        monkeypatch.setattr(module, "STATE_CHUNK_BYTES", CHUNK_BYTES)
+    world = World(tmp_path)
     async with world.network:
         yield world
     for donor in world.donors:
         donor.compute.stop()
 
 
-def assert_state_of(state, donor):
-    """Whole, and all of it from one donor."""
-    expected = donor.trainer.state()
-    assert state.tensors.keys() == expected.keys()
+@pytest.fixture
+def clock(monkeypatch):
+    """Moves the donors' time on."""
+    clock = SimpleNamespace(passed_s=0.0)
+    monkeypatch.setattr(snapshots, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + clock.passed_s))
+    return clock
+
+
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert state.tensors[name].dtype == tensor.dtype
-        assert state.tensors[name].shape == tensor.shape
-        assert torch.equal(state.tensors[name], tensor), name
-    assert (state.step, state.lineage) == (donor.trainer.step, donor.lineage)
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name], tensor), name
+
+
+def assert_state_of(state, donor):
+    """Whole, and all of it the same state."""
+    assert_equal(state.tensors, donor.trainer.state())
+    assert state.lineage == donor.lineage()
+    assert (state.step, state.updates) == (donor.step, donor.trainer.step)
+    assert (state.origin, state.ledger) == (donor.donor.current.origin, b"ledger")
 
 
 def changed_index(change):
@@ -125,24 +192,49 @@ def with_entry(number, **change):
     return change_entries
 
 
+def chunks(number):
+    return tuple(bytes([n % 256]) * 32 for n in range(number))
+
+
 # --- downloads --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_state_comes_over_whole(world):
     donor = await world.donor("a", fill=2.5)
     assert_state_of(await world.fetch(donor), donor)
-    assert world.network.num_calls("state_chunk") > 10
+    assert world.network.num_calls("state_chunk") == NUM_CHUNKS > 10
 
 
-async def test_the_first_donor_is_enough(world):
-    donor, other = await world.donor("a"), await world.donor("b", fill=9.0)
-    assert_state_of(await world.fetch(donor, other), donor)
-    assert not any(callee == "b" for _, callee, _ in world.network.calls)
+async def test_the_origin_of_a_rewound_run_comes_over(world):
+    donor = await world.donor("a", step=20, origin=Origin(18, 5))
+    state = await world.fetch(donor)
+    assert_state_of(state, donor)
+    assert (state.step, state.updates) == (20, 7)
 
 
 async def test_a_later_state_is_welcome(world):
     donor = await world.donor("a", step=7)
     assert (await world.fetch(donor, min_step=5)).step == 7
+
+
+async def test_several_donors_each_give_some(world):
+    donors = [await world.donor(name) for name in "abcd"]
+    assert_state_of(await world.fetch(*donors), donors[0])
+    shares = [world.chunks_from(donor) for donor in donors]
+    assert sum(shares) == NUM_CHUNKS, "each chunk once"
+    assert min(shares[:MAX_DONORS]) >= CHUNKS_IN_FLIGHT
+    assert shares[MAX_DONORS:] == [0], "of those that were not asked"
+
+
+async def test_which_donors_are_asked_is_up_to_chance(world):
+    donors = [await world.donor(name) for name in "abcdef"]
+    asked = set()
+    for seed in range(8):
+        world.network.calls.clear()
+        await world.fetch(*donors, rng=random.Random(seed))
+        asked.add(frozenset(callee for _, callee, op in world.network.calls if op == "state_index"))
+    assert len(asked) > 1
+    assert {len(some) for some in asked} == {MAX_DONORS}
 
 
 @pytest.mark.parametrize(
@@ -151,22 +243,29 @@ async def test_a_later_state_is_welcome(world):
         ({"op": "state_index", "fail": PeerUnreachable("gone")}, "a: gone"),
         ({"op": "state_chunk", "fail": PeerUnreachable("gone")}, "a: gone"),
         ({"op": "state_chunk", "skip": 5, "fail": PeerUnreachable("gone")}, "a: gone"),
-        ({"op": "state_chunk", "skip": 9, "drop_reply": True}, "a: the stream broke"),
+        ({"op": "state_chunk", "skip": 6, "drop_reply": True}, "a: the stream broke"),
         ({"op": "state_chunk", "skip": 3, "fail": CallTimeout("stalled")}, "a: stalled"),
-        ({"op": "state_index", "tamper": lambda reply: Reply()}, "a: the state's index is missing"),
+        ({"op": "state_index", "tamper": lambda reply: Reply()}, "a: the index is missing"),
         ({"op": "state_index", "tamper": lambda reply: Reply({}, (memoryview(b"\xc1"),))}, "StateIndex: no msgpack"),
         ({"op": "state_index", "tamper": lambda reply: Reply({}, (memoryview(b"\x80"),))}, "StateIndex: stage: miss"),
-        ({"op": "state_index", "tamper": changed_index(lambda index: {"stage": 0})}, "bytes of stage 0 at step 3"),
-        ({"op": "state_index", "tamper": changed_index(lambda index: {"step": 2})}, "stage 1 at step 2; wanted"),
+        ({"op": "state_index", "tamper": changed_index(lambda index: {"stage": 0})}, "state of stage 0 at step 3"),
+        ({"op": "state_index", "tamper": changed_index(lambda index: {"kind": "update"})}, "update of stage 1 at step"),
+        ({"op": "state_index", "tamper": changed_index(lambda index: {"step": 2})}, "stage 1 at step 2 with 2 updates"),
+        ({"op": "state_index", "tamper": changed_index(lambda index: {"origin_step": 4})}, "with -1 updates; wanted"),
         ({"op": "state_index", "tamper": changed_index(with_entry(0, dtype="object"))}, "weight of type object"),
         (
-            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(10_000, 7)))},
-            "offered 280084 bytes of stage 1 .* of at most 10000 bytes",
+            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(3_000, 1), chunks=chunks(750)))},
+            "offered 12084 bytes, .* wanted at most 10000 bytes",
         ),
-        ({"op": "state_index", "tamper": changed_index(with_entry(0, shape=(2**39,) * 8))}, "of at most 10000 bytes"),
-        ({"op": "state_index", "tamper": changed_index(with_entry(0, shape=(6, 7)))}, "a chunk of .* was asked for"),
-        ({"op": "state_index", "tamper": changed_index(with_entry(0, shape=(4, 7)))}, "weight does not match its hash"),
-        ({"op": "state_index", "tamper": changed_index(with_entry(1, sha256=bytes(32)))}, "bias does not match its"),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(2**39,) * 8))},
+            "weight of [0-9]+ bytes with hashes of 9 chunks",
+        ),
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, chunks=()))}, "weight of 140 .* of 0 chunks"),
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, chunks=chunks(10)))}, "hashes of 10 chunks"),
+        # What it offers fits, and it does not have it.
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, shape=(6, 6)))}, "not kept here any more"),
+        ({"op": "state_index", "tamper": changed_index(with_entry(1, chunks=chunks(1)))}, "not kept here any more"),
         ({"op": "state_chunk", "skip": 4, "tamper": lambda reply: Reply()}, "a chunk of 16 bytes was asked for"),
         (
             {"op": "state_chunk", "skip": 4, "tamper": lambda reply: Reply({}, (reply.tensors[0][1:],))},
@@ -174,30 +273,94 @@ async def test_a_later_state_is_welcome(world):
         ),
         (
             {"op": "state_chunk", "skip": 4, "tamper": lambda reply: Reply({}, (memoryview(bytes(16)),))},
-            "weight does not match its hash",
+            "a chunk of weight does not match its hash",
         ),
     ],
 )
-async def test_when_a_donor_fails_the_next_one_gives_all(world, fault, reason):
-    failing, good = await world.donor("a", fill=1.0), await world.donor("b", fill=2.0)
+async def test_when_a_donor_fails_another_one_gives_the_rest(world, monkeypatch, fault, reason):
+    monkeypatch.setattr(state_transfer, "CHUNKS_IN_FLIGHT", 1)
+    failing, good = await world.donor("a"), await world.donor("b")
     scripted = world.network.fault(to="a", **fault)
     assert_state_of(await world.fetch(failing, good, min_step=3), good)
     assert scripted.fired == 1
     # The same fault with nobody else to ask says what happened.
-    again = world.network.fault(to="a", **(fault | {"times": 1}))
+    again = world.network.fault(to="a", **fault)
     with pytest.raises(CallError, match=f"no donor gave the state of stage 1: .*{reason}"):
         await world.fetch(failing, min_step=3)
     assert again.fired == 1
 
 
-async def test_a_donor_that_dies_half_way_is_replaced(world):
-    dying, good = await world.donor("a", fill=1.0), await world.donor("b", fill=2.0)
-    fault = world.network.fault(op="state_chunk", to="a", skip=6, after=anyio.Event())
+async def test_a_donor_that_dies_half_way_is_left(world):
+    dying, good = await world.donor("a"), await world.donor("b")
+    fault = world.network.fault(op="state_chunk", to="a", skip=CHUNKS_IN_FLIGHT, before=anyio.Event(), times=100)
+    others = world.network.fault(op="state_chunk", to="b", skip=1, before=anyio.Event(), times=100)
     fetching = asyncio.ensure_future(world.fetch(dying, good))
     await fault.struck.wait()
+    await others.struck.wait()
     world.network.kill("a")
-    fault.after.set()
+    fault.before.set()
+    others.before.set()
     assert_state_of(await fetching, good)
+    assert world.chunks_from(dying) <= 2 * CHUNKS_IN_FLIGHT, "no more after its death"
+    assert world.chunks_from(good) >= NUM_CHUNKS - CHUNKS_IN_FLIGHT
+
+
+async def test_a_donor_that_lies_in_the_middle_is_left(world):
+    liar, good, other = [await world.donor(name) for name in "abc"]
+    lie = world.network.fault(
+        op="state_chunk", to="a", skip=3, times=100, tamper=lambda reply: Reply({}, (memoryview(bytes(16)),))
+    )
+    assert_state_of(await world.fetch(liar, good, other), good)
+    assert lie.fired >= 1
+    assert world.chunks_from(liar) <= 3 + CHUNKS_IN_FLIGHT
+
+
+async def test_what_a_donor_owes_is_asked_of_others_that_had_finished(world):
+    """The last chunk of all fails when nothing else is left to do."""
+    slow, quick = await world.donor("a"), await world.donor("b")
+    fault = world.network.fault(op="state_chunk", to="a", before=anyio.Event(), fail=PeerUnreachable("gone"))
+    fetching = asyncio.ensure_future(world.fetch(slow, quick))
+    await fault.struck.wait()
+    while world.network.num_calls("state_chunk") < NUM_CHUNKS:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await anyio.wait_all_tasks_blocked()
+    before = world.chunks_from(quick)
+    fault.before.set()
+    assert_state_of(await fetching, quick)
+    assert world.chunks_from(quick) == before + 1
+
+
+async def test_more_donors_are_asked_when_the_first_ones_fail(world):
+    for name in "abc":
+        await world.donor(name)
+        world.network.fault(op="state_index", to=name, fail=NotServing("no state"))
+    good = await world.donor("d")
+    assert_state_of(await world.fetch("a", "b", "c", "d"), good)
+
+
+async def test_the_newest_state_is_taken_from_those_that_have_it(world):
+    old, new, also_new = (
+        await world.donor("a"),
+        await world.donor("b", step=4, fill=2),
+        await world.donor("c", step=4, fill=2),
+    )
+    assert_state_of(await world.fetch(old, new, also_new), new)
+    assert world.chunks_from(old) == 0
+    assert min(world.chunks_from(new), world.chunks_from(also_new)) > 0
+
+
+async def test_of_states_of_one_step_the_one_of_more_donors_is_taken(world):
+    """Some hold other weights than most."""
+    odd, good, also_good = await world.donor("c", fill=9), await world.donor("a"), await world.donor("b")
+    assert_state_of(await world.fetch(odd, good, also_good), good)
+    assert world.chunks_from(odd) == 0
+
+
+async def test_a_donor_that_claims_to_be_ahead_and_gives_nothing_is_left(world):
+    liar, good = await world.donor("a", step=900, fill=7), await world.donor("b")
+    world.network.fault(op="state_chunk", to="a", times=100, fail=PeerUnreachable("gone"))
+    assert_state_of(await world.fetch(liar, good), good)
+    assert 0 < world.chunks_from(liar) <= CHUNKS_IN_FLIGHT
 
 
 async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
@@ -209,9 +372,19 @@ async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
         await world.fetch(donor, max_bytes=total - 1)
 
 
+async def test_tensors_without_elements_may_have_any_shape(world):
+    donor = await world.donor("a")
+    huge = (0, *[2**39] * 7)
+    tensors = donor.trainer.state() | {"empty": torch.zeros(0).view(huge)}
+    donor.trainer.state = lambda: tensors
+    assert (await world.fetch(donor)).tensors["empty"].shape == huge
+
+
 async def test_no_donor_at_all_is_told(world):
     with pytest.raises(CallError, match="no donor gave the state of stage 1: there is none"):
         await world.fetch()
+    with pytest.raises(CallError, match="no donor gave the update of stage 1: there is none"):
+        await world.fetch(kind="update")
 
 
 async def test_each_donor_is_named_with_its_reason(world):
@@ -222,19 +395,35 @@ async def test_each_donor_is_named_with_its_reason(world):
 
 
 async def test_few_chunks_are_asked_for_at_once(world):
-    donor = await world.donor("a")
+    donor, other = await world.donor("a"), await world.donor("b")
     delay = anyio.Event()
     world.network.fault(op="state_chunk", before=delay, times=1000)
-    fetching = asyncio.ensure_future(world.fetch(donor))
+    fetching = asyncio.ensure_future(world.fetch(donor, other))
     while world.network.num_calls("state_chunk") == 0:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await anyio.wait_all_tasks_blocked()
-    assert world.network.num_calls("state_chunk") == state_transfer.CHUNKS_IN_FLIGHT
+    assert world.chunks_from(donor) == world.chunks_from(other) == CHUNKS_IN_FLIGHT
     delay.set()
     assert_state_of(await fetching, donor)
 
 
 # --- donors -----------------------------------------------------------------------------------------------------------
+
+
+async def test_donors_of_the_same_state_make_the_same_index(world):
+    a, b, c = await world.donor("a"), await world.donor("b"), await world.donor("c", fill=2)
+    names = [(await world.index_of(donor))[0] for donor in (a, b, c)]
+    assert names[0] == names[1] != names[2]
+
+
+async def test_the_index_names_what_it_holds(world):
+    donor = await world.donor("a", step=20, origin=Origin(18, 5))
+    _, index = await world.index_of(donor)
+    data = donor.trainer.state()["weight"].numpy().tobytes()
+    hashes = tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in range(0, 140, CHUNK_BYTES))
+    assert index.entries[0] == StateEntry(name="weight", dtype="float32", shape=(5, 7), chunks=hashes)
+    assert (index.stage, index.kind, index.step, index.lineage) == (STAGE, "state", 20, "lineage of 1.0")
+    assert (index.origin_step, index.origin_updates, index.ledger) == (18, 5, b"ledger")
 
 
 async def test_a_download_that_began_before_a_step_is_not_torn_by_it(world):
@@ -249,23 +438,35 @@ async def test_a_download_that_began_before_a_step_is_not_torn_by_it(world):
     fault.before.set()
     state = await fetching
     assert (state.step, state.lineage) == (3, "lineage of 1.0")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
+    assert_equal(state.tensors, before)
 
 
-async def test_a_snapshot_that_is_two_steps_old_is_given_up(world):
+async def test_a_state_is_kept_for_those_who_use_it_and_no_longer(world, clock):
     donor = await world.donor("a")
-    chunk = StateChunkCall(manifest=HASH, step=3, entry=0, offset=0, size=8)
-    await world.fetch(donor)
-    for fill in (2.0, 3.0):
+    name, _ = await world.index_of(donor)
+    chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
+    for fill in range(5):
+        clock.passed_s += RETAIN_S - 1
         donor.goes_on(fill)
-        assert_state_of(await world.fetch(donor, min_step=donor.trainer.step), donor)
-    me = world.network.transport("me")
-    with pytest.raises(NotServing, match="the state of step 3 is not kept any more"):
-        await me.call("a", chunk, timeout_s=5.0)
-    await me.call("a", chunk.model_copy(update={"step": 4}), timeout_s=5.0)
+        await world.call(donor, chunk)
+    clock.passed_s += RETAIN_S + 1
+    donor.goes_on(9)
+    with pytest.raises(NotServing, match="this is not kept here any more"):
+        await world.call(donor, chunk)
+    assert donor.donor._offers == {}
 
 
-async def test_a_snapshot_serves_all_who_ask_in_a_step(world, monkeypatch):
+async def test_states_that_nobody_uses_do_not_pile_up(world, clock):
+    donor = await world.donor("a")
+    for fill in range(20):
+        donor.goes_on(fill)
+        await world.fetch(donor)
+        clock.passed_s += RETAIN_S / 2
+        states = [offer for offer in donor.donor._offers.values() if offer.index.kind == "state"]
+        assert len(states) <= 4
+
+
+async def test_a_state_serves_all_who_ask_in_a_step(world, monkeypatch):
     donor = await world.donor("a")
     taken = []
     state = donor.trainer.state
@@ -286,40 +487,27 @@ async def test_a_donor_waits_for_the_step_that_is_asked_for(world):
 
 
 async def test_a_donor_without_the_state_says_so(world, monkeypatch):
-    monkeypatch.setattr(state_transfer, "WAIT_FOR_STEP_S", 0.0)
+    monkeypatch.setattr(snapshots, "WAIT_FOR_STEP_S", 0.0)
     donor = await world.donor("a")
     with pytest.raises(CallError, match="this peer has the state of step 3, not of 9"):
         await world.fetch(donor, min_step=9)
-    donor.donor.step = None
+    with pytest.raises(CallError, match="this peer serves stage 1, not 0"):
+        await world.fetch(donor, stage=0)
+    donor.donor.current = None
     with pytest.raises(CallError, match="this peer has the state of step None, not of 0"):
         await world.fetch(donor)
+    with pytest.raises(NotServing, match="this peer has no state yet"):
+        await world.call(donor, KeptCall(manifest=HASH))
 
 
-@pytest.mark.parametrize("entry", [6, 99_999])
-async def test_chunks_of_tensors_that_there_are_not_are_refused(world, entry):
+@pytest.mark.parametrize(("entry", "chunk"), [(6, 0), (99_999, 0), (0, 9), (0, 2**20 - 1), (5, 0)])
+async def test_chunks_that_there_are_not_are_refused(world, entry, chunk):
     donor = await world.donor("a")
-    await world.fetch(donor)
-    call = StateChunkCall(manifest=HASH, step=3, entry=entry, offset=0, size=8)
-    with pytest.raises(InvalidMessage, match=f"tensor {entry} of 6"):
-        await world.network.transport("me").call("a", call, timeout_s=5.0)
-
-
-async def test_chunks_beyond_the_end_are_empty(world):
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    call = StateChunkCall(manifest=HASH, step=3, entry=0, offset=10**12, size=8)
-    reply = await world.network.transport("me").call("a", call, timeout_s=5.0)
-    assert [tensor.nbytes for tensor in reply.tensors] == [0]
-
-
-async def test_the_index_names_what_it_holds(world):
-    donor = await world.donor("a")
-    call = StateIndexCall(manifest=HASH, min_step=0)
-    reply = await world.network.transport("me").call("a", call, timeout_s=5.0)
-    index = unpack_fields(StateIndex, reply.tensors[0])
-    weight = donor.trainer.state()["weight"]
-    digest = hashlib.sha256(weight.numpy().tobytes()).digest()
-    assert index.entries[0] == StateEntry(name="weight", dtype="float32", shape=(5, 7), sha256=digest)
+    name, _ = await world.index_of(donor)
+    with pytest.raises(InvalidMessage, match=f"chunk {chunk} of tensor {entry} of 6"):
+        await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=entry, chunk=chunk))
+    reply = await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=0, chunk=8))
+    assert [tensor.nbytes for tensor in reply.tensors] == [140 - 8 * CHUNK_BYTES], "the last one is shorter"
 
 
 async def test_a_state_that_is_ahead_of_its_lineage_is_not_given_away(world):
@@ -331,7 +519,268 @@ async def test_a_state_that_is_ahead_of_its_lineage_is_not_given_away(world):
         await donor.compute.run(Priority.EVALUATE, lambda: None)
         await anyio.wait_all_tasks_blocked()
     assert world.network.num_calls("state_chunk") == 0
-    donor.lineage = "lineage of 5.0"
-    donor.donor.step = 4
-    donor.changed.notify()
+    donor.enter(4, FIRST_ORIGIN)
     assert_state_of(await fetching, donor)
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+async def test_updates_are_retained_only_while_a_state_is_being_downloaded(world, clock):
+    donor = await world.donor("a")
+    donor.goes_on(2.0)
+    with pytest.raises(CallError, match="the update of step 3 is not kept here"):
+        await world.fetch(donor, kind="update", min_step=3)
+    await world.fetch(donor)
+    donor.goes_on(3.0)
+    update = await world.fetch(donor, kind="update", min_step=4)
+    assert (update.step, update.lineage, update.ledger) == (4, "lineage of 3.0", b"ledger")
+    assert_equal(update.tensors, {"00000": torch.full((5, 7), 3.0)})
+    clock.passed_s += RETAIN_S + 1
+    donor.goes_on(4.0)
+    for step in (4, 5):
+        with pytest.raises(CallError, match=f"the update of step {step} is not kept here"):
+            await world.fetch(donor, kind="update", min_step=step)
+    assert donor.donor._updates == {}
+
+
+async def test_a_snapshot_that_is_kept_is_no_download(world):
+    donor = await world.donor("a")
+    assert await donor.donor.keep_own(3)
+    donor.goes_on(2.0)
+    assert donor.donor._updates == {}
+
+
+async def test_an_update_is_no_download_either(world, clock):
+    """Or updates would be retained for ever, once there is one."""
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    donor.goes_on(2.0)
+    clock.passed_s += RETAIN_S - 1
+    await world.fetch(donor, kind="update", min_step=3)
+    clock.passed_s += 2
+    donor.goes_on(3.0)
+    assert donor.donor._updates == {}
+
+
+async def test_an_update_is_a_copy(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    gradient = torch.ones(5, 7)
+    donor.goes_on(2.0, gradient)
+    gradient.zero_()  # the trainer does with it what it wants
+    update = await world.fetch(donor, kind="update", min_step=3)
+    assert torch.equal(update.tensors["00000"], torch.ones(5, 7))
+
+
+async def test_few_updates_are_retained(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    for step in range(3, 3 + MAX_UPDATES_RETAINED):
+        donor.goes_on(step)
+        await world.fetch(donor, kind="update", min_step=step)
+    donor.goes_on(99)
+    assert sorted(donor.donor._updates) == list(range(4, 4 + MAX_UPDATES_RETAINED))
+    assert sum(offer.index.kind == "update" for offer in donor.donor._offers.values()) == MAX_UPDATES_RETAINED - 1
+    with pytest.raises(CallError, match="the update of step 3 is not kept here"):
+        await world.fetch(donor, kind="update", min_step=3)
+    await world.fetch(donor, kind="update", min_step=4)
+
+
+async def test_an_update_is_there_for_a_second_newcomer_too(world, clock):
+    donor = await world.donor("a")
+    name, _ = await world.index_of(donor)
+    donor.goes_on(2.0)
+    await world.fetch(donor, kind="update", min_step=3)
+    for _ in range(3):  # one whose download takes long
+        clock.passed_s += RETAIN_S / 2
+        await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0))
+        donor.goes_on(3.0)
+    assert (await world.fetch(donor, kind="update", min_step=3)).step == 3
+
+
+async def test_updates_of_a_line_that_was_given_up_are_gone(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    donor.goes_on(2.0)
+    donor.trainer.step = 2
+    donor.enter(9, Origin(9, 2))
+    with pytest.raises(CallError, match="the update of step 3 is not kept here"):
+        await world.fetch(donor, kind="update", min_step=3)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
+    config = {
+        "model_type": "gpt2", "vocab_size": 17, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2,
+        "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    manifest = RunManifest.model_validate(
+        {
+            "name": "tiny",
+            "model": {"config": config},
+            "stages": {"count": 2},
+            "data": {"sequence_length": 6},
+            "training": {"steps": 10, "global_batch_size": 8, "microbatch_size": 2},
+            "optimizer": {"name": name, "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+            "schedule": {"name": "cosine", "warmup_steps": 2},
+        }
+    )
+    spec = stages_of(manifest)[STAGE]
+    donor = await world.donor("a", step=0)
+    trainer, newcomer = StageTrainer(manifest, spec), StageTrainer(manifest, spec)
+    donor.trainer = donor.donor._trainer = trainer
+    random_ = torch.Generator().manual_seed(0)
+
+    def make_step():
+        gradients = [torch.randn(p.shape, generator=random_) for p in trainer.module.parameters()]
+        donor.donor.retain_update(gradients, "l", b"")
+        trainer.apply(gradients)
+        donor.donor.enter(donor.step + 1, "l", FIRST_ORIGIN, b"")
+
+    make_step()
+    limit = max_state_bytes(manifest, STAGE)
+    state = await world.fetch(donor, max_bytes=limit)
+    for _ in range(3):
+        make_step()
+    newcomer.load_state(state.tensors, state.updates)
+    for step in range(state.step, donor.step):
+        update = await world.fetch(donor, max_bytes=limit, kind="update", min_step=step)
+        newcomer.apply(list(update.tensors.values()))
+    assert newcomer.step == trainer.step == 4
+    assert_equal(newcomer.state(), trainer.state())
+
+
+# --- snapshots that are kept ------------------------------------------------------------------------------------------
+
+
+async def kept_by(world, donor):
+    reply = await world.call(donor, KeptCall(manifest=HASH))
+    return check_body(KeptReply, reply.body)
+
+
+async def test_a_kept_snapshot_is_given_away_much_later(world, clock):
+    donor = await world.donor("a", step=20, origin=Origin(18, 5))
+    before = donor.trainer.state()
+    assert await donor.donor.keep_own(7)
+    for fill in range(3):
+        clock.passed_s += 10 * RETAIN_S
+        donor.goes_on(fill)
+    state = await world.fetch(donor, updates=7)
+    assert_equal(state.tensors, before)
+    assert (state.step, state.updates, state.lineage, state.ledger) == (20, 7, "lineage of 1.0", b"ledger")
+    reply = await kept_by(world, donor)
+    assert (reply.step, reply.origin_step, reply.origin_updates, reply.kept) == (23, 18, 5, ((STAGE, 7),))
+
+
+async def test_a_snapshot_of_another_stage_is_given_away_too(world):
+    donor = await world.donor("a")
+    await donor.donor.keep(2, donor.state_of(3, fill=8))
+    state = await world.fetch(donor, stage=2, updates=3)
+    assert_equal(state.tensors, FakeTrainer(8, 3).state())
+    with pytest.raises(CallError, match="no snapshot of stage 1 after 3 updates is kept here"):
+        await world.fetch(donor, stage=1, updates=3)
+    with pytest.raises(CallError, match="no snapshot of stage 2 after 4 updates is kept here"):
+        await world.fetch(donor, stage=2, updates=4)
+
+
+async def test_snapshots_of_the_same_state_have_the_same_index(world):
+    """So that a stage's snapshot comes from those that took it and from those that guard it."""
+    own, guard = await world.donor("a"), await world.donor("b", stage=0)
+    assert await own.donor.keep_own(3)
+    await guard.donor.keep(STAGE, own.state_of(3))
+    assert_equal((await world.fetch(own, guard, updates=3)).tensors, own.trainer.state())
+    assert min(world.chunks_from(own), world.chunks_from(guard)) > 0
+
+
+async def test_another_number_of_updates_is_refused(world):
+    donor = await world.donor("a")
+    assert await donor.donor.keep_own(3)
+    world.network.fault(op="state_index", tamper=changed_index(lambda index: {"step": 4}))
+    with pytest.raises(CallError, match=r"at step 4 with 4 updates; wanted .* with 3 updates"):
+        await world.fetch(donor, updates=3)
+
+
+async def test_a_kept_state_is_read_back(world):
+    donor = await world.donor("a")
+    assert donor.donor.kept_state(STAGE, 3) is None
+    assert await donor.donor.keep_own(3)
+    before = donor.trainer.state()
+    donor.goes_on(2.0)
+    state = donor.donor.kept_state(STAGE, 3)
+    assert_equal(state.tensors, before)
+    assert (state.step, state.updates, state.lineage) == (3, 3, "lineage of 1.0")
+    state.tensors["weight"].zero_()
+    assert_equal(donor.donor.kept_state(STAGE, 3).tensors, before)
+
+
+async def test_a_state_that_is_not_there_any_more_is_not_kept(world):
+    donor = await world.donor("a")
+    assert not await donor.donor.keep_own(2)
+    donor.trainer.step = 4  # the next update has been applied already
+    assert not await donor.donor.keep_own(3)
+    assert donor.files() == []
+
+
+async def test_few_snapshots_of_each_stage_are_kept(world):
+    donor = await world.donor("a")
+    for updates in (1, 2, 3, 4):
+        for stage in (STAGE, 2):
+            await donor.donor.keep(stage, donor.state_of(updates, fill=updates))
+    reply = await kept_by(world, donor)
+    assert reply.kept == ((1, 3), (1, 4), (2, 3), (2, 4))
+    assert SNAPSHOTS_KEPT == 2
+    assert donor.files() == ["stage-1-updates-3", "stage-1-updates-4", "stage-2-updates-3", "stage-2-updates-4"]
+    assert donor.donor.kept_state(STAGE, 2) is None
+    assert len(donor.donor._offers) == 4
+
+
+async def test_a_snapshot_that_is_forgotten_while_it_is_read_does_no_harm(world):
+    donor = await world.donor("a")
+    await donor.donor.keep(STAGE, donor.state_of(1, fill=1))
+    fault = world.network.fault(op="state_chunk", skip=3, after=anyio.Event())
+    fetching = asyncio.ensure_future(world.fetch(donor, updates=1))
+    await fault.struck.wait()
+    for updates in (2, 3):
+        await donor.donor.keep(STAGE, donor.state_of(updates, fill=updates))
+    fault.after.set()
+    try:
+        assert_equal((await fetching).tensors, FakeTrainer(1, 1).state())
+    except CallError as error:
+        assert "not kept here any more" in str(error)  # noqa: PT017
+
+
+async def test_later_snapshots_are_forgotten_when_the_run_goes_back(world):
+    donor = await world.donor("a", step=6)
+    for updates in (4, 6):
+        await donor.donor.keep(STAGE, donor.state_of(updates))
+        await donor.donor.keep(2, donor.state_of(updates))
+    donor.trainer.step = 4
+    donor.enter(20, Origin(20, 4))
+    reply = await kept_by(world, donor)
+    assert reply.kept == ((1, 4), (2, 4))
+    assert donor.files() == ["stage-1-updates-4", "stage-2-updates-4"]
+    donor.enter(21, Origin(20, 4))
+    assert (await kept_by(world, donor)).kept == reply.kept
+
+
+async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world):
+    donor = await world.donor("a", step=6)
+    await donor.donor.keep(2, donor.state_of(4))
+    late = donor.state_of(6)
+    donor.trainer.step = 4
+    donor.enter(20, Origin(20, 4))
+    await donor.donor.keep(2, late)
+    assert (await kept_by(world, donor)).kept == ((2, 4),)
+    assert donor.files() == ["stage-2-updates-4"]
+    again = dataclasses.replace(late, step=22, origin=Origin(20, 4))
+    await donor.donor.keep(2, again)
+    assert (await kept_by(world, donor)).kept == ((2, 4), (2, 6))
+
+
+async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
+    donor = await world.donor("a")
+    for fill in (1, 2):
+        await donor.donor.keep(STAGE, donor.state_of(3, fill=fill))
+    assert_equal(donor.donor.kept_state(STAGE, 3).tensors, FakeTrainer(2, 3).state())
+    assert donor.files() == ["stage-1-updates-3"]

@@ -9,10 +9,12 @@ from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, StepClos
 from swarm_peer.runtime.transport import check_body, error_body, error_from_body, pack_fields, unpack_fields
 from swarm_peer.wire.messages import (
     MAX_HEADER_BYTES,
+    MAX_LEDGER_BYTES,
     MAX_TENSORS,
     PREFIX,
     Frame,
     FrameType,
+    KeptReply,
     MicrobatchCall,
     MicrobatchReply,
     StateChunkCall,
@@ -185,9 +187,13 @@ def test_bodies_survive_the_wire():
     assert check_body(MicrobatchCall, as_received(CALL.model_dump())) == CALL
     index = StateIndex(
         stage=1,
+        kind="update",
         step=2,
+        origin_step=1,
+        origin_updates=0,
         lineage="l",
-        entries=(StateEntry(name="w", dtype="float32", shape=(2, 3), sha256=bytes(32)),),
+        ledger=b"\0",
+        entries=(StateEntry(name="w", dtype="float32", shape=(2, 3), chunks=(bytes(32),)),),
     )
     assert unpack_fields(StateIndex, memoryview(pack_fields(index))) == index
 
@@ -240,9 +246,36 @@ def test_replies_with_a_loss_that_is_no_number_are_refused(loss_sum):
         check_body(MicrobatchReply, {"loss_sum": loss_sum, "samples_per_s": 1.0})
 
 
-def test_chunks_are_small():
-    with pytest.raises(InvalidMessage, match="size"):
-        check_body(StateChunkCall, {"manifest": HASH, "step": 0, "entry": 0, "offset": 0, "size": 8 * 2**20 + 1})
+@pytest.mark.parametrize("change", [{"index": bytes(31)}, {"entry": 100_000}, {"chunk": -1}, {"chunk": 2**20}])
+def test_calls_for_chunks_that_are_wrong_are_refused(change):
+    call = {"manifest": HASH, "index": bytes(32), "entry": 0, "chunk": 0}
+    check_body(StateChunkCall, call)
+    with pytest.raises(InvalidMessage, match=next(iter(change))):
+        check_body(StateChunkCall, call | change)
+
+
+def test_a_ledger_is_bounded():
+    index = {
+        "stage": 0,
+        "kind": "state",
+        "step": 0,
+        "origin_step": 0,
+        "origin_updates": 0,
+        "lineage": "",
+        "entries": (),
+    }
+    check_body(StateIndex, index | {"ledger": bytes(MAX_LEDGER_BYTES)})
+    with pytest.raises(InvalidMessage, match="ledger"):
+        check_body(StateIndex, index | {"ledger": bytes(MAX_LEDGER_BYTES + 1)})
+
+
+def test_few_snapshots_are_told():
+    kept = {"step": 3, "origin_step": 0, "origin_updates": 0}
+    check_body(KeptReply, as_received(kept | {"kept": ((0, 50),) * 64}))
+    with pytest.raises(InvalidMessage, match="kept"):
+        check_body(KeptReply, as_received(kept | {"kept": ((0, 50),) * 65}))
+    with pytest.raises(InvalidMessage, match="kept"):
+        check_body(KeptReply, as_received(kept | {"kept": ((256, 50),)}))
 
 
 def test_a_body_may_be_missing():

@@ -15,6 +15,7 @@ from swarm_peer.wire.records import (
     Announcement,
     EndRecord,
     ManifestRecord,
+    OriginRecord,
     Progress,
     ProgressRecord,
     StepReport,
@@ -30,17 +31,28 @@ ME = Identity(Ed25519PrivateKey.from_private_bytes(b"m" * 32))
 OTHER = Identity(Ed25519PrivateKey.from_private_bytes(b"o" * 32))
 PROGRESS = Progress(step=3, samples=8, claimed=12, loss_sum=20.5)
 ANNOUNCEMENT = Announcement(
-    serial=7, stage=1, state="serving", step=3, samples_per_s=2.5, queue=4, version="0.1.0", device="cpu"
+    serial=7,
+    stage=1,
+    state="serving",
+    step=3,
+    updates=2,
+    movable=True,
+    note="waits",
+    samples_per_s=2.5,
+    queue=4,
+    version="0.1.0",
+    device="cpu",
 )
 RECORDS = [
     PROGRESS,
     ANNOUNCEMENT,
     ManifestRecord(manifest='{"name":"x"}'),
     EndRecord(reason="done"),
+    OriginRecord(step=9, updates=5),
     ProgressRecord(
         current=PROGRESS,
-        finished=(StepReport(step=1, samples=8, loss=2.5, seconds=1.5),),
-        validations=(Validation(step=0, samples=4, loss_sum=11.0),),
+        finished=(StepReport(step=1, updates=1, samples=8, loss=2.5, seconds=1.5),),
+        validations=(Validation(step=0, updates=0, samples=4, loss_sum=11.0),),
     ),
 ]
 
@@ -59,7 +71,7 @@ def test_records_survive_their_envelope(record):
 
 def test_records_become_what_policies_use():
     assert PROGRESS.count() == StepCount(8, 12, 20.5)
-    assert ANNOUNCEMENT.view("a") == PeerView("a", 1, PeerState.SERVING, 3, 2.5, 4)
+    assert ANNOUNCEMENT.view("a") == PeerView("a", 1, PeerState.SERVING, 3, 2.5, 4, 2, True, "waits")
 
 
 def test_undecided_peers_have_a_key_of_their_own():
@@ -96,7 +108,7 @@ def test_a_record_of_another_run_is_refused():
 
 
 def test_a_record_of_another_kind_is_refused():
-    report = StepReport(step=1, samples=2, loss=0.5, seconds=1.0)
+    report = StepReport(step=1, updates=1, samples=2, loss=0.5, seconds=1.0)
     with pytest.raises(InvalidMessage, match=r"report of run .*, expected progress of run"):
         unseal(Progress, seal(report, RUN, ME), RUN, ME.peer_id)
 
@@ -188,7 +200,7 @@ def test_a_record_that_is_too_large_is_refused_unread():
 
 
 def test_long_lists_are_refused():
-    report = StepReport(step=1, samples=1, loss=1.0, seconds=1.0)
+    report = StepReport(step=1, updates=1, samples=1, loss=1.0, seconds=1.0)
     record = ProgressRecord.model_construct(current=PROGRESS, finished=(report,) * 65, validations=())
     with pytest.raises(InvalidMessage, match="finished"):
         unseal(ProgressRecord, seal(record, RUN, ME), RUN, ME.peer_id)

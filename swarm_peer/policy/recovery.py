@@ -1,0 +1,97 @@
+"""A stage that has lost all its peers: where the run goes back to, and who takes the stage over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from swarm_peer.policy.view import PeerState, SwarmView
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Origin:
+    """Where the present line of updates began: at global step `step`, with weights of `updates` optimizer updates.
+
+    Global steps never go back, so that whatever belongs to a line that was given up is told by its number alone. When
+    a run is rewound, it gets a new origin with a higher step and fewer updates.
+    """
+
+    step: int = 0
+    updates: int = 0
+
+    def updates_at(self, step: int) -> int:
+        return self.updates + step - self.step
+
+
+FIRST_ORIGIN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """Attributes:
+    updates: how many updates the run keeps; None if there is nothing to go back to
+    holders: peers that hold the lost stage's snapshot of it
+    """
+
+    updates: int | None
+    holders: tuple[str, ...]
+    reason: str
+
+
+def choose_rewind(
+    kept: Mapping[str, Collection[tuple[int, int]]], num_stages: int, lost_stage: int, newest: int, from_scratch: int
+) -> Rewind:
+    """The newest state that the whole run can go back to.
+
+    Args:
+        kept: by peer, (stage, updates) of the snapshots that it holds, of its own stage and of others
+        newest: updates that the run has made
+        from_scratch: so many updates may be given up to begin anew where no snapshot is left
+    """
+    stages_by_updates: dict[int, dict[int, list[str]]] = {}
+    for peer_id in sorted(kept):
+        for stage, updates in sorted(kept[peer_id]):
+            if 0 <= stage < num_stages and updates <= newest:
+                stages_by_updates.setdefault(updates, {}).setdefault(stage, []).append(peer_id)
+    for updates in sorted(stages_by_updates, reverse=True):
+        holders = stages_by_updates[updates]
+        if len(holders) == num_stages:
+            return Rewind(updates, tuple(holders[lost_stage]), f"all stages' snapshots of {updates} updates exist")
+    if newest <= from_scratch:
+        return Rewind(0, (), f"the run has made {newest} updates only and begins anew")
+    found = "; ".join(
+        f"of {updates} updates, stages {', '.join(map(str, sorted(stages)))}"
+        for updates, stages in sorted(stages_by_updates.items(), reverse=True)[:3]
+    )
+    return Rewind(
+        None,
+        (),
+        f"no snapshot of stage {lost_stage} exists that all other stages have too; there are: {found or 'none'}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """The peer that moves to a lost stage, or None with the reason."""
+
+    peer_id: str | None
+    reason: str
+
+
+def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str]) -> Mover:
+    """Who takes over a stage that nobody serves. All who see the same view choose the same peer.
+
+    From the stage with the most peers, the slowest of those that may move: it is missed least.
+    """
+    joining = [peer.peer_id for peer in view.in_stage(lost_stage) if peer.state is PeerState.JOINING]
+    if joining:
+        return Mover(None, f"{len(joining)} peers are joining stage {lost_stage}")
+    candidates = [
+        (-len(view.serving(peer.stage)), peer.samples_per_s, peer.peer_id)
+        for peer in view.peers
+        if peer.state is PeerState.SERVING and peer.peer_id in movable and len(view.serving(peer.stage)) > 1
+    ]
+    if not candidates:
+        return Mover(None, f"no peer may move to stage {lost_stage}: none is free, or each is the last of its stage")
+    num_peers, _, peer_id = min(candidates)
+    return Mover(peer_id, f"it is the slowest of the {-num_peers} peers of the fullest stage")

@@ -1,0 +1,235 @@
+"""For stages that lose all their peers: keeps snapshots, finds one to begin with, and takes the run back to it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError
+from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.recovery import Origin, choose_mover, choose_rewind
+from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.snapshots import StateDonor
+from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.state_transfer import fetch_state
+from swarm_peer.runtime.transport import Transport, check_body
+from swarm_peer.wire.messages import KeptCall, KeptReply, RewindCall, RewindReply, StateIndexCall
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+# Pause between tries, and between reminders to peers that have not gone back yet.
+PAUSE_S = 2.0
+# Tries to get another stage's snapshot from its peers, who take it at the same time as we take ours.
+GUARD_TRIES = 5
+# A rewound run's global steps begin so much above the newest one known: who was a step ahead is behind it, too.
+STEPS_BETWEEN_LINES = 4
+# Updates that may be given up where there is no snapshot yet, in intervals between snapshots.
+INTERVALS_FROM_SCRATCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a peer begins that finds no stage-mate.
+
+    Attributes:
+        state: of its stage; None for the run's initial weights
+        rewound: the other stages have to go back to it
+    """
+
+    origin: Origin
+    state: StageState | None
+    rewound: bool
+    reason: str
+
+
+class Recovery:
+    """Belongs to the event loop's thread.
+
+    Args:
+        first_origin: where the run began, by word of the run key
+        look: looks up who announces some stages now
+    """
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        stage: int,
+        run_id: str,
+        transport: Transport,
+        donor: StateDonor,
+        view: Callable[[], SwarmView],
+        look: Callable[[Sequence[int]], Awaitable[SwarmView]],
+        first_origin: Callable[[], Awaitable[Origin]],
+        changed: Signal,
+    ):
+        self._manifest = manifest
+        self._hash = manifest.hash
+        self._stage = stage
+        self._run_id = run_id
+        self._transport = transport
+        self._me = transport.peer_id
+        self._donor = donor
+        self._view = view
+        self._look = look
+        self._first_origin = first_origin
+        self._changed = changed
+        self._kept_last: tuple[Origin, int] | None = None
+
+    async def find_start(self) -> Start:
+        """Where to begin, now that nobody serves this peer's stage.
+
+        Raises:
+            CallError: it has to wait; says for what
+        """
+        view = self._view()
+        origin = await self._first_origin()
+        # A coordinator that goes on from a checkpoint gives it away.
+        asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(origin.updates)
+        replies = await self._ask_kept(asked)
+        known = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
+        serving = [replies[peer_id] for peer_id in known if peer_id in replies]
+        if known and not serving:
+            raise CallError(f"none of the {len(known)} serving peers can be reached")
+        for reply in serving:
+            origin = max(origin, Origin(reply.origin_step, reply.origin_updates))
+        newest = max((reply.step for reply in serving), default=0)
+        kept = {peer_id: _kept_on_line(reply, origin) for peer_id, reply in replies.items()}
+        if newest <= origin.step:
+            holders = sorted(peer for peer, snapshots in kept.items() if (self._stage, origin.updates) in snapshots)
+            state = await self._fetch(self._stage, origin.updates, holders) if origin.updates else None
+            return Start(origin, state, False, "nothing was computed since the run's beginning")
+        rivals = [
+            peer.peer_id
+            for peer in view.in_stage(self._stage)
+            if peer.state is PeerState.JOINING and peer.peer_id < self._me
+        ]
+        if rivals:
+            raise CallError(f"peer {rivals[0]} is taking stage {self._stage} over")
+        rewind = choose_rewind(
+            kept,
+            self._manifest.stages.count,
+            self._stage,
+            origin.updates_at(newest),
+            INTERVALS_FROM_SCRATCH * self._manifest.recovery.snapshot_every,
+        )
+        if rewind.updates is None:
+            raise CallError(rewind.reason)
+        state = await self._fetch(self._stage, rewind.updates, rewind.holders) if rewind.updates else None
+        return Start(Origin(newest + STEPS_BETWEEN_LINES, rewind.updates), state, True, rewind.reason)
+
+    async def _ask_kept(self, peers: Sequence[str]) -> dict[str, KeptReply]:
+        replies: dict[str, KeptReply] = {}
+
+        async def ask(peer_id: str) -> None:
+            try:
+                reply = await self._transport.call(peer_id, KeptCall(manifest=self._hash), timeout_s=CALL_TIMEOUT_S)
+                replies[peer_id] = check_body(KeptReply, reply.body)
+            except CallError as error:
+                log.info("snapshots_unknown peer=%s reason=%s: %s", peer_id, error.code, error)
+
+        async with anyio.create_task_group() as tasks:
+            for peer_id in sorted(set(peers) - {self._me}):
+                tasks.start_soon(ask, peer_id)
+        return replies
+
+    async def _fetch(self, stage: int, updates: int, holders: Sequence[str]) -> StageState:
+        call = StateIndexCall(manifest=self._hash, of_stage=stage, updates=updates)
+        return await fetch_state(self._transport, holders, call, max_bytes=max_state_bytes(self._manifest, stage))
+
+    async def have_all_go_back(self, origin: Origin) -> None:
+        """Tell all peers of other stages that the run goes on from `origin`, until none is left before it."""
+        call = RewindCall(manifest=self._hash, lost_stage=self._stage, step=origin.step, updates=origin.updates)
+        told: set[str] = set()
+
+        async def tell(peer_id: str) -> None:
+            try:
+                reply = await self._transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
+                check_body(RewindReply, reply.body)
+                told.add(peer_id)
+            except CallError as error:
+                log.warning("rewind_refused peer=%s reason=%s: %s", peer_id, error.code, error)
+
+        while True:
+            view = await self._look(range(self._manifest.stages.count))
+            behind = [peer for peer in view.peers if peer.stage != self._stage and peer.step < origin.step]
+            others = {peer.peer_id for peer in behind} - told
+            if not others:
+                return
+            async with anyio.create_task_group() as tasks:
+                for peer_id in sorted(others):
+                    tasks.start_soon(tell, peer_id)
+            await anyio.sleep(PAUSE_S)
+
+    async def run_snapshots(self) -> None:
+        """Keep a snapshot of this stage, and one of the next, every so many updates."""
+        every = self._manifest.recovery.snapshot_every
+        if not every:
+            return
+        async with anyio.create_task_group() as tasks:
+            if self._manifest.stages.count > 1:
+                tasks.start_soon(self._run_guarding)
+            while True:
+                await self._changed.wait_for(lambda: self._snapshot_is_due(every))
+                current = self._donor.current
+                assert current is not None
+                self._kept_last = (current.origin, current.updates)
+                if not await self._donor.keep_own(current.updates):
+                    log.warning("snapshot_missed updates=%d reason=the step was over already", current.updates)
+                self._changed.notify()
+
+    def _snapshot_is_due(self, every: int) -> bool:
+        current = self._donor.current
+        if current is None or not current.updates or current.updates % every:
+            return False
+        return self._kept_last != (current.origin, current.updates)
+
+    async def _run_guarding(self) -> None:
+        """Whenever this peer has kept its own state, keep that of the next stage with as many updates."""
+        stage = (self._stage + 1) % self._manifest.stages.count
+        guarded: tuple[Origin, int] | None = None
+        while True:
+            await self._changed.wait_for(lambda seen=guarded: self._kept_last != seen)  # type: ignore[misc]
+            assert self._kept_last is not None
+            guarded = self._kept_last
+            for _ in range(GUARD_TRIES):
+                peers = [peer.peer_id for peer in self._view().serving(stage)]
+                try:
+                    await self._donor.keep(stage, await self._fetch(stage, guarded[1], peers))
+                    break
+                except CallError as error:
+                    log.info("snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded[1], error)
+                with anyio.move_on_after(PAUSE_S):
+                    await self._changed.wait_for(lambda seen=guarded: self._kept_last != seen)  # type: ignore[misc]
+                    break
+
+    async def watch_stages(self) -> int:
+        """Wait until a stage has no peers left and this one is chosen to move there; returns the stage."""
+        patience_s = self._manifest.limits.announcement_s
+        empty_since: dict[int, float] = {}
+        while True:
+            await anyio.sleep(patience_s / 4)
+            view = await self._look(range(self._manifest.stages.count))
+            now = time.monotonic()
+            empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
+            empty_since = {stage: empty_since.get(stage, now) for stage in empty}
+            movable = [peer.peer_id for peer in view.peers if peer.movable]
+            for stage in empty:
+                if now < empty_since[stage] + patience_s:
+                    continue
+                mover = choose_mover(view, stage, movable)
+                log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
+                if mover.peer_id == self._me:
+                    return stage
+
+
+def _kept_on_line(reply: KeptReply, origin: Origin) -> list[tuple[int, int]]:
+    """Its snapshots, without those that belong to a line that was given up: it has not gone back yet."""
+    on_line = Origin(reply.origin_step, reply.origin_updates) == origin
+    return [(stage, updates) for stage, updates in reply.kept if on_line or updates <= origin.updates]

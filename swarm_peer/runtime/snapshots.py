@@ -1,0 +1,263 @@
+"""What a peer gives away of states: its own newest one, the updates after it, and the snapshots that it keeps.
+
+All of them are tensors with an index that lists and hashes them (wire/messages.py, StateIndex). A newcomer downloads a
+state and then replays the updates of the steps that passed meanwhile, so those are kept while somebody downloads.
+Snapshots for recovery are files, mapped into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import numpy as np
+import torch
+
+from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.recovery import Origin
+from swarm_peer.runtime.compute import ComputeThread, Priority
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.state_index import StageState, assemble, make_index
+from swarm_peer.runtime.transport import Handler, Reply, pack_fields
+from swarm_peer.wire.messages import (
+    STATE_CHUNK_BYTES,
+    Body,
+    KeptCall,
+    KeptReply,
+    StateChunkCall,
+    StateIndex,
+    StateIndexCall,
+)
+
+log = logging.getLogger(__name__)
+
+# A donor waits this long for the step that it is asked for; the caller asks again if it needs more.
+WAIT_FOR_STEP_S = 10.0
+# What nobody has asked for in this time is dropped: whoever was downloading it is gone.
+RETAIN_S = 60.0
+# Averaging costs a peer more bandwidth per step than an update, and a state is as large as three of them: who takes
+# more than some steps for it could not keep up with averaging either.
+MAX_UPDATES_RETAINED = 16
+# Of each stage: somebody may still be using the one before.
+SNAPSHOTS_KEPT = 2
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Something that can be downloaded, for `index` describes it."""
+
+    index: StateIndex
+    packed: bytes
+    tensors: tuple[memoryview, ...]
+    used_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def updates(self) -> int:
+        return self.index.origin_updates + self.index.step - self.index.origin_step
+
+
+class StateDonor:
+    """Belongs to the event loop's thread.
+
+    Args:
+        folder: of snapshots for recovery
+
+    Attributes:
+        current: the state that this peer may give away, without its tensors; None while it has none
+    """
+
+    def __init__(self, trainer: StageTrainer, compute: ComputeThread, changed: Signal, stage: int, folder: Path):
+        self._trainer = trainer
+        self._compute = compute
+        self._changed = changed
+        self._stage = stage
+        self._folder = folder
+        self._lock = anyio.Lock()
+        self._offers: dict[bytes, _Offer] = {}  # by the hash of their index
+        self._updates: dict[int, StageState] = {}  # gradients of the steps that a downloading newcomer misses
+        self._update_ids: dict[int, bytes] = {}
+        self._kept: dict[tuple[int, int], bytes] = {}  # (stage, updates) -> snapshot for recovery
+        self.current: StageState | None = None
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        return {StateIndexCall: self.handle_index, StateChunkCall: self.handle_chunk, KeptCall: self.handle_kept}
+
+    def enter(self, step: int, lineage: str, origin: Origin, ledger: bytes) -> None:
+        """The state that the trainer holds now is that of `step`."""
+        if self.current is not None and origin != self.current.origin:
+            self._updates.clear()
+            self._update_ids.clear()
+            self._forget_after(origin.updates)
+        self.current = StageState(step, lineage, {}, origin, ledger)
+        self._drop_unused()
+        self._changed.notify()
+
+    def retain_update(self, gradients: Sequence[torch.Tensor], lineage: str, ledger: bytes) -> None:
+        """Keep the update that ends the current step, if somebody is downloading the state before it."""
+        assert self.current is not None
+        self._drop_unused()
+        if not any(offer.index.kind == "state" and not self._is_kept(key) for key, offer in self._offers.items()):
+            self._updates.clear()
+            self._update_ids.clear()
+            return
+        tensors = {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}
+        self._updates[self.current.step] = StageState(self.current.step, lineage, tensors, self.current.origin, ledger)
+        while len(self._updates) > MAX_UPDATES_RETAINED:
+            oldest = min(self._updates)
+            del self._updates[oldest]
+            self._offers.pop(self._update_ids.pop(oldest, b""), None)
+
+    async def keep_own(self, updates: int) -> bool:
+        """Keep a snapshot of this peer's own state, if it has so many updates now."""
+        async with self._lock:
+            state = await self._compute.run(Priority.STEP, self._take)
+        if state is None or state.updates != updates:
+            return False
+        await self.keep(self._stage, state)
+        return True
+
+    async def keep(self, stage: int, state: StageState) -> None:
+        """Keep a stage's state as a file, and forget the oldest one of that stage."""
+        path = self._folder / f"stage-{stage}-updates-{state.updates}"
+        offer = await anyio.to_thread.run_sync(_write_offer, stage, state, path)
+        origin = state.origin if self.current is None else self.current.origin
+        if state.origin < origin and state.updates > origin.updates:
+            path.unlink(missing_ok=True)
+            log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
+            return
+        self._kept[stage, state.updates] = self._offer(offer)
+        for oldest in sorted(updates for known, updates in self._kept if known == stage)[:-SNAPSHOTS_KEPT]:
+            self._forget(stage, oldest)
+        log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
+
+    def _forget_after(self, updates: int) -> None:
+        """Later snapshots are of a line of updates that was given up."""
+        for stage, known in [key for key in self._kept if key[1] > updates]:
+            self._forget(stage, known)
+
+    def kept_state(self, stage: int, updates: int) -> StageState | None:
+        """A snapshot that is kept here; its tensors are copies."""
+        offer = self._offers.get(self._kept.get((stage, updates), b""))
+        if offer is None:
+            return None
+        return assemble(offer.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in offer.tensors])
+
+    def _forget(self, stage: int, updates: int) -> None:
+        self._offers.pop(self._kept.pop((stage, updates)), None)
+        (self._folder / f"stage-{stage}-updates-{updates}").unlink(missing_ok=True)
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self._kept.values()
+
+    def _drop_unused(self) -> None:
+        oldest = time.monotonic() - RETAIN_S
+        self._offers = {
+            key: offer for key, offer in self._offers.items() if offer.used_at >= oldest or self._is_kept(key)
+        }
+
+    def _offer(self, offer: _Offer) -> bytes:
+        key = hashlib.sha256(offer.packed).digest()
+        self._offers[key] = offer
+        return key
+
+    async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
+        if call.updates is not None:
+            offer = self._offers.get(self._kept.get((call.of_stage, call.updates), b""))
+            if offer is None:
+                raise NotServing(f"no snapshot of stage {call.of_stage} after {call.updates} updates is kept here")
+        elif call.of_stage != self._stage:
+            raise NotServing(f"this peer serves stage {self._stage}, not {call.of_stage}")
+        else:
+            offer = await (self._newest(call.min_step) if call.kind == "state" else self._update(call.min_step))
+        offer.used_at = time.monotonic()
+        return Reply(tensors=(memoryview(offer.packed),))
+
+    async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
+        offer = self._offers.get(call.index)
+        if offer is None:
+            raise NotServing("this is not kept here any more")
+        if call.entry >= len(offer.tensors) or call.chunk >= len(offer.index.entries[call.entry].chunks):
+            raise InvalidMessage(f"chunk {call.chunk} of tensor {call.entry} of {len(offer.tensors)}")
+        offer.used_at = time.monotonic()
+        start = call.chunk * STATE_CHUNK_BYTES
+        return Reply(tensors=(offer.tensors[call.entry][start : start + STATE_CHUNK_BYTES],))
+
+    async def handle_kept(self, caller: str, call: KeptCall, tensors: Sequence[memoryview]) -> Reply:
+        if self.current is None:
+            raise NotServing("this peer has no state yet")
+        origin = self.current.origin
+        reply = KeptReply(
+            step=self.current.step,
+            origin_step=origin.step,
+            origin_updates=origin.updates,
+            kept=tuple(sorted(self._kept))[-64:],
+        )
+        return Reply(reply.model_dump())
+
+    async def _newest(self, min_step: int) -> _Offer:
+        with anyio.move_on_after(WAIT_FOR_STEP_S):
+            await self._changed.wait_for(lambda: self.current is not None and self.current.step >= min_step)
+        async with self._lock:
+            while True:
+                if self.current is None or self.current.step < min_step:
+                    step = None if self.current is None else self.current.step
+                    raise NotServing(f"this peer has the state of step {step}, not of {min_step}")
+                step = self.current.step
+                for offer in self._offers.values():
+                    if (offer.index.stage, offer.index.kind, offer.index.step) == (self._stage, "state", step):
+                        return offer
+                state = await self._compute.run(Priority.STEP, self._take)
+                if state is None:
+                    await self._changed.wait_for(lambda left=step: self.current and self.current.step != left)  # type: ignore[misc]
+                    continue
+                offer = await anyio.to_thread.run_sync(_make_offer, self._stage, "state", state)
+                self._offer(offer)
+                return offer
+
+    async def _update(self, step: int) -> _Offer:
+        state = self._updates.get(step)
+        if state is None:
+            raise NotServing(f"the update of step {step} is not kept here")
+        async with self._lock:
+            if self._update_ids.get(step) not in self._offers:
+                offer = await anyio.to_thread.run_sync(_make_offer, self._stage, "update", state)
+                self._update_ids[step] = self._offer(offer)
+        offer = self._offers.get(self._update_ids[step])  # type: ignore[assignment]
+        if offer is None:
+            raise NotServing(f"the update of step {step} is not kept here any more")
+        return offer
+
+    def _take(self) -> StageState | None:
+        """In the compute thread. None while the weights are an update ahead of what the event loop knows."""
+        current = self.current
+        if current is None or self._trainer.step != current.updates:
+            return None
+        return StageState(current.step, current.lineage, self._trainer.state(), current.origin, current.ledger)
+
+
+def _make_offer(stage: int, kind: Literal["state", "update"], state: StageState) -> _Offer:
+    index, tensors = make_index(stage, kind, state)
+    return _Offer(index, pack_fields(index), tensors)
+
+
+def _write_offer(stage: int, state: StageState, path: Path) -> _Offer:
+    index, tensors = make_index(stage, "state", state)
+    partial = path.with_suffix(".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with partial.open("wb") as file:
+        for data in tensors:
+            file.write(data)
+    partial.replace(path)
+    sizes = [data.nbytes for data in tensors]
+    mapped = np.memmap(path, np.uint8, "r") if sum(sizes) else np.empty(0, np.uint8)
+    ends = np.cumsum(sizes)
+    parts = tuple(memoryview(mapped[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+    return _Offer(index, pack_fields(index), parts)

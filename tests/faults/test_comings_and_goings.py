@@ -1,0 +1,120 @@
+"""Peers come late, leave on notice, and whole stages are lost: what comes out is what one process would have made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
+
+from coordinator.baseline import Baseline
+from swarm_peer.config import RunManifest
+
+pytestmark = pytest.mark.timeout(170)
+
+
+def manifest_of(steps: int, **sections: Any) -> RunManifest:
+    limits = {"hop_timeout_s": 10, "announcement_s": 6}
+    training = {"steps": steps, "global_batch_size": 64, "microbatch_size": 2, "validation_every": 0}
+    return tiny_manifest(
+        **({"training": training, "limits": limits, "stages": {"count": 2, "peers_to_start": 1}} | sections)
+    )
+
+
+def check_equals_one_process(run: SwarmRun, manifest: RunManifest) -> None:
+    """The weights of all peers are those of one process that was fed what the run has counted."""
+    assert [line["step"] for line in run.lines] == list(range(1, manifest.training.steps + 1))
+    baseline = Baseline(manifest)
+    seen = set()
+    for line in run.lines:
+        counted = run.counted[line["global_step"]]
+        assert sum(map(len, counted)) == line["samples"] >= manifest.training.global_batch_size
+        microbatches = {tuple(tokens_BS.flatten().tolist()) for tokens_BS in counted}
+        assert len(microbatches) == len(counted)
+        assert seen.isdisjoint(microbatches), "a microbatch was counted twice"
+        seen |= microbatches
+        loss, _ = baseline.train_step(counted)
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+    for trainer, states in zip(baseline.trainers, run.states, strict=True):
+        assert states, f"nobody serves stage {trainer.spec.index}"
+        for name, expected in trainer.state().items():
+            for state in states:
+                difference = float((state.tensors[name] - expected).norm() / expected.norm().clamp_min(1e-12))
+                assert difference < 1e-5, f"{name} differs by {difference:.2e}"
+        for other in states[1:]:
+            assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
+
+
+def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
+    manifest = manifest_of(50, stages={"count": 2, "peers_to_start": 2})
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(5)
+        await swarm.leave("1.0")
+        await swarm.reached(15)
+        await swarm.leave("0.1")
+
+    run = run_swarm(manifest, [2, 2], tmp_path, 150, script=script)
+    check_equals_one_process(run, manifest)
+    assert run.logs().count("gradient_handed_over") + run.logs().count("gradient_taken_over") == 4
+    assert "samples_lost" not in run.logs()
+    assert [len(states) for states in run.states] == [1, 1]
+
+
+def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None:
+    manifest = manifest_of(60)
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(5)
+        swarm.start(1, "late.1")
+        swarm.start(0, "late.0")
+        for name in ("late.1", "late.0"):
+            await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves")
+
+    run = run_swarm(manifest, [1, 1], tmp_path, 150, script=script)
+    check_equals_one_process(run, manifest)
+    assert [len(states) for states in run.states] == [2, 2]
+    assert "downloaded kind=state stage=1" in run.logs()
+
+
+def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -> None:
+    manifest = manifest_of(40, recovery={"snapshot_every": 5})
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(13)
+        swarm.kill("1.0")
+        swarm.start(1, "heir")
+
+    run = run_swarm(manifest, [2, 1], tmp_path, 150, script=script)
+    assert run.logs().count("run_rewound stage=0") == 2, "both peers of the other stage went back"
+    check_equals_one_process(run, manifest)
+    [jump] = [
+        (before["global_step"], after["global_step"])
+        for before, after in zip(run.lines, run.lines[1:], strict=False)
+        if after["global_step"] != before["global_step"] + 1
+    ]
+    assert jump[1] > jump[0] + 1
+
+
+def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:
+    manifest = manifest_of(90, recovery={"snapshot_every": 5})
+
+    async def script(swarm: LiveSwarm) -> None:
+        for name in ("first", "second", "third"):
+            swarm.start("auto", name)
+            await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves")
+        await swarm.reached(7)
+        alone = [name for name in ("first", "second", "third") if "stage_chosen" in swarm.log(name)]
+        by_stage: dict[str, list[str]] = {}
+        for name in alone:
+            by_stage.setdefault(swarm.log(name).partition("serving stage=")[2][0], []).append(name)
+        [victim] = min(by_stage.values(), key=len)
+        swarm.kill(victim)
+
+    run = run_swarm(manifest, [0, 0], tmp_path, 160, script=script)
+    assert "moving from=" in run.logs()
+    assert "run_rewound" in run.logs()
+    check_equals_one_process(run, manifest)
+    assert [len(states) for states in run.states] == [1, 1]

@@ -1,0 +1,166 @@
+"""All stages' states at one global step, of a run that does not wait for whoever downloads it."""
+
+import anyio
+import pytest
+import torch
+from memory_transport import MemoryNetwork
+
+from coordinator import fetching
+from coordinator.fetching import aim, fetch_states
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import NotServing, SwarmError
+from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.state_index import StageState, make_index
+from swarm_peer.runtime.transport import Reply, check_body, pack_fields
+from swarm_peer.wire.messages import StateChunkCall, StateIndexCall
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "test",
+        "model": {
+            "config": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "tie_word_embeddings": False}
+        },
+        "stages": {"count": 3},
+        "data": {"sequence_length": 12},
+        "training": {"steps": 1000, "global_batch_size": 2, "microbatch_size": 2},
+        "optimizer": {"learning_rate": 0.01},
+    }
+)
+
+
+class Peer:
+    """Serves one stage. Its step moves on by `hurry` with each state that it gives; it waits for a step to come."""
+
+    def __init__(self, stage, step, hurry=0):
+        self.stage, self.step, self.hurry = stage, step, hurry
+        self.asked = []  # the steps that it was asked for
+
+    def state(self):
+        tensors = {f"weight{self.stage}": torch.full((3,), float(self.step))}
+        return StageState(step=self.step, lineage="x", tensors=tensors, origin=Origin(10, 4))
+
+    async def __call__(self, caller, op, body, tensors):
+        if op == "state_chunk":
+            call = check_body(StateChunkCall, body)
+            return Reply(tensors=(self.parts[call.entry],))
+        call = check_body(StateIndexCall, body)
+        assert (call.of_stage, call.kind) == (self.stage, "state")
+        self.asked.append(call.min_step)
+        self.step = max(self.step, call.min_step)
+        index, self.parts = make_index(self.stage, "state", self.state())
+        self.step += self.hurry
+        return Reply(tensors=(memoryview(pack_fields(index)),))
+
+
+class Directory:
+    """What a Directory shows; what peers announce is a while ago."""
+
+    def __init__(self, peers, announced):
+        self.peers, self.announced = peers, announced
+
+    async def refresh(self, stages):
+        known = [
+            PeerView(f"peer{peer.stage}", peer.stage, PeerState.SERVING, self.announced, updates=self.announced - 6)
+            for peer in self.peers
+        ]
+        return SwarmView(MANIFEST.stages.count, tuple(known))
+
+
+async def fetch(peers, announced=20, min_step=0):
+    network = MemoryNetwork()
+    async with network:
+        for peer in peers:
+            await network.transport(f"peer{peer.stage}").serve(peer)
+        return await fetch_states(network.transport("me"), Directory(peers, announced), MANIFEST, min_step)
+
+
+def assert_states_of(states, step):
+    assert [state.step for state in states] == [step] * 3
+    for stage, state in enumerate(states):
+        assert torch.equal(state.tensors[f"weight{stage}"], torch.full((3,), float(step)))
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    async def sleep(_):
+        await anyio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(fetching.anyio, "sleep", sleep)
+
+
+async def test_stages_at_one_step_are_asked_once():
+    peers = [Peer(stage, step=20) for stage in range(3)]
+    assert_states_of(await fetch(peers), 20)
+    assert [peer.asked for peer in peers] == [[20]] * 3
+
+
+async def test_what_is_announced_may_be_old():
+    peers = [Peer(stage, step=30) for stage in range(3)]
+    assert_states_of(await fetch(peers, announced=20), 30)
+    assert [peer.asked for peer in peers] == [[20]] * 3
+
+
+async def test_a_stage_that_was_a_step_behind_is_asked_again():
+    peers = [Peer(0, step=21), Peer(1, step=20), Peer(2, step=21)]
+    assert_states_of(await fetch(peers), 21)
+    assert [peer.asked for peer in peers] == [[20], [20, 21], [20]]
+
+
+async def test_no_older_state_than_wanted():
+    assert_states_of(await fetch([Peer(stage, step=20) for stage in range(3)], min_step=25), 25)
+
+
+@pytest.mark.parametrize("hurries", [(1, 2, 3), (5, 0, 9), (30, 20, 25)])
+async def test_a_fast_run_is_met_at_a_step_that_has_not_begun(hurries):
+    peers = [Peer(stage, step=40 + hurry, hurry=hurry) for stage, hurry in enumerate(hurries)]
+    states = await fetch(peers, announced=20)
+    assert_states_of(states, states[0].step)
+    assert states[0].step > 40
+
+
+async def test_a_run_that_is_too_fast_is_told(monkeypatch):
+    monkeypatch.setattr(fetching, "ROUNDS", 3)
+    peers = [Peer(stage, step=100 * stage, hurry=1000 + stage) for stage in range(3)]
+    with pytest.raises(SwarmError, match=r"gave no states of one global step in 3 rounds: try again"):
+        await fetch(peers)
+
+
+async def test_a_stage_without_peers_is_named(no_pauses):
+    with pytest.raises(SwarmError, match=r"no peer of stage 1 gave its state of global step 20: see the log"):
+        await fetch([Peer(0, step=20), Peer(2, step=20)])
+
+
+async def test_a_peer_that_is_not_ready_is_asked_again(no_pauses):
+    class Late(Peer):
+        refusals = 3
+
+        async def __call__(self, *call):
+            if self.refusals:
+                self.refusals -= 1
+                raise NotServing("joining")
+            return await super().__call__(*call)
+
+    assert_states_of(await fetch([Peer(0, step=20), Late(1, step=20), Peer(2, step=20)]), 20)
+
+
+@pytest.mark.parametrize(
+    ("announced", "margin", "expected"),
+    [
+        ([], 0, 0),
+        ([(20, 14)], 0, 20),
+        ([(20, 14), (22, 16), (21, 15)], 3, 25),
+        ([(1006, 1000)], 3, 1006),  # the run is over
+        ([(1004, 998)], 3, 1006),  # and here in two steps
+    ],
+)
+def test_what_is_aimed_at_is_within_the_run(announced, margin, expected):
+    peers = [PeerView(f"p{i}", 0, PeerState.SERVING, step, updates=n) for i, (step, n) in enumerate(announced)]
+    peers.append(PeerView("joiner", 0, PeerState.JOINING, 5000))
+    assert aim(SwarmView(3, tuple(peers)), [], 1000, margin) == expected
+
+
+def test_what_was_given_is_aimed_beyond():
+    view = SwarmView(3, (PeerView("p", 0, PeerState.SERVING, 20, updates=14),))
+    states = [StageState(step=step, lineage="x", tensors={}, origin=Origin(10, 4)) for step in (30, 31)]
+    assert aim(view, states, 1000, 3) == 34

@@ -1,0 +1,411 @@
+"""TensorBoard and Weights & Biases, read back from the files that they write; and what happens when they fail."""
+
+import importlib.util
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import anyio
+import pytest
+import yaml
+
+from coordinator import loggers, service
+from coordinator.cli import app
+from coordinator.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
+from coordinator.run_watch import step_line
+from coordinator.service import RunService
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.wire.identity import Identity
+
+ROOT = Path(__file__).parents[2]
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "logged",
+        "model": {
+            "config": {
+                "model_type": "gpt2",
+                "vocab_size": 256,
+                "n_positions": 16,
+                "n_embd": 8,
+                "n_layer": 2,
+                "n_head": 2,
+                "tie_word_embeddings": False,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+                "bos_token_id": None,
+                "eos_token_id": None,
+            }
+        },
+        "stages": {"count": 2},
+        "data": {"sequence_length": 8},
+        "training": {"steps": 3, "global_batch_size": 4, "microbatch_size": 2, "validation_every": 3},
+        "optimizer": {"learning_rate": 0.1},
+    }
+)
+
+
+def a_line(step, validation_loss=None):
+    return step_line(step, 4.0 / step, 8, 0.5, 16, [2, 3], validation_loss, 4)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    """Nothing of these tests leaves this machine, whatever its user has set up."""
+    for name, value in (
+        ("WANDB_MODE", "offline"),
+        ("WANDB_BASE_URL", "http://127.0.0.1:9"),
+        ("WANDB_ERROR_REPORTING", "false"),
+        ("WANDB_SILENT", "true"),
+    ):
+        monkeypatch.setenv(name, value)
+
+
+# --- what is logged ---------------------------------------------------------------------------------------------------
+
+
+def test_scalars_of_a_line():
+    expected = {"loss": 2.0, "samples": 8, "tokens_per_s": 256.0, "seconds": 0.5, "peers/stage0": 2, "peers/stage1": 3}
+    assert scalars(a_line(2)) == expected
+    assert scalars(a_line(2, 1.5)) == expected | {"validation_loss": 1.5}
+
+
+def read_tensorboard(output):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_holds_every_line(tmp_path):
+    with open_loggers(["tensorboard"], MANIFEST, tmp_path / "output") as write:
+        for step in (1, 2, 3):
+            write(a_line(step, 1.25 if step == 3 else None))
+    events = read_tensorboard(tmp_path / "output")
+    assert set(events.Tags()["scalars"]) == set(scalars(a_line(1, 1.0)))
+    for name, value in scalars(a_line(2)).items():
+        assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
+        assert events.Scalars(name)[1].value == value
+    assert [(event.step, event.value) for event in events.Scalars("validation_loss")] == [(3, 1.25)]
+    [text] = events.Tensors("manifest/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    assert json.loads(shown) == MANIFEST.model_dump(mode="json")
+    assert all(line.startswith("    ") for line in shown.splitlines()), "markdown shows it as it is"
+
+
+def test_tensorboard_has_a_step_as_soon_as_it_is_written(tmp_path):
+    logger = loggers.TensorBoardLogger(MANIFEST, tmp_path, False)
+    logger.write(a_line(1))
+    assert [event.step for event in read_tensorboard(tmp_path).Scalars("loss")] == [1]
+    logger.close()
+
+
+@pytest.mark.parametrize(("resume", "expected"), [(True, [1, 2, 3]), (False, [3])])
+def test_a_resumed_run_goes_on_in_tensorboard(tmp_path, monkeypatch, resume, expected):
+    with open_loggers(["tensorboard"], MANIFEST, tmp_path) as write:
+        write(a_line(1))
+        write(a_line(2))
+    with open_loggers(["tensorboard"], MANIFEST, tmp_path, resume=resume) as write:
+        write(a_line(3))
+    assert [event.step for event in read_tensorboard(tmp_path).Scalars("loss")] == expected
+
+
+def wandb_records(path):
+    """What wandb's own `sync` reads: protocol buffers in LevelDB's log format, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, block = path.read_bytes(), 32768
+    assert data.startswith(b":W&B")
+    at, body = 7, b""
+    while at + 7 <= len(data):
+        if block - at % block < 7:
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        body += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield Record.FromString(body)
+            body = b""
+
+
+def read_wandb(output):
+    """Of each offline run in the folder, oldest first: its run record and its history."""
+    found = []
+    for path in sorted(output.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        records = list(wandb_records(path))
+        [run] = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+        history = [
+            {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.WhichOneof("record_type") == "history"
+        ]
+        found.append((run, history))
+    return found
+
+
+def test_wandb_holds_every_line(tmp_path):
+    with open_loggers(["wandb"], MANIFEST, tmp_path) as write:
+        for step in (1, 2, 3):
+            write(a_line(step, 1.25 if step == 3 else None))
+    [(run, history)] = read_wandb(tmp_path)
+    assert (run.project, run.display_name) == ("swarm", "logged")
+    assert (tmp_path / "wandb-id").read_text() == f"{run.run_id}\n"
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    expected = MANIFEST.model_dump(mode="json") | {"manifest_hash": MANIFEST.hash}
+    assert {key: value for key, value in config.items() if not key.startswith("_")} == expected
+    for step, row in enumerate(history, 1):
+        line = a_line(step, 1.25 if step == 3 else None)
+        assert {key: value for key, value in row.items() if not key.startswith("_")} == scalars(line)
+    assert [row["_step"] for row in history] == [1, 2, 3]
+
+
+def test_a_resumed_run_goes_on_under_its_wandb_id(tmp_path):
+    for resume, step in ((True, 1), (True, 2), (False, 1)):
+        with open_loggers(["wandb"], MANIFEST, tmp_path, resume=resume) as write:
+            write(a_line(step))
+    first, second, other = [run.run_id for run, _ in read_wandb(tmp_path)]
+    assert first == second != other
+    assert [row["_step"] for _, history in read_wandb(tmp_path) for row in history] == [1, 2, 1]
+    assert (tmp_path / "wandb-id").read_text() == f"{other}\n"
+
+
+# --- what cannot begin ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("spec", [None, ModuleSpec("a mere folder", None)], ids=["missing", "folder"])
+def test_a_missing_package_is_named(monkeypatch, name, spec):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    with pytest.raises(UserError) as caught:
+        check_installed([name])
+    text = f"--log-to {name} needs a package that is not installed: pip install 'swarm[{name}]'"
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("command", ["serve", "local", "baseline"])
+def test_the_commands_complain_before_they_begin(monkeypatch, tmp_path, command):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    options = {"serve": [], "local": ["--peers", "1,1"], "baseline": []}[command]
+    words = [command, "no-such.yaml", "--output", str(tmp_path / "output"), *options, "--log-to", "wandb"]
+    with pytest.raises(UserError, match=r"pip install 'swarm\[wandb\]'"):
+        app(words, exit_on_error=False, print_error=False, result_action="return_value")
+    assert not (tmp_path / "output").exists()
+
+
+def test_both_extras_exist():
+    from importlib.metadata import metadata
+
+    assert {"tensorboard", "wandb"} <= set(metadata("swarm").get_all("Provides-Extra"))
+
+
+def test_wandb_without_a_login_is_one_line(tmp_path):
+    """In a process of its own: wandb reads its settings once."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(MANIFEST.model_dump(mode="json")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    words = ["baseline", str(config), "--output", str(tmp_path / "output"), "--device", "cpu", "--log-to", "wandb"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", *words],
+        env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    [line] = [line for line in ended.stderr.splitlines() if not line.startswith("wandb:")]
+    assert line.startswith("swarm-coordinator: --log-to wandb: cannot begin: ")
+    assert line.endswith("WANDB_MODE=offline")
+    assert not (tmp_path / "output" / "wandb-id").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_folder_that_cannot_be_written(tmp_path, name):
+    (tmp_path / {"tensorboard": "tensorboard", "wandb": "wandb-id"}[name]).symlink_to("/proc/nothing/there")
+    with pytest.raises(UserError, match=f"^--log-to {name}: "), open_loggers([name], MANIFEST, tmp_path):
+        pass
+
+
+# --- what fails later -------------------------------------------------------------------------------------------------
+
+
+class Recorder(StepLogger):
+    def __init__(self, fail_at=(), hold=None):
+        self.steps = []
+        self.is_closed = False
+        self._fail_at = fail_at
+        self._hold = hold
+        self.holding = threading.Event()
+
+    def write(self, line):
+        if self._hold is not None:
+            self.holding.set()
+            self._hold.wait()
+        if line["step"] in self._fail_at:
+            raise OSError(28, "No space left\non device")
+        self.steps.append(line["step"])
+
+    def close(self):
+        if "close" in self._fail_at:
+            raise OSError(28, "No space left on device")
+        self.is_closed = True
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == loggers.__name__]
+
+
+def test_all_is_well(caplog):
+    recorder = Recorder()
+    with BackgroundLogger("well", recorder) as logger:
+        for step in range(1, 6):
+            logger.write(a_line(step))
+    assert recorder.steps == [1, 2, 3, 4, 5]
+    assert recorder.is_closed
+    assert logger.num_lost == 0
+    assert warnings_of(caplog) == []
+
+
+def test_a_failing_logger_is_told_of_once_and_tried_again(caplog):
+    recorder = Recorder(fail_at=(2, 3, 5))
+    with BackgroundLogger("disk", recorder) as logger:
+        for step in range(1, 6):
+            logger.write(a_line(step))
+    assert recorder.steps == [1, 4]
+    assert recorder.is_closed
+    assert logger.num_lost == 3
+    failed, incomplete = warnings_of(caplog)
+    assert failed == ("log_failed logger=disk reason=OSError: [Errno 28] No space left on device; the run goes on")
+    assert incomplete == "log_incomplete logger=disk lost_lines=3"
+
+
+def test_a_logger_that_fails_to_close(caplog):
+    with BackgroundLogger("disk", Recorder(fail_at=("close",))) as logger:
+        logger.write(a_line(1))
+    assert logger.num_lost == 0
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_logger_that_hangs_holds_nothing_up(caplog, monkeypatch):
+    monkeypatch.setattr(loggers, "MAX_WAITING_LINES", 2)
+    monkeypatch.setattr(loggers, "CLOSE_S", 0.01)
+    hold = threading.Event()
+    recorder = Recorder(hold=hold)
+    with BackgroundLogger("net", recorder) as logger:
+        logger.write(a_line(1))
+        recorder.holding.wait()
+        for step in range(2, 7):
+            logger.write(a_line(step))
+        assert logger.num_lost == 3
+    assert [text.split()[0] for text in warnings_of(caplog)] == ["log_failed", "log_unfinished", "log_incomplete"]
+    hold.set()
+    logger._thread.join()
+    assert recorder.steps == [1, 2, 3], "what waited is still written"
+
+
+def test_a_disk_that_fails_under_tensorboard(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # tensorboard's own thread dies of it, too
+    with open_loggers(["tensorboard"], MANIFEST, tmp_path) as write:
+        shutil.rmtree(tmp_path / "tensorboard")
+        (tmp_path / "tensorboard").write_text("no folder any more")
+        for step in (1, 2, 3):
+            write(a_line(step))
+    failed, incomplete = warnings_of(caplog)
+    assert failed.startswith("log_failed logger=tensorboard reason=")
+    assert incomplete == "log_incomplete logger=tensorboard lost_lines=3"
+
+
+def test_a_wandb_run_that_is_over(tmp_path, caplog):
+    import wandb
+
+    with open_loggers(["wandb"], MANIFEST, tmp_path) as write:
+        wandb.run.finish()
+        for step in (1, 2):
+            write(a_line(step))
+    failed, incomplete = warnings_of(caplog)
+    assert failed.startswith("log_failed logger=wandb reason=")
+    assert incomplete == "log_incomplete logger=wandb lost_lines=2"
+
+
+def test_each_logger_gets_every_line_whatever_befalls_the_others(tmp_path, monkeypatch):
+    recorders = {"tensorboard": Recorder(fail_at=(1, 2, "close")), "wandb": Recorder()}
+    monkeypatch.setattr(loggers, "LOGGERS", {name: lambda *_, n=name: recorders[n] for name in recorders})
+    with open_loggers(["tensorboard", "wandb", "wandb"], MANIFEST, tmp_path) as write:
+        write(a_line(1))
+        write(a_line(2))
+    assert recorders["wandb"].steps == [1, 2], "each once, although named twice"
+    assert recorders["wandb"].is_closed
+
+
+def test_a_logger_that_cannot_begin_closes_those_before_it(tmp_path, monkeypatch):
+    recorder = Recorder()
+
+    def fail(*_):
+        raise UserError("cannot begin")
+
+    monkeypatch.setattr(loggers, "LOGGERS", {"tensorboard": lambda *_: recorder, "wandb": fail})
+    with pytest.raises(UserError), open_loggers(["tensorboard", "wandb"], MANIFEST, tmp_path):
+        pass
+    assert recorder.is_closed
+
+
+# --- who uses them ----------------------------------------------------------------------------------------------------
+
+
+class FakeDHT:
+    def __init__(self, folder):
+        self.identity = Identity.load_or_create(folder / "identity")
+
+    async def watch(self):
+        await anyio.sleep_forever()
+
+    async def store(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("resume", "expected"), [(False, [1, 2, 3]), (True, [3])])
+async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resume, expected):
+    """A coordinator that comes back hears of old steps again."""
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(a_line(step)) + "\n" for step in (1, 2)))
+    told = []
+
+    async def observe(dht, directory, watch):
+        watch.lines += [a_line(step) for step in (1, 2, 3)]
+        return watch.lines
+
+    async def export(self):
+        pass
+
+    monkeypatch.setattr(service, "observe", observe)
+    monkeypatch.setattr(service, "POLL_S", 0.0)
+    monkeypatch.setattr(RunService, "_export", export)
+    run = RunService(
+        MANIFEST, FakeDHT(tmp_path), tmp_path, resume=resume, on_line=lambda line: told.append(line["step"])
+    )
+    await run.run()
+    assert told == expected
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_the_baseline_is_logged(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(MANIFEST.model_dump(mode="json")))
+    words = ["baseline", str(config), "--output", str(tmp_path / "output"), "--device", "cpu"]
+    app([*words, "--log-to", "tensorboard"], exit_on_error=False, print_error=False, result_action="return_value")
+    lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
+    losses = [(event.step, event.value) for event in read_tensorboard(tmp_path / "output").Scalars("loss")]
+    assert losses == [(line["step"], pytest.approx(line["loss"])) for line in lines]
+    assert len(losses) == 3
+
+
+def test_help_imports_neither():
+    code = "import sys, coordinator.cli; assert not {'wandb', 'tensorboard', 'torch'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=50)

@@ -1,0 +1,162 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Mover, Origin, choose_mover, choose_rewind
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+
+# --- origins ----------------------------------------------------------------------------------------------------------
+
+
+def test_updates_follow_from_the_step():
+    assert FIRST_ORIGIN.updates_at(7) == 7
+    assert Origin(20, 5).updates_at(20) == 5
+    assert Origin(20, 5).updates_at(23) == 8
+
+
+def test_the_newest_origin_is_the_largest():
+    """A rewind has a higher step and fewer updates."""
+    assert max(Origin(0, 0), Origin(24, 10), Origin(12, 50)) == Origin(24, 10)
+
+
+# --- where the run goes back to ---------------------------------------------------------------------------------------
+
+NUM_STAGES = 3
+snapshot = st.tuples(st.integers(-1, NUM_STAGES), st.integers(0, 5).map(lambda number: 10 * number))
+holdings = st.dictionaries(st.sampled_from("abcdef"), st.lists(snapshot, max_size=8))
+
+
+def rewind(kept, lost_stage=1, newest=40, from_scratch=-1):
+    return choose_rewind(kept, NUM_STAGES, lost_stage, newest, from_scratch)
+
+
+def all_stages(updates):
+    return [(stage, updates) for stage in range(NUM_STAGES)]
+
+
+@given(
+    holdings, st.integers(0, NUM_STAGES - 1), st.integers(0, 60), st.integers(0, 60), st.randoms(use_true_random=False)
+)
+def test_the_order_of_what_peers_say_does_not_matter(kept, lost_stage, newest, from_scratch, rng):
+    shuffled = [(peer, rng.sample(snapshots, len(snapshots))) for peer, snapshots in kept.items()]
+    rng.shuffle(shuffled)
+    assert rewind(dict(shuffled), lost_stage, newest, from_scratch) == rewind(kept, lost_stage, newest, from_scratch)
+
+
+@given(holdings, st.integers(0, NUM_STAGES - 1), st.integers(0, 60), st.integers(0, 60))
+def test_what_is_chosen_exists_for_all_stages_and_is_the_newest(kept, lost_stage, newest, from_scratch):
+    chosen = rewind(kept, lost_stage, newest, from_scratch)
+    everything = {known for snapshots in kept.values() for known in snapshots}
+    whole = {updates for _, updates in everything if set(all_stages(updates)) <= everything and updates <= newest}
+    if chosen.updates is None:
+        assert not whole
+        assert newest > from_scratch
+    elif not whole:
+        assert (chosen.updates, chosen.holders) == (0, ())
+        assert newest <= from_scratch
+    else:
+        assert chosen.updates == max(whole)
+        assert set(chosen.holders) == {peer for peer in kept if (lost_stage, chosen.updates) in kept[peer]}
+        assert chosen.holders
+    assert chosen.reason
+
+
+def test_the_newest_snapshot_that_is_whole_is_chosen():
+    kept = {"a": [(0, 10), (1, 10), (0, 20), (1, 20)], "b": [(2, 10), (1, 10)], "c": [(2, 30)]}
+    chosen = rewind(kept)
+    assert (chosen.updates, chosen.holders) == (10, ("a", "b"))
+    assert chosen.reason == "all stages' snapshots of 10 updates exist"
+
+
+def test_snapshots_are_better_than_to_begin_anew():
+    assert rewind({"a": all_stages(10)}, from_scratch=100).updates == 10
+
+
+def test_a_run_that_is_young_begins_anew():
+    assert rewind({}, newest=9, from_scratch=9).updates == 0
+    assert rewind({}, newest=9, from_scratch=9).reason == "the run has made 9 updates only and begins anew"
+    assert rewind({}, newest=10, from_scratch=9).updates is None
+
+
+def test_snapshots_of_the_future_are_not_believed():
+    assert rewind({"liar": all_stages(50)}, newest=40).updates is None
+    assert rewind({"liar": all_stages(50), "a": all_stages(30)}, newest=40).updates == 30
+
+
+def test_the_reason_says_what_there_is():
+    assert rewind({}).reason == "no snapshot of stage 1 exists that all other stages have too; there are: none"
+    kept = {"a": [(0, 10), (2, 10), (0, 20)], "b": [(2, 30)], "c": [(1, 40)]}
+    assert rewind(kept).reason == (
+        "no snapshot of stage 1 exists that all other stages have too; there are: of 40 updates, stages 1; "
+        "of 30 updates, stages 2; of 20 updates, stages 0"
+    )
+
+
+# --- who takes a lost stage over --------------------------------------------------------------------------------------
+
+peer_views = st.lists(
+    st.builds(
+        PeerView,
+        st.sampled_from("abcdefgh"),
+        st.integers(UNDECIDED, NUM_STAGES - 1),
+        st.sampled_from(PeerState),
+        samples_per_s=st.sampled_from([0.0, 1.0, 2.0]),
+    ),
+    unique_by=lambda peer: peer.peer_id,
+    max_size=8,
+)
+
+
+def serving(peer_id, stage, speed=1.0, state=PeerState.SERVING):
+    return PeerView(peer_id, stage, state, samples_per_s=speed)
+
+
+def mover(*peers, movable=None, lost_stage=1):
+    view = SwarmView(NUM_STAGES, peers)
+    return choose_mover(view, lost_stage, {peer.peer_id for peer in peers} if movable is None else movable)
+
+
+@given(peer_views, st.sets(st.sampled_from("abcdefgh")), st.randoms(use_true_random=False))
+def test_all_who_see_the_same_choose_the_same(peers, movable, rng):
+    shuffled = rng.sample(peers, len(peers))
+    assert mover(*shuffled, movable=sorted(movable, reverse=True)) == mover(*peers, movable=movable)
+
+
+@given(peer_views, st.sets(st.sampled_from("abcdefgh")))
+def test_the_last_peer_of_a_stage_never_moves(peers, movable):
+    chosen = mover(*peers, movable=movable)
+    assert chosen.reason
+    view = SwarmView(NUM_STAGES, tuple(peers))
+    free = [peer for peer in peers if peer.state is PeerState.SERVING and len(view.serving(peer.stage)) > 1]
+    joining = any(peer.state is PeerState.JOINING for peer in view.in_stage(1))
+    if chosen.peer_id is None:
+        assert joining or not any(peer.peer_id in movable for peer in free)
+    else:
+        assert chosen.peer_id in movable
+        assert view.peer(chosen.peer_id) in free
+        assert not joining, "somebody is on the way already"
+
+
+def test_the_slowest_of_the_fullest_stage_moves():
+    peers = [serving("a", 0, 0.1), serving("b", 0, 3), serving("c", 2, 5), serving("d", 2, 4), serving("e", 2, 4)]
+    assert mover(*peers) == Mover("d", "it is the slowest of the 3 peers of the fullest stage")
+    assert mover(*peers, movable={"b", "c"}).peer_id == "c", "of those that may"
+    assert mover(*peers, movable={"b"}).peer_id == "b"
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING])
+def test_who_does_not_serve_is_no_stage_mate(state):
+    assert mover(serving("a", 0), serving("b", 0, state=state)).peer_id is None
+
+
+def test_nobody_moves_where_somebody_joins():
+    peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
+    assert mover(*peers) == Mover(None, "1 peers are joining stage 1")
+    assert mover(*peers[:2], serving("c", 1, state=PeerState.DRAINING)).peer_id == "a", "who leaves does not count"
+
+
+def test_the_reason_says_why_nobody_may_move():
+    reason = "no peer may move to stage 1: none is free, or each is the last of its stage"
+    assert mover(serving("a", 0), serving("b", 2)) == Mover(None, reason)
+    assert mover(serving("a", 0), serving("b", 0), movable=()) == Mover(None, reason)
+    assert mover() == Mover(None, reason)

@@ -1,0 +1,686 @@
+import asyncio
+import random
+from types import SimpleNamespace
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from memory_transport import MemoryNetwork
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime import recovery
+from swarm_peer.runtime.compute import ComputeThread
+from swarm_peer.runtime.gate import StepGate
+from swarm_peer.runtime.gossip import Gossip
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.recovery import GUARD_TRIES, INTERVALS_FROM_SCRATCH, STEPS_BETWEEN_LINES, Recovery
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.snapshots import StateDonor
+from swarm_peer.runtime.stage_group import StageGroup
+from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.steps import StepLoop
+from swarm_peer.runtime.transport import Reply, check_body
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import KeptCall, KeptReply, RewindCall, RewindReply
+
+EVERY = 10
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "tiny",
+        "model": {
+            "config": {
+                "model_type": "gpt2", "vocab_size": 17, "n_positions": 6, "n_embd": 8, "n_layer": 3, "n_head": 2,
+                "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+            }
+        },
+        "stages": {"count": 3},
+        "data": {"sequence_length": 6},
+        "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+        "recovery": {"snapshot_every": EVERY},
+    }
+)  # fmt: skip
+RUN_ID = "the run's key"
+
+
+def weights(stage, updates):
+    return {"weight": torch.full((4,), 1000.0 * stage + updates)}
+
+
+class FakeTrainer:
+    def __init__(self, stage, updates):
+        self.stage, self.step = stage, updates
+
+    def state(self):
+        return weights(self.stage, self.step)
+
+
+class Peer:
+    """A peer with a donor and its recovery; its steps are what a test says."""
+
+    def __init__(self, swarm, peer_id, stage, step=0, origin=FIRST_ORIGIN, state=PeerState.SERVING):
+        self.peer_id, self.stage, self.state = peer_id, stage, state
+        self.speed, self.movable = 1.0, True
+        self.trainer = FakeTrainer(stage, 0)
+        self.changed = Signal()
+        self.compute = ComputeThread(PeerMetrics())
+        self.transport = swarm.network.transport(peer_id)
+        self.donor = StateDonor(self.trainer, self.compute, self.changed, stage, swarm.folder / peer_id)
+        self.told = []  # rewinds
+        self.enter(step, origin)
+        self.recovery = Recovery(
+            MANIFEST, stage, RUN_ID, self.transport, self.donor, swarm.view, swarm.look, swarm.first_origin,
+            self.changed,
+        )  # fmt: skip
+
+    def enter(self, step, origin=None):
+        origin = self.donor.current.origin if origin is None else origin
+        self.trainer.step = origin.updates_at(step)
+        self.donor.enter(step, f"lineage of {self.trainer.step}", origin, b"")
+
+    async def keep(self, *snapshots):
+        """Keep snapshots of (stage, updates)."""
+        origin = self.donor.current.origin
+        for stage, updates in snapshots:
+            step = updates - origin.updates + origin.step
+            state = StageState(max(step, 0), f"lineage of {updates}", weights(stage, updates), origin)
+            await self.donor.keep(stage, state)
+
+    @property
+    def kept(self):
+        return sorted(self.donor._kept)
+
+    def view(self):
+        current = self.donor.current
+        return PeerView(
+            self.peer_id, self.stage, self.state, current.step, self.speed, 0, current.updates, self.movable
+        )
+
+    async def __call__(self, caller, op, body, tensors):
+        if op == "rewind":
+            call = check_body(RewindCall, body)
+            self.told.append((caller, call.lost_stage, Origin(call.step, call.updates)))
+            return Reply(RewindReply(step=self.donor.current.step).model_dump())
+        [(call, handle)] = [(call, handle) for call, handle in self.donor.calls.items() if op_of(call) == op]
+        return await handle(caller, check_body(call, body), tensors)
+
+
+def op_of(call):
+    return call.model_fields["op"].default
+
+
+class Swarm:
+    def __init__(self, folder):
+        self.folder = folder
+        self.network = MemoryNetwork()
+        self.peers = {}
+        self.origin = FIRST_ORIGIN
+        self.looks = 0
+
+    async def add(self, peer_id, stage, step=0, **options):
+        peer = self.peers[peer_id] = Peer(self, peer_id, stage, step, **options)
+        await peer.transport.serve(peer)
+        return peer
+
+    async def newcomer(self, stage=1, peer_id="n"):
+        """A peer that finds nobody in its stage."""
+        return await self.add(peer_id, stage, state=PeerState.JOINING)
+
+    def view(self):
+        return SwarmView(3, tuple(peer.view() for peer in self.peers.values()))
+
+    async def look(self, stages):
+        self.looks += 1
+        return SwarmView(3, tuple(peer for peer in self.view().peers if peer.stage in stages))
+
+    async def first_origin(self):
+        return self.origin
+
+
+@pytest.fixture
+async def swarm(tmp_path, monkeypatch):
+    monkeypatch.setattr(recovery, "PAUSE_S", 0.0)
+    swarm = Swarm(tmp_path)
+    async with swarm.network:
+        yield swarm
+    for peer in swarm.peers.values():
+        peer.compute.stop()
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def assert_state(state, stage, updates):
+    assert torch.equal(state.tensors["weight"], weights(stage, updates)["weight"])
+    assert state.updates == updates
+
+
+# --- where to begin ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_fresh_run_begins_with_its_initial_weights(swarm):
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.state, start.rewound) == (FIRST_ORIGIN, None, False)
+    assert start.reason == "nothing was computed since the run's beginning"
+
+
+async def test_others_that_have_not_computed_anything_either_change_nothing(swarm):
+    await swarm.add("a", 0)
+    await swarm.add("b", 2)
+    peer, _rival = await swarm.newcomer(), await swarm.newcomer(peer_id="m")
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.state, start.rewound) == (FIRST_ORIGIN, None, False)
+
+
+async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
+    swarm.origin = Origin(34, 30)
+    coordinator = await swarm.add(RUN_ID, -1)
+    await coordinator.keep(*((stage, 30) for stage in range(2)), (1, 20))
+    coordinator.state = PeerState.DRAINING  # it is no peer of any stage
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(34, 30), False)
+    assert_state(start.state, 1, 30)
+
+
+async def test_a_coordinator_that_does_not_give_the_checkpoint_is_waited_for(swarm):
+    swarm.origin = Origin(34, 30)
+    peer = await swarm.newcomer()
+    with pytest.raises(CallError, match="no donor gave the state of stage 1: there is none"):
+        await peer.recovery.find_start()
+
+
+async def test_a_run_that_begins_anew_asks_no_coordinator(swarm):
+    await swarm.newcomer()
+    await swarm.peers["n"].recovery.find_start()
+    assert swarm.network.calls == []
+
+
+async def lost_stage(swarm, step=34, origin=FIRST_ORIGIN):
+    """Stage 1 has lost its peers; the peers of the others hold snapshots, one of them of stage 1."""
+    first = await swarm.add("a", 0, step, origin=origin)
+    last = await swarm.add("b", 2, step - 1, origin=origin)
+    await first.keep((0, 20), (0, 30), (1, 20), (1, 30))
+    await last.keep((2, 20), (2, 30))
+    return first, last
+
+
+async def test_a_lost_stage_goes_on_from_the_newest_snapshot(swarm):
+    await lost_stage(swarm)
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(34 + STEPS_BETWEEN_LINES, 30), True)
+    assert start.reason == "all stages' snapshots of 30 updates exist"
+    assert_state(start.state, 1, 30)
+
+
+async def test_a_snapshot_that_not_all_stages_have_is_passed_over(swarm):
+    await lost_stage(swarm)
+    swarm.peers["b"].donor._forget(2, 30)
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert start.origin == Origin(34 + STEPS_BETWEEN_LINES, 20)
+    assert_state(start.state, 1, 20)
+
+
+async def test_a_run_that_went_back_before_goes_back_again(swarm):
+    await lost_stage(swarm, step=130, origin=Origin(116, 18))
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert start.origin == Origin(130 + STEPS_BETWEEN_LINES, 30)
+
+
+async def test_a_stage_that_is_lost_right_after_a_rewind_begins_there(swarm):
+    """Nothing was computed since: nobody else has to go back once more."""
+    await lost_stage(swarm, step=39, origin=Origin(39, 30))
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(39, 30), False)
+    assert_state(start.state, 1, 30)
+
+
+async def test_snapshots_of_a_line_that_was_given_up_do_not_count(swarm):
+    """A peer that has not gone back yet still has them, and others have made as many updates anew."""
+    first, last = await lost_stage(swarm, step=60, origin=Origin(36, 10))  # 34 updates
+    late = await swarm.add("c", 0, step=33)  # in the line before, which had 33 updates
+    await late.keep((0, 10), (0, 20), (1, 10))
+    for peer, stage in ((first, 0), (first, 1), (last, 2)):
+        peer.donor._forget(stage, 30)
+    first.donor._forget(0, 20)
+    await first.keep((0, 10), (1, 10))
+    await last.keep((2, 10), (2, 20))
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert start.origin.updates == 10, "of 20 updates, stage 0's snapshot is of the other line"
+
+
+async def test_a_young_run_begins_anew(swarm):
+    newest = INTERVALS_FROM_SCRATCH * EVERY
+    await swarm.add("a", 0, newest)
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.state, start.rewound) == (Origin(newest + STEPS_BETWEEN_LINES, 0), None, True)
+    assert start.reason == f"the run has made {newest} updates only and begins anew"
+    swarm.peers["a"].enter(newest + 1)
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await peer.recovery.find_start()
+
+
+async def test_when_nothing_is_left_the_reason_says_what_is_missing(swarm):
+    first, _ = await lost_stage(swarm)
+    for updates in (20, 30):
+        first.donor._forget(1, updates)
+    peer = await swarm.newcomer()
+    missing = "there are: of 30 updates, stages 0, 2; of 20 updates, stages 0, 2"
+    with pytest.raises(CallError, match=f"no snapshot of stage 1 exists that all other stages have too; {missing}"):
+        await peer.recovery.find_start()
+
+
+async def test_peers_that_cannot_be_reached_are_waited_for(swarm):
+    """They may have made any number of steps: this is no fresh run."""
+    await lost_stage(swarm)
+    for name in "ab":
+        swarm.network.kill(name)
+    peer = await swarm.newcomer()
+    with pytest.raises(CallError, match="none of the 2 serving peers can be reached"):
+        await peer.recovery.find_start()
+
+
+async def test_who_does_not_answer_is_done_without(swarm):
+    await lost_stage(swarm)
+    silent = await swarm.add("c", 0, step=34)
+    fault = swarm.network.fault(op="kept", to="c", fail=PeerUnreachable("gone"))
+    liar = await swarm.add("d", 2, step=34)
+    lie = swarm.network.fault(op="kept", to="d", tamper=lambda reply: Reply({"step": -1}))
+    peer = await swarm.newcomer()
+    assert (await peer.recovery.find_start()).origin.updates == 30
+    assert fault.fired == lie.fired == 1
+    assert silent.kept == liar.kept == []
+
+
+async def test_of_two_that_take_a_stage_over_one_waits(swarm):
+    await lost_stage(swarm)
+    late, first = await swarm.newcomer(peer_id="z"), await swarm.newcomer(peer_id="m")
+    with pytest.raises(CallError, match="peer m is taking stage 1 over"):
+        await late.recovery.find_start()
+    assert (await first.recovery.find_start()).rewound
+    first.stage = 2
+    assert (await late.recovery.find_start()).rewound, "of another stage, it is no rival"
+
+
+async def test_a_holder_that_dies_is_replaced(swarm):
+    _, last = await lost_stage(swarm)
+    await last.keep((1, 30))
+    swarm.network.fault(op="state_index", to="a", fail=PeerUnreachable("gone"))
+    peer = await swarm.newcomer()
+    assert_state((await peer.recovery.find_start()).state, 1, 30)
+    swarm.network.fault(op="state_index", times=2, fail=PeerUnreachable("gone"))
+    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+        await peer.recovery.find_start()
+
+
+# --- have all go back -------------------------------------------------------------------------------------------------
+
+TARGET = Origin(38, 30)
+
+
+async def test_all_peers_of_other_stages_are_told(swarm):
+    first, last = await lost_stage(swarm)
+    ahead, mate = await swarm.add("c", 2, step=40), await swarm.add("m", 1, step=20)
+    peer = await swarm.newcomer()
+    await peer.recovery.have_all_go_back(TARGET)
+    assert first.told == last.told == [("n", 1, TARGET)]
+    assert ahead.told == mate.told == []
+
+
+async def test_a_peer_that_refuses_is_told_again(swarm):
+    first, last = await lost_stage(swarm)
+    fault = swarm.network.fault(op="rewind", to="a", times=3, fail=NotServing("it has not lost its peers"))
+    lie = swarm.network.fault(op="rewind", to="b", tamper=lambda reply: Reply({}))
+    peer = await swarm.newcomer()
+    await peer.recovery.have_all_go_back(TARGET)
+    assert (fault.fired, lie.fired) == (3, 1)
+    assert first.told == [("n", 1, TARGET)]
+    assert last.told == 2 * [("n", 1, TARGET)], "its reply was none"
+
+
+async def test_it_ends_when_those_that_are_behind_are_gone(swarm):
+    await lost_stage(swarm)
+    swarm.network.fault(op="rewind", times=1000, fail=PeerUnreachable("gone"))
+    peer = await swarm.newcomer()
+    telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET))
+    await until(lambda: swarm.network.num_calls("rewind", "a") > 3)
+    assert not telling.done()
+    swarm.peers["a"].enter(TARGET.step, TARGET)  # of a stage-mate's doing
+    del swarm.peers["b"]
+    await telling
+
+
+async def test_who_appears_later_is_told_too(swarm):
+    first, _ = await lost_stage(swarm)
+    fault = swarm.network.fault(op="rewind", to="b", before=anyio.Event())
+    peer = await swarm.newcomer()
+    telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET))
+    await fault.struck.wait()
+    late = await swarm.add("c", 0, step=33)
+    fault.before.set()
+    await telling
+    assert late.told == first.told == [("n", 1, TARGET)]
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
+    peers = [await swarm.add("abc"[stage], stage, step=9) for stage in range(3)]
+    running = [asyncio.ensure_future(peer.recovery.run_snapshots()) for peer in peers]
+    await anyio.wait_all_tasks_blocked()
+    assert [peer.kept for peer in peers] == [[], [], []]
+    for peer in peers:
+        peer.enter(10)
+    await until(lambda: all(len(peer.kept) == 2 for peer in peers))
+    assert [peer.kept for peer in peers] == [[(0, 10), (1, 10)], [(1, 10), (2, 10)], [(0, 10), (2, 10)]]
+    for peer in peers:
+        for stage, updates in peer.kept:
+            assert_state(peer.donor.kept_state(stage, updates), stage, updates)
+    for step in range(11, 21):
+        for peer in peers:
+            peer.enter(step)
+    await until(lambda: all(len(peer.kept) == 4 for peer in peers))
+    for task in running:
+        task.cancel()
+
+
+async def test_no_snapshot_is_taken_of_the_initial_weights(swarm):
+    peer = await swarm.add("a", 0)
+    assert not peer.recovery._snapshot_is_due(EVERY)
+    peer.donor.current = None
+    assert not peer.recovery._snapshot_is_due(EVERY)
+
+
+async def test_a_run_may_do_without_snapshots(swarm, monkeypatch):
+    peer = await swarm.add("a", 0, step=10)
+    section = MANIFEST.recovery.model_copy(update={"snapshot_every": 0})
+    monkeypatch.setattr(peer.recovery, "_manifest", MANIFEST.model_copy(update={"recovery": section}))
+    await peer.recovery.run_snapshots()
+    assert peer.kept == []
+
+
+async def test_a_snapshot_that_was_missed_is_done_without(swarm):
+    peer = await swarm.add("a", 0, step=10)
+    peer.trainer.step = 11  # the next update is applied already
+    running = asyncio.ensure_future(peer.recovery.run_snapshots())
+    await until(lambda: peer.recovery._kept_last is not None)
+    peer.enter(11)
+    await anyio.wait_all_tasks_blocked()
+    assert not running.done()
+    peer.enter(20)
+    await until(lambda: peer.kept)
+    assert peer.kept == [(0, 20)]
+    running.cancel()
+
+
+async def test_the_next_stages_snapshot_is_asked_for_until_it_is_there(swarm):
+    peer, following = await swarm.add("a", 0, step=10), await swarm.add("b", 1, step=9)
+    running = asyncio.ensure_future(peer.recovery.run_snapshots())
+    await until(lambda: swarm.network.num_calls("state_index", "b") == 2)
+    await following.keep((1, 10))
+    await until(lambda: len(peer.kept) == 2)
+    assert peer.kept == [(0, 10), (1, 10)]
+    running.cancel()
+
+
+async def test_a_snapshot_of_the_next_stage_that_never_comes_is_given_up(swarm):
+    peer = await swarm.add("a", 0, step=10)
+    await swarm.add("b", 1, step=9)
+    running = asyncio.ensure_future(peer.recovery.run_snapshots())
+    await until(lambda: swarm.network.num_calls("state_index", "b") == GUARD_TRIES)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert swarm.network.num_calls("state_index", "b") == GUARD_TRIES
+    peer.enter(20)
+    await until(lambda: (0, 20) in peer.kept)
+    assert peer.kept == [(0, 10), (0, 20)]
+    running.cancel()
+
+
+async def test_after_a_rewind_the_same_updates_are_kept_anew(swarm):
+    peer = await swarm.add("a", 0, step=20)
+    running = asyncio.ensure_future(peer.recovery.run_snapshots())
+    await until(lambda: peer.kept == [(0, 20)])
+    peer.enter(30, Origin(30, 10))
+    assert peer.kept == []
+    peer.enter(40)
+    await until(lambda: peer.kept == [(0, 20)])
+    assert peer.donor.kept_state(0, 20).step == 40
+    running.cancel()
+
+
+# --- who moves --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Sleeps end at once, and time passes only in them."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.slept = lambda: None
+
+    def monotonic(self):
+        return self.now
+
+    async def sleep(self, seconds):
+        self.now += seconds
+        self.slept()
+        await anyio.lowlevel.checkpoint()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(recovery, "time", clock)
+    monkeypatch.setattr(
+        recovery, "anyio", SimpleNamespace(sleep=clock.sleep, create_task_group=anyio.create_task_group)
+    )
+    return clock
+
+
+async def test_the_chosen_peer_moves_to_a_stage_that_stays_empty(swarm, clock):
+    for name, stage in (("a", 0), ("b", 0), ("c", 2)):
+        await swarm.add(name, stage)
+    swarm.peers["b"].speed = 0.5
+    assert await swarm.peers["b"].recovery.watch_stages() == 1
+    assert clock.now >= 100.0 + MANIFEST.limits.announcement_s
+
+
+async def test_nobody_moves_as_long_as_a_stage_comes_back_in_time(swarm, clock):
+    for name, stage in (("a", 0), ("b", 0), ("c", 2), ("d", 1)):
+        await swarm.add(name, stage)
+    began = clock.now
+
+    def come_and_go():
+        round_ = int((clock.now - began) / (MANIFEST.limits.announcement_s / 4))
+        swarm.peers["d"].state = PeerState.SERVING if round_ % 4 == 0 else PeerState.DRAINING
+
+    clock.slept = come_and_go
+    watching = asyncio.ensure_future(swarm.peers["a"].recovery.watch_stages())
+    await until(lambda: swarm.looks > 50)
+    assert not watching.done()
+    watching.cancel()
+
+
+async def test_who_is_not_chosen_stays(swarm, clock):
+    for name, stage in (("a", 0), ("b", 0), ("c", 2)):
+        await swarm.add(name, stage)
+    swarm.peers["a"].movable = False  # its owner wants it where it is
+    watching = [asyncio.ensure_future(swarm.peers[name].recovery.watch_stages()) for name in "ac"]
+    await until(lambda: swarm.looks > 50)
+    assert not any(task.done() for task in watching)
+    for task in watching:
+        task.cancel()
+    assert await swarm.peers["b"].recovery.watch_stages() == 1
+
+
+# --- going back -------------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """A peer of stage 0 with a trainer, and a step loop that never comes to a step's end by itself."""
+
+    def __init__(self, folder):
+        self.network = MemoryNetwork()
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(b"f" * 32))
+        self.peer_id = identity.peer_id
+        self.peers = [PeerView("n", 1, PeerState.SERVING, 38), PeerView("c", 2, PeerState.SERVING, 34)]
+        self.looked = []
+        self.metrics, changed = PeerMetrics(), Signal()
+        self.trainer = StageTrainer(MANIFEST, stages_of(MANIFEST)[0])
+        self.compute = ComputeThread(self.metrics)
+        self.gate = StepGate(8, changed)
+        transport = self.network.transport(self.peer_id)
+        progress = ProgressBook(MANIFEST.hash, 8, identity, lambda author: False, self.metrics, changed)
+        group = StageGroup(MANIFEST, 0, transport, None, progress, self.view, self.metrics, changed)
+        self.donor = StateDonor(self.trainer, self.compute, changed, 0, folder)
+        gossip = Gossip(MANIFEST.hash, transport, progress, group.welcome, lambda peer: None)
+        runner = SimpleNamespace(forget_step=lambda: None)
+        self.steps = StepLoop(
+            MANIFEST, self.trainer, self.compute, runner, self.gate, group, self.donor, progress, None, transport,
+            gossip, self.view, self.look, self.metrics, changed, random.Random(0),
+        )  # fmt: skip
+
+    def view(self):
+        return SwarmView(3, (PeerView(self.peer_id, 0, PeerState.SERVING, self.steps.step), *self.peers))
+
+    async def look(self, stages):
+        self.looked.append(list(stages))
+        return self.view()
+
+    async def has_made(self, updates):
+        """Begin, and take a snapshot of these updates."""
+        await self.steps.begin(FIRST_ORIGIN, None)
+        for _ in range(updates):
+            gradients = [torch.ones_like(parameter) for parameter in self.trainer.module.parameters()]
+            self.trainer.apply(gradients)
+        self.steps._enter(updates, f"lineage of {updates}", FIRST_ORIGIN, b"ledger")
+        self.steps._admit()
+
+    async def rewind(self, caller="n", lost_stage=1, step=38, updates=2):
+        call = RewindCall(manifest=MANIFEST.hash, lost_stage=lost_stage, step=step, updates=updates)
+        reply = await self.steps.handle_rewind(caller, call, ())
+        return check_body(RewindReply, reply.body).step
+
+    @property
+    def target(self):
+        return self.steps._rewind_to
+
+
+@pytest.fixture
+async def follower(tmp_path):
+    follower = Follower(tmp_path)
+    async with follower.network:
+        await follower.has_made(3)
+        yield follower
+    follower.compute.stop()
+
+
+async def test_who_has_taken_over_a_lost_stage_is_obeyed(follower):
+    assert await follower.rewind() == 3
+    assert follower.target == Origin(38, 2)
+    assert follower.looked == [[1]]
+    assert await follower.rewind() == 3
+    assert follower.looked == [[1]], "told again, there is nothing to look for"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "reason"),
+    [
+        ({"caller": "c"}, NotServing, "only a peer that has taken over another stage rewinds the run"),
+        ({"caller": "stranger"}, NotServing, "only a peer that has taken over another stage"),
+        ({"caller": "me", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
+        ({"caller": "n", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
+        ({"updates": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to 4"),
+    ],
+)
+async def test_liars_rewind_nothing(follower, call, error, reason):
+    if call.get("caller") == "me":
+        follower.peers.append(PeerView("me", 0, PeerState.SERVING, 38))
+    with pytest.raises(error, match=reason):
+        await follower.rewind(**call)
+    assert follower.target is None
+
+
+async def test_a_stage_that_is_not_lost_rewinds_nothing(follower):
+    follower.peers.append(PeerView("m", 1, PeerState.SERVING, 3))
+    with pytest.raises(NotServing, match="stage 1 has not lost its peers: 1 others serve it"):
+        await follower.rewind()
+    assert follower.target is None
+    follower.peers[-1] = PeerView("m", 1, PeerState.SERVING, 39)  # it has joined the rewound stage
+    await follower.rewind()
+    assert follower.target == Origin(38, 2)
+
+
+async def test_steps_that_are_over_are_no_news(follower):
+    assert await follower.rewind(caller="stranger", step=3) == 3
+    assert follower.target is None
+
+
+async def test_of_two_rewinds_the_newer_one_counts(follower):
+    await follower.rewind()
+    await follower.rewind(step=42, updates=1)
+    await follower.rewind(step=40, updates=0)
+    assert follower.target == Origin(42, 1)
+
+
+def state_of(trainer):
+    return {name: value.clone() for name, value in trainer.state().items()}
+
+
+def assert_equal(state, expected):
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+
+async def test_a_peer_goes_back_to_its_snapshot(follower):
+    expected = state_of(follower.trainer)
+    assert await follower.donor.keep_own(3)
+    follower.trainer.apply([torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()])
+    follower.steps._enter(4, "lineage of 4", FIRST_ORIGIN, b"")
+    running = asyncio.ensure_future(follower.steps.run())
+    await follower.rewind(updates=3)
+    await until(lambda: follower.steps.step == 38 and follower.gate.is_open)
+    assert (follower.steps.updates, follower.steps.origin, follower.trainer.step) == (3, Origin(38, 3), 3)
+    assert (follower.gate.step, follower.steps._group.lineage) == (38, "lineage of 3")
+    assert (follower.donor.current.step, follower.donor.current.ledger) == (38, b"ledger")
+    assert_equal(follower.trainer.state(), expected)
+    assert follower.target is None
+    assert follower.metrics.rewinds._value.get() == 1
+    assert not running.done()
+    running.cancel()
+
+
+async def test_a_peer_goes_back_to_the_initial_weights(follower):
+    initial = StageTrainer(MANIFEST, stages_of(MANIFEST)[0])
+    running = asyncio.ensure_future(follower.steps.run())
+    await follower.rewind(updates=0)
+    await until(lambda: follower.steps.step == 38 and follower.gate.is_open)
+    assert (follower.steps.updates, follower.trainer.step) == (0, 0)
+    assert_equal(follower.trainer.module.state_dict(), initial.module.state_dict())
+    running.cancel()
+
+
+async def test_what_is_kept_says_where_a_peer_stands(follower):
+    assert await follower.donor.keep_own(3)
+    reply = await follower.donor.handle_kept("x", KeptCall(manifest=MANIFEST.hash), ())
+    assert check_body(KeptReply, reply.body) == KeptReply(step=3, origin_step=0, origin_updates=0, kept=((0, 3),))
