@@ -161,8 +161,8 @@ def test_an_empty_store_has_no_newest(world):
 
 
 def test_the_newest_is_the_one_with_the_highest_number(world):
-    world.save(100_000_001, 9, 10)
-    assert world.store().newest().updates == 100_000_001
+    world.save(100_000_000, 99_999_999, 9)
+    assert world.store().newest().updates == 100_000_000
     assert world.store().at(9).updates == 9
 
 
@@ -197,6 +197,31 @@ def test_a_save_that_fails_leaves_what_was_there(world, error, monkeypatch):
     one_line(caught)
     assert world.names() == ["step-00000005"]
     assert world.store().newest().updates == 5
+
+
+def test_a_save_that_fails_and_cannot_clean_up_is_one_line(world, monkeypatch):
+    def broken_remove(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    def write(self, path, write):
+        monkeypatch.setattr(checkpoint_files.FileStore, "remove", broken_remove)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_files.FileStore, "write", write)
+    with pytest.raises(UserError, match="No space left on device"):
+        world.save(6)
+
+
+def test_what_has_just_been_written_is_not_read_back_to_prune(world, monkeypatch):
+    """An object store may be far away."""
+    world.save(1, 2)
+
+    def read(self, path):
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr(checkpoint_files.FileStore, "describe", read)
+    world.save(3, keep=1)
+    assert world.names() == ["step-00000003"]
 
 
 def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
@@ -358,6 +383,8 @@ def test_a_summary_without_end_is_not_read_to_its_end(world, monkeypatch):
     world.save(3, 8)
     write("checkpoint.json", b" " * 100_000)(world)
     monkeypatch.setattr(checkpoint_folder, "MAX_JSON_BYTES", 10_000)
+    with pytest.raises(UserError, match=r"\(checkpoint\.json: .* has more than 10000 bytes\)"):
+        world.store().at(8)
     assert world.store().newest().updates == 3
 
 
