@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from coordinator.checkpoint_files import FileEntry, FileStore, describe_file
 from swarm_peer.config import RunManifest, describe
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.state_transfer import StageState
+from swarm_peer.runtime.state_index import StageState
 
 CONTENTS, MANIFEST, LEDGER = "checkpoint.json", "manifest.json", "ledger.json"
 FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})")
@@ -85,6 +85,11 @@ class Checkpoint:
     ledger: dict[str, Any]
     _files: FileStore
     _contents: Contents
+
+    @property
+    def step(self) -> int:
+        """Number of the global step that its states begin."""
+        return int(self._contents.stages[0].step)  # type: ignore[attr-defined]
 
     def load_stage(self, stage: int) -> StageState:
         """The state of one stage.

@@ -27,7 +27,7 @@ from coordinator.checkpoint_folder import (
 )
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.state_transfer import StageState
+from swarm_peer.runtime.state_index import StageState
 
 log = logging.getLogger(__name__)
 

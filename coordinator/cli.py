@@ -22,6 +22,12 @@ Overrides = Annotated[
     tuple[str, ...], Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=10.")
 ]
 Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+CheckpointEvery = Annotated[
+    int | None,
+    Parameter(
+        help="Global steps between checkpoints, a multiple of recovery.snapshot_every (the default); 0 for none."
+    ),
+]
 LogTo = Annotated[
     tuple[LoggerName, ...],
     Parameter(name="--log-to", negative="", help="Plot the run's metrics there too; may be given for each."),
@@ -50,6 +56,10 @@ def serve(
     address_file: Path | None = None,
     metrics_port: int | None = None,
     cache_dir: Path | None = None,
+    checkpoints: str | None = None,
+    checkpoint_every: CheckpointEvery = None,
+    keep_checkpoints: int = 3,
+    resume: str | None = None,
     log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "info",
@@ -76,14 +86,24 @@ def serve(
         Port for Prometheus; 0 takes a free one; none if not given.
     cache_dir
         Where tokenizers are cached.
+    checkpoints
+        Folder or URL (such as s3://bucket/run) of checkpoints; OUTPUT/checkpoints if not given.
+    keep_checkpoints
+        How many of them are kept.
+    resume
+        Checkpoint folder or URL to go on from: its newest good one, or one of them.
     """
     configure_logging(log_level)
     check_installed(log_to)
     manifest = _load(config, set_, None, cache_dir)
 
+    from coordinator.checkpointing import plan_checkpoints
     from coordinator.serve import run_serve
 
     output = output or Path("runs") / manifest.name
+    plan = plan_checkpoints(
+        manifest, checkpoints or str(output / "checkpoints"), checkpoint_every, keep_checkpoints, resume
+    )
     run_serve(
         manifest,
         output=output,
@@ -94,6 +114,8 @@ def serve(
         address_file=address_file,
         metrics_port=metrics_port,
         log_to=log_to,
+        plan=plan,
+        cache_dir=cache_dir,
     )
 
 
@@ -107,6 +129,10 @@ def local(
     device: str = "cpu",
     cache_dir: Path | None = None,
     sample: int = 0,
+    checkpoints: str | None = None,
+    checkpoint_every: CheckpointEvery = 0,
+    keep_checkpoints: int = 3,
+    resume: str | None = None,
     log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "warning",
@@ -129,6 +155,12 @@ def local(
         Where datasets and tokenizers are cached.
     sample
         Tokens to generate with the model at the end.
+    checkpoints
+        Folder or URL (such as s3://bucket/run) of checkpoints; OUTPUT/checkpoints if not given.
+    keep_checkpoints
+        How many of them are kept.
+    resume
+        Checkpoint folder or URL to go on from: its newest good one, or one of them.
     """
     configure_logging(log_level)
     try:
@@ -138,11 +170,15 @@ def local(
     check_installed(log_to)
     manifest = _load(config, set_, steps, cache_dir)
 
+    from coordinator.checkpointing import plan_checkpoints
     from coordinator.local import run_local
     from swarm_peer.runtime.data import validation_samples
 
     validation_samples(manifest, 1, cache_dir)  # complains here rather than in a peer's log
-    service = run_local(manifest, peers_by_stage, output, device, cache_dir, log_to)
+    plan = plan_checkpoints(
+        manifest, checkpoints or str(output / "checkpoints"), checkpoint_every, keep_checkpoints, resume
+    )
+    service = run_local(manifest, peers_by_stage, output, device, cache_dir, log_to, plan)
     _print_result(service.manifest, service.watch.summary(), service.model_folder, sample, cache_dir)
 
 

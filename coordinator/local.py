@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 
+from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
 from coordinator.loggers import LoggerName, open_loggers
 from coordinator.service import RunService, check_output
@@ -55,6 +56,7 @@ def run_local(
     device: str,
     cache_dir: Path | None,
     log_to: Sequence[LoggerName] = (),
+    plan: CheckpointPlan = NO_CHECKPOINTS,
 ) -> RunService:
     """Run coordinator and peers until the run has its steps and its model is saved.
 
@@ -86,7 +88,10 @@ def run_local(
                 open_loggers(log_to, manifest, output) as on_line,
                 LiveView(f"run {manifest.name}", manifest.training.steps) as live,
             ):
-                service = RunService(manifest, dht, output, live.update, on_line=on_line)
+                resume = plan.resume is not None
+                service = RunService(
+                    manifest, dht, output, live.update, resume, on_line=on_line, plan=plan, cache_dir=cache_dir
+                )
                 with peers_running(
                     dht.addresses(), peers_by_stage, output, device=device, cache_dir=cache_dir
                 ) as running:

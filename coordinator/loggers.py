@@ -15,10 +15,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,11 @@ WANDB_PROJECT = "swarm"
 
 
 class StepLogger(ABC):
-    """Takes the lines of metrics.jsonl, one a global step, in order. One thread at a time."""
+    """Takes the lines of metrics.jsonl as they come. One thread at a time.
+
+    `global_step` always grows; `step` goes back where the run does, and what there is of that step and of later ones
+    is then void.
+    """
 
     @abstractmethod
     def write(self, line: dict[str, Any]) -> None:
@@ -57,21 +64,32 @@ class TensorBoardLogger(StepLogger):
     """
 
     def __init__(self, manifest: RunManifest, output: Path, resume: bool):
-        from torch.utils.tensorboard import SummaryWriter
-
+        self._folder = output / "tensorboard"
+        self._last_step = -1 if resume else 0
         try:
-            self._writer = SummaryWriter(output / "tensorboard", purge_step=None if resume else 0)
+            self._writer = self._open(None if resume else 0)
             self._writer.add_text("manifest", _as_code(json.dumps(manifest.model_dump(mode="json"), indent=2)))
             self._writer.flush()
         except OSError as error:
             raise UserError(
-                f"--log-to tensorboard: cannot write to {output / 'tensorboard'}: {error.strerror}; free it, or name "
-                f"another --output"
+                f"--log-to tensorboard: cannot write to {self._folder}: {error.strerror}; free it, or name another "
+                f"--output"
             ) from error
 
+    def _open(self, void_from: int | None) -> SummaryWriter:
+        """Another event file, which hides the steps that are void from TensorBoard."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._folder, purge_step=void_from)
+
     def write(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        if step <= self._last_step or self._last_step < 0:  # it went back, perhaps while nobody looked
+            self._writer.close()
+            self._writer = self._open(step)
+        self._last_step = step
         for name, value in scalars(line).items():
-            self._writer.add_scalar(name, value, line["step"])
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -86,7 +104,8 @@ def _as_code(text: str) -> str:
 class WandbLogger(StepLogger):
     """A run of the project `swarm`; its id is kept in OUTPUT/wandb-id, and files in OUTPUT/wandb.
 
-    Who it is for, and whether it goes to a server at all, is wandb's own to know: `wandb login`, WANDB_MODE=offline.
+    Its plots are over `step`, in which what a run gave up stays to be seen. Who it is for, and whether it goes to a
+    server at all, is wandb's own to know: `wandb login`, WANDB_MODE=offline.
 
     Args:
         resume: go on with the run of the id that is there
@@ -108,6 +127,8 @@ class WandbLogger(StepLogger):
                 # The terminal is the live view's.
                 settings=wandb.Settings(console="off"),
             )
+            # wandb drops rows whose own step does not grow.
+            self._run.define_metric("*", step_metric="step")
             id_file.write_text(f"{self._run.id}\n")
         except (wandb.Error, OSError) as error:
             raise UserError(
@@ -116,8 +137,8 @@ class WandbLogger(StepLogger):
             ) from error
 
     def write(self, line: dict[str, Any]) -> None:
-        # A step that is given is otherwise sent with the next one only.
-        self._run.log(scalars(line), step=line["step"], commit=True)
+        # Without `commit`, a row with a given step waits for the next one.
+        self._run.log(scalars(line) | {"step": line["step"]}, step=line["global_step"], commit=True)
 
     def close(self) -> None:
         self._run.finish()

@@ -170,9 +170,13 @@ class MetricsFile:
     def __init__(self, folder: Path, resume: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
-        known = self._path.read_text().splitlines() if resume and self._path.exists() else []
-        self._lines = [json.loads(line) for line in known]
-        self._file = self._path.open("a" if resume else "w")
+        self._lines = _whole_lines(self._path) if resume and self._path.exists() else []
+        self._rewrite()
+
+    @property
+    def global_step(self) -> int:
+        """Of the last line; -1 if there is none."""
+        return int(self._lines[-1]["global_step"]) if self._lines else -1
 
     def write(self, line: dict[str, Any]) -> bool:
         """Add a line; where the run has gone back, the lines of the steps that it gave up are removed.
@@ -180,19 +184,34 @@ class MetricsFile:
         Returns:
             whether the line is a new one
         """
-        if self._lines and line["global_step"] <= self._lines[-1]["global_step"]:
+        if line["global_step"] <= self.global_step:
             return False
         kept = [known for known in self._lines if known["step"] < line["step"]]
         if len(kept) < len(self._lines):
             self._file.close()
-            partial = self._path.with_name(f".{self._path.name}.partial")
-            partial.write_text("".join(json.dumps(known) + "\n" for known in kept))
-            partial.replace(self._path)
-            self._file = self._path.open("a")
-        self._lines = [*kept, line]
+            self._lines = kept
+            self._rewrite()
+        self._lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         return True
 
     def close(self) -> None:
         self._file.close()
+
+    def _rewrite(self) -> None:
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_text("".join(json.dumps(known) + "\n" for known in self._lines))
+        partial.replace(self._path)
+        self._file = self._path.open("a")
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines but a last one that was cut off when its writer was killed."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
 from coordinator.loggers import LoggerName, open_loggers
 from coordinator.run_watch import RunWatch
@@ -45,6 +46,8 @@ def run_serve(
     address_file: Path | None,
     metrics_port: int | None,
     log_to: Sequence[LoggerName] = (),
+    plan: CheckpointPlan = NO_CHECKPOINTS,
+    cache_dir: Path | None = None,
 ) -> None:
     """Coordinate a run until its end or a signal. Training goes on without us.
 
@@ -62,25 +65,31 @@ def run_serve(
         metrics=PeerMetrics(),
     )
     try:
-        run_loop(_check_known_manifest, dht, manifest)
+        run_loop(_check_known_run, dht, manifest, plan.resume is not None)
         addresses = dht.addresses()
-        print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
-        print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
+
+        def be_ready() -> None:
+            print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
+            print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
+            if address_file is not None:
+                _write_atomically(address_file, "\n".join(addresses) + "\n")
+
         with (
             open_loggers(log_to, manifest, output, resume=True) as on_line,
             LiveView(f"run {manifest.name}", manifest.training.steps) as live,
         ):
-            service = RunService(manifest, dht, output, live.update, resume=True, on_line=on_line)
+            service = RunService(
+                manifest, dht, output, live.update, resume=True, on_line=on_line, plan=plan, on_ready=be_ready,
+                cache_dir=cache_dir,
+            )  # fmt: skip
             if metrics_port is not None:
                 log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))
-            if address_file is not None:
-                _write_atomically(address_file, "\n".join(addresses) + "\n")
             run_loop(_serve, service)
     finally:
         dht.shutdown()
 
 
-async def _check_known_manifest(dht: SwarmDHT, manifest: RunManifest) -> None:
+async def _check_known_run(dht: SwarmDHT, manifest: RunManifest, resume: bool) -> None:
     """A run's manifest never changes: peers of two manifests would refuse each other's calls."""
     run_id = dht.identity.peer_id
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
@@ -89,6 +98,9 @@ async def _check_known_manifest(dht: SwarmDHT, manifest: RunManifest) -> None:
             f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
             f"configuration that the run began with, or begin another run with another --identity-path"
         )
+    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+    if resume and any((await directory.refresh(range(manifest.stages.count))).peers):
+        raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
 
 
 async def _serve(service: RunService) -> None:

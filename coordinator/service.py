@@ -7,30 +7,32 @@ says.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
 
+from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, Resumption
+from coordinator.export import export_states
+from coordinator.fetching import fetch_states, open_transport
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.run_watch import MetricsFile, RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, SwarmError, UserError
+from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config, resolve_model
-from swarm_peer.model.export import export_model
 from swarm_peer.model.partition import stages_of
-from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.p2p_transport import P2PTransport
+from swarm_peer.runtime.recovery import STEPS_BETWEEN_LINES
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.state_transfer import fetch_state
 from swarm_peer.runtime.tokenizers import load_tokenizer
-from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateIndexCall
 from swarm_peer.wire.records import MANIFESTS_KEY, EndRecord, ManifestRecord, ProgressRecord, end_key, progress_key
 
 log = logging.getLogger(__name__)
@@ -40,8 +42,6 @@ POLL_S = 1.0
 MANIFEST_LIFETIME_S = 24 * 3600.0
 PUBLISH_MANIFEST_S = 60.0
 END_LIFETIME_S = 3600.0
-# Tries to download each stage's state at the end of the run, a second apart.
-EXPORT_TRIES = 30
 
 
 def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> RunManifest:
@@ -75,6 +75,8 @@ class RunService:
         on_update: told about the watch after each look at the DHT
         resume: carry on with the metrics.jsonl that is there
         on_line: told each line that is new in metrics.jsonl
+        plan: which checkpoints to write, and which to go on from
+        on_ready: called when peers may join
     """
 
     def __init__(
@@ -85,6 +87,9 @@ class RunService:
         on_update: Callable[[RunWatch], None] = lambda _: None,
         resume: bool = False,
         on_line: Callable[[dict[str, Any]], None] = lambda _: None,
+        plan: CheckpointPlan = NO_CHECKPOINTS,
+        on_ready: Callable[[], None] = lambda: None,
+        cache_dir: Path | None = None,
     ):
         self.manifest = manifest
         self.watch = RunWatch(manifest, SwarmView(manifest.stages.count))
@@ -95,6 +100,9 @@ class RunService:
         self._on_update = on_update
         self._resume = resume
         self._on_line = on_line
+        self._plan = plan
+        self._on_ready = on_ready
+        self._cache_dir = cache_dir
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -111,9 +119,18 @@ class RunService:
         check_output(self._output)
         metrics_file = MetricsFile(self._output, self._resume)
         try:
-            async with anyio.create_task_group() as tasks:
+            async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._dht.watch)
-                tasks.start_soon(self._publish_manifest)
+                if self._plan.resume is not None:
+                    # Before the manifest: peers that find no origin begin with the run's initial weights.
+                    await self._resume_run(transport, metrics_file, tasks)
+                await self._publish_manifest()
+                tasks.start_soon(self._keep_manifest)
+                self._on_ready()
+                if self._plan.store is not None:
+                    view = lambda: self._directory.view  # noqa: E731
+                    writer = CheckpointWriter(self.manifest, self._plan, lambda: self.watch.step, view)
+                    tasks.start_soon(writer.run, transport)
                 while self.watch.step < self.manifest.training.steps:
                     for line in await observe(self._dht, self._directory, self.watch):
                         if metrics_file.write(line):
@@ -121,7 +138,7 @@ class RunService:
                     self.metrics.update(self.watch)
                     self._on_update(self.watch)
                     await anyio.sleep(POLL_S)
-                await self._export()
+                await self._export(transport)
                 tasks.cancel_scope.cancel()
         finally:
             metrics_file.close()
@@ -134,36 +151,36 @@ class RunService:
         """Tell the peers that they may go."""
         await self._dht.store(end_key(self._run_id), EndRecord(reason=reason), self._run_id, END_LIFETIME_S)
 
+    async def _resume_run(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> None:
+        checkpoint = self._plan.resume
+        assert checkpoint is not None
+        step = max(checkpoint.step, metrics_file.global_step) + STEPS_BETWEEN_LINES
+        folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+        tasks.start_soon(_removed_at_end, folder)
+        resumption = Resumption(self.manifest, checkpoint, step, self._dht, folder)
+        await resumption.prepare(transport)
+        tasks.start_soon(resumption.run)
+
     async def _publish_manifest(self) -> None:
         record = ManifestRecord(manifest=self.manifest.canonical_json().decode())
+        await self._dht.store(MANIFESTS_KEY, record, self._run_id, MANIFEST_LIFETIME_S)
+
+    async def _keep_manifest(self) -> None:
         while True:
-            await self._dht.store(MANIFESTS_KEY, record, self._run_id, MANIFEST_LIFETIME_S)
             await anyio.sleep(PUBLISH_MANIFEST_S)
+            await self._publish_manifest()
 
-    async def _export(self) -> None:
-        assert isinstance(self.manifest.model.config, dict)
-        tensors = {}
-        async with open_transport(self._dht, self._peer_metrics) as transport:
-            for stage in range(self.manifest.stages.count):
-                tensors |= await self._fetch_stage(transport, stage)
-        specs, shared = stages_of(self.manifest), self.manifest.model.share_layers
-        config, folder = self.manifest.model.config, self.model_folder
-        await anyio.to_thread.run_sync(lambda: export_model(config, tensors, folder, specs=specs, share_layers=shared))
-        log.info("model_saved folder=%s", folder)
+    async def _export(self, transport: P2PTransport) -> None:
+        states = await fetch_states(transport, self._directory, self.manifest, self.watch.global_step + 1)
+        await anyio.to_thread.run_sync(export_states, self.manifest, states, self.model_folder, self._cache_dir)
+        log.info("model_saved folder=%s", self.model_folder)
 
-    async def _fetch_stage(self, transport: P2PTransport, stage: int) -> dict:  # type: ignore[type-arg]
-        call = StateIndexCall(manifest=self.manifest.hash, of_stage=stage, min_step=self.watch.global_step + 1)
-        for _ in range(EXPORT_TRIES):
-            view = await self._directory.refresh([stage])
-            donors = [peer.peer_id for peer in view.serving(stage)]
-            try:
-                max_bytes = max_state_bytes(self.manifest, stage)
-                state = await fetch_state(transport, donors, call, max_bytes=max_bytes)
-                return dict(state.tensors)
-            except CallError as error:
-                log.warning("export_waits stage=%d reason=%s", stage, error)
-                await anyio.sleep(1.0)
-        raise SwarmError(f"the run is done, but no peer of stage {stage} gave its weights: see the log for each try")
+
+async def _removed_at_end(folder: Path) -> None:
+    try:
+        await anyio.sleep_forever()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
@@ -172,10 +189,3 @@ async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[
     view = await directory.refresh(range(manifest.stages.count))
     progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
     return watch.observe(view, progress, anyio.current_time())
-
-
-@asynccontextmanager
-async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P2PTransport]:
-    """A transport for downloading states."""
-    async with P2PTransport.open(await dht.p2p(), 4 * STATE_CHUNK_BYTES, metrics) as transport:
-        yield transport

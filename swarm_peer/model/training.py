@@ -7,7 +7,8 @@ Shapes: B samples, T tokens, S = T + 1 token ids (the targets are the inputs mov
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,7 @@ class StageTrainer:
         self.manifest = manifest
         self.spec = spec
         self.device = torch.device(device)
+        self._cache_dir = cache_dir
         self.step = 0
         self.num_samples = 0
         self.module = StageModule(
@@ -189,8 +191,29 @@ class StageTrainer:
             InvalidMessage: shapes, types or token ids that do not fit
         """
         inputs, targets_BT = self._prepare(tokens_BS, hidden_BTD)
-        self.module.eval()
-        return self.module(inputs, targets_BT)
+        with self._evaluating():
+            return self.module(inputs, targets_BT)
+
+    @torch.no_grad()
+    def predict(self, tokens_BT: Tensor, hidden_BTD: Tensor | None = None) -> Tensor:
+        """hidden_BTD, or on the last stage logits_BV (fp32) of the token that follows; as evaluate().
+
+        Args:
+            tokens_BT: of the inputs alone, without what follows them
+
+        Raises:
+            InvalidMessage: shapes, types or token ids that do not fit
+        """
+        following_B1 = torch.zeros_like(tokens_BT[:, :1])  # stands for what is asked for
+        inputs, _ = self._prepare(torch.cat([tokens_BT, following_B1], dim=1), hidden_BTD)
+        with self._evaluating():
+            output = self.module(inputs, last_token=True)
+        return output[:, -1].float() if self.spec.is_last else output
+
+    @property
+    def weights_version(self) -> int:
+        """Grows with each change of the weights. Any thread may ask."""
+        return self._weights_version
 
     def mean_gradients(self) -> list[Tensor]:
         """The mean of the accumulated gradients over samples: fp32 on the CPU, in the order of the parameters.
@@ -282,8 +305,17 @@ class StageTrainer:
 
     def restart(self) -> None:
         """Go back to the run's initial weights."""
-        initial = StageTrainer(self.manifest, self.spec, "cpu")
+        initial = StageTrainer(self.manifest, self.spec, "cpu", self._cache_dir)
         self.load_state(initial.state(), 0)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Without dropout. A backward pass that recomputes its forward pass may be next, which needs it again."""
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train()
 
     def _enter(self, step: int) -> None:
         self.discard_gradients()

@@ -51,6 +51,7 @@ class PeerMetrics:
         self.loss = gauge("loss", "Training loss of the last global step, nats per token")
         self.samples_per_s = gauge("announced_samples_per_second", "Throughput that this peer announces")
         self.dht_failures = counter("dht_failures", "DHT requests that failed or took too long", "request")
+        self.notice_failures = counter("notice_failures", "Looks for a spot notice that had no answer")
         self.event_loop_lag_seconds = gauge("event_loop_lag_seconds", "How late the event loop woke up of late")
         gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
 

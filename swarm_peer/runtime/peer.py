@@ -18,6 +18,7 @@ from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.partition import StageSpec, model_costs, stage_cost, stages_of
+from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.stage import StageModule
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.rebalancing import choose_stage
@@ -36,6 +37,7 @@ from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
 from swarm_peer.runtime.p2p_transport import P2PTransport
+from swarm_peer.runtime.preemption import wait_for_notice
 from swarm_peer.runtime.processes import restarted_in, run_loop, start_anew
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.recovery import Recovery, Start
@@ -114,6 +116,7 @@ def _run_in_swarm(
     """Returns the stage to start anew in, if any."""
     run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics)
     spec = stages_of(manifest)[stage]
+    check_pretrained(manifest, options.data_dir)
     if spec.is_first:
         check_data_files(manifest, options.data_dir)
     log.info("stage_chosen run=%s manifest=%s stage=%d layers=%s", run_id, manifest.hash, stage, list(spec.layers))
@@ -254,7 +257,7 @@ class Peer:
         self._changed = Signal()
         self._stop = anyio.Event()
         self._rng = random.Random(f"{manifest.seed} {self._me}")
-        self._trainer = StageTrainer(manifest, spec, device)
+        self._trainer = StageTrainer(manifest, spec, device, options.cache_dir)
         num_parameters = sum(parameter.numel() for parameter in self._trainer.module.parameters())
         capacity = microbatch_capacity(manifest, spec, num_parameters, options.max_memory)
         # Stage 0 bounds itself by its window; the gate only counts its microbatches.
@@ -296,6 +299,7 @@ class Peer:
             tasks.start_soon(self._dht.watch)
             tasks.start_soon(self._averager.watch)
             tasks.start_soon(self._watch_event_loop)
+            tasks.start_soon(self._leave_on_notice)
             tasks.start_soon(self._work)
             await self._stop.wait()
             await self._leave()
@@ -461,6 +465,13 @@ class Peer:
             self._metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
         log.info("left stage=%d step=%d", self._spec.index, self._steps.step)
+
+    async def _leave_on_notice(self) -> None:
+        """Stop when the cloud says that it takes this instance away."""
+        if self._options.preemption_notice != "none":
+            notice = await wait_for_notice(self._options.preemption_notice, failed=self._metrics.notice_failures.inc)
+            log.warning("leaving reason=spot notice: %s", notice)
+            self._stop.set()
 
     async def _watch_event_loop(self) -> None:
         """Measure how late timers fire: whatever blocks the event loop holds up all traffic."""

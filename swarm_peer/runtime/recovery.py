@@ -158,7 +158,11 @@ class Recovery:
 
         while True:
             view = await self._look(range(self._manifest.stages.count))
-            behind = [peer for peer in view.peers if peer.stage != self._stage and peer.step < origin.step]
+            behind = [
+                peer
+                for peer in view.peers
+                if peer.stage != self._stage and peer.state is PeerState.SERVING and peer.step < origin.step
+            ]
             others = {peer.peer_id for peer in behind} - told
             if not others:
                 return

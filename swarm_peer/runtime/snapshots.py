@@ -63,32 +63,110 @@ class _Offer:
         return self.index.origin_updates + self.index.step - self.index.origin_step
 
 
-class StateDonor:
-    """Belongs to the event loop's thread.
+class SnapshotKeeper:
+    """Keeps snapshots and gives them away. Belongs to the event loop's thread.
 
     Args:
-        folder: of snapshots for recovery
+        folder: of the snapshots' files
 
     Attributes:
         current: the state that this peer may give away, without its tensors; None while it has none
     """
 
-    def __init__(self, trainer: StageTrainer, compute: ComputeThread, changed: Signal, stage: int, folder: Path):
-        self._trainer = trainer
-        self._compute = compute
-        self._changed = changed
-        self._stage = stage
+    def __init__(self, folder: Path):
         self._folder = folder
-        self._lock = anyio.Lock()
         self._offers: dict[bytes, _Offer] = {}  # by the hash of their index
-        self._updates: dict[int, StageState] = {}  # gradients of the steps that a downloading newcomer misses
-        self._update_ids: dict[int, bytes] = {}
         self._kept: dict[tuple[int, int], bytes] = {}  # (stage, updates) -> snapshot for recovery
         self.current: StageState | None = None
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
         return {StateIndexCall: self.handle_index, StateChunkCall: self.handle_chunk, KeptCall: self.handle_kept}
+
+    async def keep(self, stage: int, state: StageState) -> None:
+        """Keep a stage's state as a file, and forget the oldest one of that stage."""
+        path = self._folder / f"stage-{stage}-updates-{state.updates}"
+        offer = await anyio.to_thread.run_sync(_write_offer, stage, state, path)
+        origin = state.origin if self.current is None else self.current.origin
+        if state.origin < origin and state.updates > origin.updates:
+            path.unlink(missing_ok=True)
+            log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
+            return
+        self._kept[stage, state.updates] = self._offer(offer)
+        for oldest in sorted(updates for known, updates in self._kept if known == stage)[:-SNAPSHOTS_KEPT]:
+            self._forget(stage, oldest)
+        log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
+
+    def kept_state(self, stage: int, updates: int) -> StageState | None:
+        """A snapshot that is kept here; its tensors are copies."""
+        offer = self._offers.get(self._kept.get((stage, updates), b""))
+        if offer is None:
+            return None
+        return assemble(offer.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in offer.tensors])
+
+    def _forget(self, stage: int, updates: int) -> None:
+        self._offers.pop(self._kept.pop((stage, updates)), None)
+        (self._folder / f"stage-{stage}-updates-{updates}").unlink(missing_ok=True)
+
+    def _forget_after(self, updates: int) -> None:
+        """Later snapshots are of a line of updates that was given up."""
+        for stage, known in [key for key in self._kept if key[1] > updates]:
+            self._forget(stage, known)
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self._kept.values()
+
+    def _offer(self, offer: _Offer) -> bytes:
+        key = hashlib.sha256(offer.packed).digest()
+        self._offers[key] = offer
+        return key
+
+    async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
+        offer = await self._find(call)
+        offer.used_at = time.monotonic()
+        return Reply(tensors=(memoryview(offer.packed),))
+
+    async def _find(self, call: StateIndexCall) -> _Offer:
+        offer = self._offers.get(self._kept.get((call.of_stage, call.updates or 0), b""))
+        if offer is None:
+            raise NotServing(f"no snapshot of stage {call.of_stage} after {call.updates} updates is kept here")
+        return offer
+
+    async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
+        offer = self._offers.get(call.index)
+        if offer is None:
+            raise NotServing("this is not kept here any more")
+        if call.entry >= len(offer.tensors) or call.chunk >= len(offer.index.entries[call.entry].chunks):
+            raise InvalidMessage(f"chunk {call.chunk} of tensor {call.entry} of {len(offer.tensors)}")
+        offer.used_at = time.monotonic()
+        start = call.chunk * STATE_CHUNK_BYTES
+        return Reply(tensors=(offer.tensors[call.entry][start : start + STATE_CHUNK_BYTES],))
+
+    async def handle_kept(self, caller: str, call: KeptCall, tensors: Sequence[memoryview]) -> Reply:
+        if self.current is None:
+            raise NotServing("this peer has no state yet")
+        origin = self.current.origin
+        reply = KeptReply(
+            step=self.current.step,
+            origin_step=origin.step,
+            origin_updates=origin.updates,
+            kept=tuple(sorted(self._kept))[-64:],
+        )
+        return Reply(reply.model_dump())
+
+
+class StateDonor(SnapshotKeeper):
+    """Gives away this peer's own state and updates as well."""
+
+    def __init__(self, trainer: StageTrainer, compute: ComputeThread, changed: Signal, stage: int, folder: Path):
+        super().__init__(folder)
+        self._trainer = trainer
+        self._compute = compute
+        self._changed = changed
+        self._stage = stage
+        self._lock = anyio.Lock()
+        self._updates: dict[int, StageState] = {}  # gradients of the steps that a downloading newcomer misses
+        self._update_ids: dict[int, bytes] = {}
 
     def enter(self, step: int, lineage: str, origin: Origin, ledger: bytes) -> None:
         """The state that the trainer holds now is that of `step`."""
@@ -124,83 +202,18 @@ class StateDonor:
         await self.keep(self._stage, state)
         return True
 
-    async def keep(self, stage: int, state: StageState) -> None:
-        """Keep a stage's state as a file, and forget the oldest one of that stage."""
-        path = self._folder / f"stage-{stage}-updates-{state.updates}"
-        offer = await anyio.to_thread.run_sync(_write_offer, stage, state, path)
-        origin = state.origin if self.current is None else self.current.origin
-        if state.origin < origin and state.updates > origin.updates:
-            path.unlink(missing_ok=True)
-            log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
-            return
-        self._kept[stage, state.updates] = self._offer(offer)
-        for oldest in sorted(updates for known, updates in self._kept if known == stage)[:-SNAPSHOTS_KEPT]:
-            self._forget(stage, oldest)
-        log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
-
-    def _forget_after(self, updates: int) -> None:
-        """Later snapshots are of a line of updates that was given up."""
-        for stage, known in [key for key in self._kept if key[1] > updates]:
-            self._forget(stage, known)
-
-    def kept_state(self, stage: int, updates: int) -> StageState | None:
-        """A snapshot that is kept here; its tensors are copies."""
-        offer = self._offers.get(self._kept.get((stage, updates), b""))
-        if offer is None:
-            return None
-        return assemble(offer.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in offer.tensors])
-
-    def _forget(self, stage: int, updates: int) -> None:
-        self._offers.pop(self._kept.pop((stage, updates)), None)
-        (self._folder / f"stage-{stage}-updates-{updates}").unlink(missing_ok=True)
-
-    def _is_kept(self, key: bytes) -> bool:
-        return key in self._kept.values()
+    async def _find(self, call: StateIndexCall) -> _Offer:
+        if call.updates is not None:
+            return await super()._find(call)
+        if call.of_stage != self._stage:
+            raise NotServing(f"this peer serves stage {self._stage}, not {call.of_stage}")
+        return await (self._newest(call.min_step) if call.kind == "state" else self._update(call.min_step))
 
     def _drop_unused(self) -> None:
         oldest = time.monotonic() - RETAIN_S
         self._offers = {
             key: offer for key, offer in self._offers.items() if offer.used_at >= oldest or self._is_kept(key)
         }
-
-    def _offer(self, offer: _Offer) -> bytes:
-        key = hashlib.sha256(offer.packed).digest()
-        self._offers[key] = offer
-        return key
-
-    async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
-        if call.updates is not None:
-            offer = self._offers.get(self._kept.get((call.of_stage, call.updates), b""))
-            if offer is None:
-                raise NotServing(f"no snapshot of stage {call.of_stage} after {call.updates} updates is kept here")
-        elif call.of_stage != self._stage:
-            raise NotServing(f"this peer serves stage {self._stage}, not {call.of_stage}")
-        else:
-            offer = await (self._newest(call.min_step) if call.kind == "state" else self._update(call.min_step))
-        offer.used_at = time.monotonic()
-        return Reply(tensors=(memoryview(offer.packed),))
-
-    async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
-        offer = self._offers.get(call.index)
-        if offer is None:
-            raise NotServing("this is not kept here any more")
-        if call.entry >= len(offer.tensors) or call.chunk >= len(offer.index.entries[call.entry].chunks):
-            raise InvalidMessage(f"chunk {call.chunk} of tensor {call.entry} of {len(offer.tensors)}")
-        offer.used_at = time.monotonic()
-        start = call.chunk * STATE_CHUNK_BYTES
-        return Reply(tensors=(offer.tensors[call.entry][start : start + STATE_CHUNK_BYTES],))
-
-    async def handle_kept(self, caller: str, call: KeptCall, tensors: Sequence[memoryview]) -> Reply:
-        if self.current is None:
-            raise NotServing("this peer has no state yet")
-        origin = self.current.origin
-        reply = KeptReply(
-            step=self.current.step,
-            origin_step=origin.step,
-            origin_updates=origin.updates,
-            kept=tuple(sorted(self._kept))[-64:],
-        )
-        return Reply(reply.model_dump())
 
     async def _newest(self, min_step: int) -> _Offer:
         with anyio.move_on_after(WAIT_FOR_STEP_S):

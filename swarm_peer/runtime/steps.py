@@ -13,7 +13,7 @@ import torch
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.model.training import StageTrainer
+from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import SwarmView
@@ -212,23 +212,29 @@ class StepLoop:
         self._gate.close()
         self._metrics.lost_samples.inc(self._trainer.num_samples)
         async with self._ending:
-            state = await self._snapshot_of(target)
+            state = await self._snapshot_of(target) if target.updates else None
             if state is not None:
                 await self._take_over(state)
                 self._enter(target.step, state.lineage, target, state.ledger)
-            elif target.updates == 0:
+            else:
                 await self._compute.run(Priority.STEP, self._trainer.restart)
                 await self.begin(target, None)
-            else:
-                # A stage-mate that has the snapshot goes back before this peer, which is left behind then.
-                mates = [p.peer_id for p in self._view().serving(self._stage) if p.peer_id != self._transport.peer_id]
-                await self._download(mates, min_step=target.step)
         self.reports.clear()
-        self._rewind_to = None
         self._admit()
 
-    async def _snapshot_of(self, target: Origin) -> StageState | None:
-        return await anyio.to_thread.run_sync(self._donor.kept_state, self._stage, target.updates)
+    async def _snapshot_of(self, target: Origin) -> StageState:
+        kept = await anyio.to_thread.run_sync(self._donor.kept_state, self._stage, target.updates)
+        if kept is not None:
+            return kept
+        # This peer has come after the snapshot. If its stage-mates have, too, the guards of the stage before have it.
+        stages = (self._stage, (self._stage - 1) % self._manifest.stages.count)
+        keepers = [peer.peer_id for peer in self._view().peers if peer.stage in stages]
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, updates=target.updates)
+        keepers = [peer_id for peer_id in keepers if peer_id != self._transport.peer_id]
+        return await fetch_state(self._transport, keepers, call, max_bytes=self._max_state_bytes(), rng=self._rng)
+
+    def _max_state_bytes(self) -> int:
+        return max_state_bytes(self._manifest, self._stage)
 
     async def _end(self, step: int) -> None:
         self._gate.close()
@@ -274,6 +280,8 @@ class StepLoop:
     def _enter(self, step: int, lineage: str, origin: Origin, ledger: bytes) -> None:
         self.step = step
         self.origin = origin
+        if self._rewind_to is not None and self._rewind_to.step <= step:
+            self._rewind_to = None  # a newer one stays
         self._began = time.monotonic()
         self._runner.forget_step()
         self._metrics.global_step.set(self.updates)
@@ -291,11 +299,12 @@ class StepLoop:
         Raises:
             CallError: nobody gave it
         """
-        max_bytes = 2 * sum(t.numel() * t.element_size() for t in self._trainer.state_template().values()) + 2**20
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_step=min_step)
         for attempt in range(1, DOWNLOAD_TRIES + 1):
             try:
-                state = await fetch_state(self._transport, donors, call, max_bytes=max_bytes, rng=self._rng)
+                state = await fetch_state(
+                    self._transport, donors, call, max_bytes=self._max_state_bytes(), rng=self._rng
+                )
                 await self._take_over(state)
                 self._enter(state.step, state.lineage, state.origin, state.ledger)
                 return
@@ -321,10 +330,13 @@ class StepLoop:
                 update = await fetch_state(self._transport, donors, call, max_bytes=max_bytes, rng=self._rng)
                 if [tensor.shape for tensor in update.tensors.values()] != shapes or update.origin != self.origin:
                     raise InvalidMessage("an update that does not fit this stage")
+                gradients = list(update.tensors.values())
+                # The next barrier compares lineages alone: the right one must not come with other gradients.
+                if await anyio.to_thread.run_sync(checksum, self._group.lineage, gradients) != update.lineage:
+                    raise InvalidMessage("an update that is not the one of its lineage")
             except CallError as error:
                 log.info("replayed steps=%d until=%d reason=%s", self.step - before, self.step, error)
                 return self.step > before
-            gradients = list(update.tensors.values())
             await self._compute.run(Priority.STEP, lambda gradients=gradients: self._trainer.apply(gradients))  # type: ignore[misc]
             self._enter(self.step + 1, update.lineage, self.origin, update.ledger)
 

@@ -13,8 +13,9 @@ from typing import Any
 import anyio
 import torch
 
+from coordinator.fetching import open_transport
 from coordinator.local import LOOPBACK, LocalPeer, LocalPeers, peers_running
-from coordinator.service import RunService, open_transport
+from coordinator.service import RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.runtime.dht import SwarmDHT

@@ -684,3 +684,24 @@ async def test_what_is_kept_says_where_a_peer_stands(follower):
     assert await follower.donor.keep_own(3)
     reply = await follower.donor.handle_kept("x", KeptCall(manifest=MANIFEST.hash), ())
     assert check_body(KeptReply, reply.body) == KeptReply(step=3, origin_step=0, origin_updates=0, kept=((0, 3),))
+
+
+async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
+    running = asyncio.ensure_future(follower.steps.run())
+    taken = follower.steps.begin
+
+    async def slow(target, state):
+        if target.step == 38:
+            await follower.rewind(step=42, updates=0)
+        await taken(target, state)
+
+    follower.steps.begin = slow
+    await follower.rewind(updates=0)
+    await until(lambda: follower.steps.step == 42 and follower.gate.is_open)
+    running.cancel()
+
+
+async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
+    await follower.rewind(updates=0)
+    follower.steps._enter(45, "new line", Origin(38, 0), b"")
+    assert follower.target is None

@@ -1,0 +1,94 @@
+"""A run whose machines all fail goes on from a checkpoint, with other peers, as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from swarm import tiny_manifest
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.timeout(170)
+
+COORDINATOR = (sys.executable, "-m", "coordinator.cli")
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def checkpoints_of(output: Path) -> list[Path]:
+    return sorted(path.parent for path in (output / "checkpoints").glob("step-*/checkpoint.json"))
+
+
+def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
+    steps = 40
+    manifest = tiny_manifest(
+        training={"steps": steps, "global_batch_size": 128, "microbatch_size": 4, "validation_every": 0},
+        limits={"hop_timeout_s": 10, "announcement_s": 6},
+        recovery={"snapshot_every": 5},
+        optimizer={"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0},
+    )
+    config, output = tmp_path / "run.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
+    command = (
+        *COORDINATOR,
+        "local",
+        str(config),
+        "--output",
+        str(output),
+        "--checkpoint-every",
+        "5",
+        "--log-level",
+        "info",
+    )
+
+    first = subprocess.Popen([*command, "--peers", "2,1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    end = time.monotonic() + 90
+    while len(checkpoints_of(output)) < 2:
+        assert time.monotonic() < end, "two checkpoints"
+        assert first.poll() is None, first.stdout.read()[-2000:]  # type: ignore[union-attr]
+        time.sleep(0.1)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    done = lines_of(output)[-1]["step"]
+    *_, good, newest = checkpoints_of(output)
+    assert done < steps
+    with (newest / "stage-000.safetensors").open("r+b") as file:
+        file.seek(-10, os.SEEK_END)
+        file.write(b"damaged")
+
+    # Its peers were told to leave when it died.
+    resumed = subprocess.run(
+        [*command, "--peers", "1,2", "--resume", str(output / "checkpoints")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stdout[-1000:] + resumed.stderr[-3000:]
+    assert "checkpoint_damaged" in resumed.stderr
+    updates = int(good.name.removeprefix("step-"))
+    assert f"resuming updates={updates} " in resumed.stderr
+    lines = lines_of(output)
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    later = [line for line in lines if line["step"] > updates]
+    assert all(line["peers"] == [1, 2] for line in later[3:])
+    jump = later[0]["loss"] - lines[updates - 1]["loss"]
+    assert abs(jump) < 0.5, "the loss goes on where it was"
+    assert later[-1]["loss"] < lines[0]["loss"] - 0.5
+    AutoModelForCausalLM.from_pretrained(output / "model")
+
+    # The model of any checkpoint that is left can be had, too.
+    exported = subprocess.run(
+        [*COORDINATOR, "export", "--checkpoint", str(output / "checkpoints"), "--output", str(tmp_path / "export")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert exported.returncode == 0, exported.stderr[-2000:]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
