@@ -15,7 +15,8 @@ from coordinator import checkpoint_files, checkpoint_folder
 from coordinator.checkpoints import CheckpointStore, find_checkpoint
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.state_transfer import StageState
+from swarm_peer.policy.recovery import Origin
+from swarm_peer.runtime.state_index import StageState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 LEDGER = {"ranges": [[0, 17], [20, 31]], "name": "Ünïcode"}
@@ -48,7 +49,8 @@ def state_of(stage, step):
     }
     for dtype in DTYPES:
         tensors[f"as {dtype}"] = torch.randint(0, 100, (3, 4), generator=generator).to(dtype)
-    return StageState(step=step, lineage=f"lineage of stage {stage} at {step}", tensors=tensors)
+    lineage, ledger = f"lineage of stage {stage} at {step}", b"" if stage else b"\x00\xff of any bytes"
+    return StageState(step=step, lineage=lineage, tensors=tensors, origin=Origin(2, 1), ledger=ledger)
 
 
 def states_of(step):

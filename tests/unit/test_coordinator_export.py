@@ -13,7 +13,7 @@ from coordinator.checkpoints import CheckpointStore
 from swarm_peer.config import RunManifest
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.state_transfer import StageState
+from swarm_peer.runtime.state_index import StageState
 
 CONFIGS = {
     "gpt2": {
