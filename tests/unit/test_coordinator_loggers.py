@@ -53,8 +53,9 @@ MANIFEST = RunManifest.model_validate(
 )
 
 
-def a_line(step, validation_loss=None):
-    return step_line(step, 4.0 / step, 8, 0.5, 16, [2, 3], validation_loss, 4)
+def a_line(step, validation_loss=None, *, num_given_up=0):
+    """The line of a run that had given up some global steps before."""
+    return step_line(step, step - 1 + num_given_up, 4.0 / step, 8, 0.5, 16, [2, 3], validation_loss, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,14 @@ def _offline(monkeypatch):
         ("WANDB_SILENT", "true"),
     ):
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def _event_files_in_order(monkeypatch):
+    """They are read by name, where the tenth of a process comes before its second if both are of the same second."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------
@@ -119,6 +128,23 @@ def test_a_resumed_run_goes_on_in_tensorboard(tmp_path, monkeypatch, resume, exp
     assert [event.step for event in read_tensorboard(tmp_path).Scalars("loss")] == expected
 
 
+@pytest.mark.parametrize("resume", [False, True], ids=["at once", "in another life of the coordinator"])
+def test_tensorboard_forgets_what_the_run_gave_up(tmp_path, resume):
+    with open_loggers(["tensorboard"], MANIFEST, tmp_path) as write:
+        for step in (1, 2, 3, 4):
+            write(a_line(step))
+        if not resume:
+            write(a_line(2, num_given_up=3))
+            write(a_line(3, num_given_up=3))
+    if resume:
+        with open_loggers(["tensorboard"], MANIFEST, tmp_path, resume=True) as write:
+            write(a_line(2, num_given_up=3))
+            write(a_line(3, num_given_up=3))
+    events = read_tensorboard(tmp_path)
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    assert "manifest/text_summary" in events.Tags()["tensors"]
+
+
 def wandb_records(path):
     """What wandb's own `sync` reads: protocol buffers in LevelDB's log format, after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
@@ -140,6 +166,9 @@ def wandb_records(path):
 
 def read_wandb(output):
     """Of each offline run in the folder, oldest first: its run record and its history."""
+    import wandb
+
+    wandb.teardown()  # its process writes on after a run's end, as this one's exit would wait for
     found = []
     for path in sorted(output.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         records = list(wandb_records(path))
@@ -165,8 +194,19 @@ def test_wandb_holds_every_line(tmp_path):
     assert {key: value for key, value in config.items() if not key.startswith("_")} == expected
     for step, row in enumerate(history, 1):
         line = a_line(step, 1.25 if step == 3 else None)
-        assert {key: value for key, value in row.items() if not key.startswith("_")} == scalars(line)
-    assert [row["_step"] for row in history] == [1, 2, 3]
+        assert {key: value for key, value in row.items() if not key.startswith("_")} == scalars(line) | {"step": step}
+    assert [row["_step"] for row in history] == [0, 1, 2]
+
+
+def test_wandb_keeps_what_the_run_gave_up(tmp_path):
+    """The rows after it would be dropped if their own steps did not grow."""
+    steps = [(1, 0), (2, 0), (3, 0), (2, 2), (3, 2)]
+    with open_loggers(["wandb"], MANIFEST, tmp_path) as write:
+        for step, num_given_up in steps:
+            write(a_line(step, num_given_up=num_given_up))
+    [(_, history)] = read_wandb(tmp_path)
+    assert [row["step"] for row in history] == [1, 2, 3, 2, 3]
+    assert [row["_step"] for row in history] == [0, 1, 2, 3, 4]
 
 
 def test_a_resumed_run_goes_on_under_its_wandb_id(tmp_path):
@@ -175,7 +215,7 @@ def test_a_resumed_run_goes_on_under_its_wandb_id(tmp_path):
             write(a_line(step))
     first, second, other = [run.run_id for run, _ in read_wandb(tmp_path)]
     assert first == second != other
-    assert [row["_step"] for _, history in read_wandb(tmp_path) for row in history] == [1, 2, 1]
+    assert [row["step"] for _, history in read_wandb(tmp_path) for row in history] == [1, 2, 1]
     assert (tmp_path / "wandb-id").read_text() == f"{other}\n"
 
 
