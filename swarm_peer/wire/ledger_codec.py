@@ -1,0 +1,56 @@
+"""The data ledger as bytes, and its ranges as a field of records; what comes in is hostile until checked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgpack
+from pydantic import AfterValidator, Field
+
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.data_ledger import MAX_PASSES, MAX_SLICES, MAX_WINDOWS, DataLedger
+from swarm_peer.policy.ranges import MAX_RANGES, WindowRange
+
+# A finished slice takes ten bytes: a pass of a million of them.
+MAX_LEDGER_BYTES = 16 << 20
+
+
+def _check_range(item: WindowRange) -> WindowRange:
+    if not (
+        0 <= item.pass_number < MAX_PASSES and 0 <= item.slice_index < MAX_SLICES
+        and 0 <= item.start <= item.end <= MAX_WINDOWS
+    ):  # fmt: skip
+        raise ValueError("no range of windows")
+    return item
+
+
+# Samples that a peer has counted in one global step: a field of a pydantic model. Whether the ledger of this run admits
+# them (`DataLedger.admits`) is another question.
+CountedRanges = Annotated[
+    tuple[Annotated[WindowRange, AfterValidator(_check_range)], ...], Field(max_length=MAX_RANGES)
+]
+
+
+def encode_ledger(ledger: DataLedger) -> bytes:
+    """For a checkpoint, or a stage-mate that joins. Equal ledgers make equal bytes."""
+    return bytes(msgpack.packb(ledger.to_tuple()))
+
+
+def decode_ledger(data: object, num_slices: int) -> DataLedger:
+    """The ledger that `encode_ledger` made bytes of.
+
+    Args:
+        num_slices: slices of a pass over the data that this peer reads
+
+    Raises:
+        InvalidMessage: no ledger, or one of other data
+    """
+    if not isinstance(data, bytes) or len(data) > MAX_LEDGER_BYTES:
+        raise InvalidMessage(f"data ledger: not at most {MAX_LEDGER_BYTES} bytes")
+    try:
+        ledger = DataLedger.from_tuple(msgpack.unpackb(data, use_list=False))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidMessage(f"data ledger: {error}") from error
+    if ledger.num_slices != num_slices:
+        raise InvalidMessage(f"data ledger: of {ledger.num_slices} slices, where the data here has {num_slices}")
+    return ledger
