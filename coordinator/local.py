@@ -84,11 +84,11 @@ def run_local(
             metrics=PeerMetrics(),
         )
         try:
+            resume = plan.resume is not None
             with (
-                open_loggers(log_to, manifest, output) as on_line,
+                open_loggers(log_to, manifest, output, resume) as on_line,
                 LiveView(f"run {manifest.name}", manifest.training.steps) as live,
             ):
-                resume = plan.resume is not None
                 service = RunService(
                     manifest, dht, output, live.update, resume, on_line=on_line, plan=plan, cache_dir=cache_dir
                 )

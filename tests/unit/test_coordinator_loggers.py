@@ -1,5 +1,7 @@
 """TensorBoard and Weights & Biases, read back from the files that they write; and what happens when they fail."""
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -10,12 +12,14 @@ import sys
 import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
 import yaml
 
-from coordinator import loggers, service
+from coordinator import local, loggers, service
+from coordinator.checkpointing import NO_CHECKPOINTS
 from coordinator.cli import app
 from coordinator.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
 from coordinator.run_watch import step_line
@@ -420,10 +424,15 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
         watch.lines += [a_line(step) for step in (1, 2, 3)]
         return watch.lines
 
-    async def export(self):
+    async def export(*_):
         pass
 
+    @contextlib.asynccontextmanager
+    async def open_transport(*_):
+        yield None
+
     monkeypatch.setattr(service, "observe", observe)
+    monkeypatch.setattr(service, "open_transport", open_transport)
     monkeypatch.setattr(service, "POLL_S", 0.0)
     monkeypatch.setattr(RunService, "_export", export)
     run = RunService(
@@ -433,6 +442,22 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
     assert told == expected
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_local_goes_on_with_its_loggers_where_it_goes_on_with_its_run(tmp_path, monkeypatch, resumes):
+    asked = []
+
+    def opened(names, manifest, output, resume=False):
+        asked.append((names, resume))
+        raise UserError("far enough")
+
+    monkeypatch.setattr(local.SwarmDHT, "start", lambda **_: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(local, "open_loggers", opened)
+    plan = dataclasses.replace(NO_CHECKPOINTS, resume=object() if resumes else None)
+    with pytest.raises(UserError, match="far enough"):
+        local.run_local(MANIFEST, [1, 1], tmp_path / "output", "cpu", None, ["tensorboard"], plan)
+    assert asked == [(["tensorboard"], resumes)]
 
 
 def test_the_baseline_is_logged(tmp_path, capsys):
