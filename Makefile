@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo test unit integration lint format clean
+.PHONY: help setup demo test unit integration faults soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,12 @@ unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 
 integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
 	$(BIN)/python -m pytest tests/integration
+
+faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail
+	$(BIN)/python -m pytest tests/faults
+
+soak: $(VENV)/.installed-dev  ## Half an hour of kills, joins, stalls and departures
+	$(BIN)/python tests/faults/soak.py
 
 lint: $(VENV)/.installed-dev  ## Check format, lint and types
 	$(BIN)/ruff check .

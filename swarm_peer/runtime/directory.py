@@ -23,6 +23,8 @@ ANNOUNCEMENTS_PER_LIFETIME = 4
 # How often to look for others: quickly while peers are missing, then at leisure.
 FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
+# Stage-0 peers whose counts are believed after they are gone.
+AUTHORS_REMEMBERED = 4096
 
 
 class Directory:
@@ -49,6 +51,7 @@ class Directory:
         self._metrics = metrics
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time of arrival
+        self._authors: dict[str, None] = {}  # peers that have announced stage 0, the latest last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial of their last announcement
         self._stranger_seen = anyio.Event()
         self.serial = 0  # of this peer's last announcement
@@ -63,12 +66,17 @@ class Directory:
                 fits = announcement.stage == stage and stage < self._manifest.stages.count
                 if fits and (known is None or announcement.serial > known[0].serial):
                     self._peers[peer_id] = (announcement, time.monotonic())
+                    if stage == 0:
+                        self._authors.pop(peer_id, None)
+                        self._authors[peer_id] = None
         self._rebuild()
         return self.view
 
     def _rebuild(self) -> None:
         oldest = time.monotonic() - self._manifest.limits.announcement_s
         self._peers = {peer_id: entry for peer_id, entry in self._peers.items() if entry[1] >= oldest}
+        for peer_id in list(self._authors)[:-AUTHORS_REMEMBERED]:
+            del self._authors[peer_id]
         self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
         peers = {
             peer_id: announcement.view(peer_id)
@@ -119,12 +127,14 @@ class Directory:
             await self.announce()
             await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
 
-    def is_in_first_stage(self, peer_id: str) -> bool:
-        """Whether a peer announces stage 0; if it is not known to, `run_polling` looks at its next turn."""
-        peer = self.view.peer(peer_id)
-        if peer is None:
+    def is_author(self, peer_id: str) -> bool:
+        """Whether a peer announces stage 0, or did: what it counted stays counted when it is gone.
+
+        If nothing is known of it, `run_polling` looks at its next turn.
+        """
+        if peer_id not in self._authors:
             self._stranger_seen.set()
-        return peer is not None and peer.stage == 0
+        return peer_id in self._authors
 
     async def run_polling(self, stages: Sequence[int]) -> None:
         """Keep the view of these stages fresh."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from swarm_peer.errors import Busy, NotServing, StepClosed
@@ -17,6 +17,9 @@ class StepGate:
 
     Args:
         capacity: microbatches that may be inside or held at once
+
+    Attributes:
+        newest_asked: the newest step that anybody wanted to enter: a hint that this peer is behind
     """
 
     def __init__(self, capacity: int, changed: Signal):
@@ -24,14 +27,17 @@ class StepGate:
         self.capacity = capacity
         self.admitted = 0
         self.held = 0
+        self.newest_asked = 0
         self._open = False
         self._serving = False
         self._left = False
         self._changed = changed
+        self.on_open: Callable[[int], None] = lambda step: None  # told that the peer is in a step with its weights
 
     def open(self, step: int) -> None:
         """Enter `step` and admit its microbatches."""
         self.step = step
+        self.on_open(step)
         self._open = self._serving = not self._left
         self._changed.notify()
 
@@ -72,14 +78,31 @@ class StepGate:
             self.admitted -= 1
             self._changed.notify()
 
-    async def _wait_for(self, step: int) -> None:
+    async def reach(self, step: int) -> None:
+        """Wait for a step without being inside: it may close and end meanwhile, and does not wait for the caller.
+
+        Raises:
+            StepClosed: this peer is past that step
+            NotServing: draining, or many steps away
+        """
+        if step > self.newest_asked:
+            self.newest_asked = step
+            self._changed.notify()
         if step > self.step + MAX_STEPS_HELD:
             raise NotServing(f"this peer is in step {self.step}, too far behind step {step}")
         await self._changed.wait_for(lambda: step <= self.step or not self._serving)
         if not self._serving:
             raise NotServing("not serving, or draining")
-        if step < self.step or not self._open:
-            raise StepClosed(f"global step {step} is closed here; this peer is in step {self.step}", self.step)
+        if step < self.step:
+            raise self._closed(step)
+
+    async def _wait_for(self, step: int) -> None:
+        await self.reach(step)
+        if not self._open:
+            raise self._closed(step)
+
+    def _closed(self, step: int) -> StepClosed:
+        return StepClosed(f"global step {step} is closed here; this peer is in step {self.step}", self.step)
 
     async def drained(self) -> None:
         """Wait until nobody is inside."""

@@ -72,7 +72,7 @@ class Gossip:
             try:
                 reply = await self._transport.call(peer_id, body, timeout_s=TIMEOUT_S)
                 answer = check_body(CountsReply, reply.body)
-                self._progress.merge(answer.counts)
+                self._progress.merge(answer.counts, vouched=isinstance(body, GreetCall))
                 newest = max(newest, answer.step)
             except CallError as error:
                 log.info("peer_not_told peer=%s op=%s reason=%s: %s", peer_id, body.op, error.code, error)

@@ -268,7 +268,7 @@ class Peer:
             manifest.hash,
             manifest.training.global_batch_size,
             dht.identity,
-            self._directory.is_in_first_stage,
+            self._directory.is_author,
             metrics,
             self._changed,
         )

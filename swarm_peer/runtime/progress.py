@@ -59,12 +59,15 @@ class ProgressBook:
             for author, envelope in sorted(self._signed.get(step, {}).items())
         )
 
-    def merge(self, counts: Iterable[SignedCount]) -> None:
+    def merge(self, counts: Iterable[SignedCount], *, vouched: bool = False) -> None:
         """Take over what is new of the counts that came with a message.
 
-        Only peers that announce stage 0 are believed. Of one that this peer has not seen yet, counts are dropped: they
-        come again with the next message, and the sight of them has the directory look. This peer's own counts come
-        back to it when it has started anew within a step: it goes on from them.
+        Only peers that announce stage 0, or did, are believed. Of one that this peer has not seen yet, counts are
+        dropped: they come again with the next message, and the sight of them has the directory look. This peer's own
+        counts come back to it when it has started anew within a step: it goes on from them.
+
+        Args:
+            vouched: a stage-mate passes them on, who has seen their authors; they may have died since
 
         Raises:
             InvalidMessage: a count that is malformed or not signed by its author
@@ -72,7 +75,7 @@ class ProgressBook:
         for author, envelope in counts:
             if envelope in self._signed_values(author):
                 continue
-            if author != self._identity.peer_id and not self._is_author(author):
+            if author != self._identity.peer_id and not (vouched or self._is_author(author)):
                 self._metrics.invalid_messages.labels("count").inc()
                 continue
             kind, run, body = open_envelope(envelope, author)

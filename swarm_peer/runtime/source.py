@@ -237,8 +237,9 @@ class MicrobatchSource:
             if speed := self._runner.samples_per_s:
                 compute_s = len(batch.tokens_BS) / speed
                 self._window.observe(max(seconds - compute_s, 0.0), compute_s, time.monotonic())
-        except StepClosed:
+        except StepClosed as error:
             outcome = "step_closed"
+            self._gate.newest_asked = max(self._gate.newest_asked, error.step or 0)
             if self._gate.step == step and not self._progress.ledger.is_full(step):
                 # Somebody knows of counts that this peer has not heard of: whose author told them and died, perhaps.
                 await self._gossip.tell(peer.peer_id for peer in self._view().serving(1))

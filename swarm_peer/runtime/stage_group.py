@@ -245,7 +245,7 @@ class StageGroup:
             try:
                 reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
                 answer = check_body(ReadyReply, reply.body)
-                self._progress.merge(answer.counts)
+                self._progress.merge(answer.counts, vouched=True)
             except StepClosed:
                 ahead.append(peer_id)
                 return
@@ -279,8 +279,9 @@ class StageGroup:
                 return
 
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
-        self._progress.merge(call.counts)
-        if any(peer.peer_id == caller for peer in self._view().in_stage(self._stage)):
+        is_mate = any(peer.peer_id == caller for peer in self._view().in_stage(self._stage))
+        self._progress.merge(call.counts, vouched=is_mate)
+        if is_mate:
             # No further than it takes to have this peer look for itself: a false step must not outlive that.
             self._progress.saw_step(min(call.step, self._step + 1))
         if call.step >= self._step:

@@ -41,6 +41,8 @@ PEERS_TOLD = 4
 # Pause before the state is asked for again, when no stage-mate gave it.
 RESYNC_PAUSE_S = 1.0
 DOWNLOAD_TRIES = 30
+# Callers may be a step ahead for as long as the slowest hop takes; who is behind for longer has missed something.
+BEHIND_S = 3.0
 # A newcomer that is still behind after so many rounds of catching up serves all the same: the end of the step tells.
 CATCH_UP_TRIES = 4
 
@@ -159,11 +161,24 @@ class StepLoop:
         while True:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run_steps)
+                tasks.start_soon(self._look_when_behind)
                 await self._changed.wait_for(lambda: self._rewind_to is not None or bool(failures))
                 tasks.cancel_scope.cancel()
             if failures:
                 raise failures[0]
             await self._rewind()
+
+    async def _look_when_behind(self) -> None:
+        """When others are in later steps for a while, ask stage-mates whether they have left this peer behind."""
+        while True:
+            await self._changed.wait_for(lambda: self._gate.newest_asked > self.step)
+            step = self.step
+            await anyio.sleep(BEHIND_S)
+            if self.step == step and self._gate.is_open:
+                mates = [peer.peer_id for peer in self._view().serving(self._stage)]
+                if await self._gossip.greet(self._stage, mates) > step:
+                    self._progress.saw_step(step + 1)
+            self._gate.newest_asked = 0  # who asked may have lied
 
     async def _run_steps(self) -> None:
         while not self.finished:

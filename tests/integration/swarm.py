@@ -103,11 +103,16 @@ class SwarmRun:
         return "\n".join(path.read_text() for path in sorted((self.output / "logs").glob("*.log")))
 
 
+class SwarmStopped(Exception):
+    """Raised by a script that has seen enough: the run need not reach its last step."""
+
+
 class LiveSwarm:
     """A run under way, for a test's script to act on."""
 
-    def __init__(self, service: RunService, running: LocalPeers, records: Path):
+    def __init__(self, service: RunService, dht: SwarmDHT, running: LocalPeers, records: Path):
         self.service = service
+        self.dht = dht
         self._running = running
         self._records = records
         self._expected_dead: set[str] = set()
@@ -153,6 +158,10 @@ class LiveSwarm:
         process.terminate()
         await self.until(lambda: process.poll() is not None, f"the end of {name}", timeout_s)
         assert process.returncode == 0, self.log(name)[-2000:]
+
+    def pids(self) -> list[int]:
+        """Of the peers that run."""
+        return [peer.process.pid for peer in self._running.peers if peer.process.poll() is None]
 
     def is_dead(self, name: str) -> bool:
         return self._peer(name).process.poll() is not None
@@ -206,7 +215,7 @@ def run_swarm(
     try:
         service = RunService(manifest, dht, folder)
         with peers_running(dht.addresses(), peers_by_stage, folder, program=_program(records, "")) as running:
-            live = LiveSwarm(service, running, records)
+            live = LiveSwarm(service, dht, running, records)
             states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
         live.check_exit_codes()
     finally:
@@ -231,7 +240,11 @@ async def _train_and_fetch(
             tasks.start_soon(live.watch)
             if script is not None:
                 tasks.start_soon(service.run)
-                await script(live)
+                try:
+                    await script(live)
+                except SwarmStopped:
+                    tasks.cancel_scope.cancel()
+                    return []
                 await live.until(service.model_folder.exists, "the saved model", timeout_s)
             else:
                 await service.run()

@@ -174,3 +174,12 @@ async def test_a_step_is_over_when_stage_mates_are_past_it():
     await waiting
     book.saw_step(1)
     assert book.newest_step_seen == 2
+
+
+def test_a_stage_mate_vouches_for_authors_that_this_peer_has_not_seen():
+    book = make_book()
+    book.merge([signed(8, author=STRANGER)], vouched=True)
+    assert book.ledger.count_of(0, STRANGER.peer_id).samples == 8
+    assert refused(book) == 0
+    with pytest.raises(InvalidMessage):
+        book.merge([(STRANGER.peer_id, signed(4)[1])], vouched=True)

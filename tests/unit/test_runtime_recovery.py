@@ -15,7 +15,7 @@ from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime import recovery
+from swarm_peer.runtime import recovery, steps
 from swarm_peer.runtime.compute import ComputeThread
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
@@ -705,3 +705,22 @@ async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
     await follower.rewind(updates=0)
     follower.steps._enter(45, "new line", Origin(38, 0), b"")
     assert follower.target is None
+
+
+async def test_who_is_left_behind_by_its_stage_mates_notices(follower, monkeypatch):
+    monkeypatch.setattr(steps, "BEHIND_S", 0.0)
+    asked = []
+
+    async def greet(stage, peers):
+        asked.append(list(peers))
+        return follower.steps.step + 3
+
+    follower.steps._gossip.greet = greet
+    looking = asyncio.ensure_future(follower.steps._look_when_behind())
+    with pytest.raises(NotServing):
+        async with follower.gate.enter(follower.steps.step + 7):
+            pass
+    await until(lambda: asked)
+    await follower.steps._progress.wait_until_over(follower.steps.step)
+    assert follower.gate.newest_asked == 0, "one lie has one question for its answer"
+    looking.cancel()

@@ -1,0 +1,223 @@
+"""A long run on which something happens every few seconds: `make soak`, or `python soak.py --minutes 30 --seed 1`.
+
+Peers are killed, stalled, told to leave and started at random (seeded), at least one of each stage left alone, except
+that now and then a stage loses all its peers and has to be taken over. It ends with an account, and fails unless all
+snapshots of a stage's peers are bitwise the same, no microbatch counted twice, memory stayed flat and no process is
+left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+from swarm import LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
+
+from coordinator.fetching import open_transport
+from swarm_peer.errors import CallError
+from swarm_peer.model.training import max_state_bytes
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.state_transfer import fetch_state
+from swarm_peer.wire.messages import StateIndexCall
+
+NUM_STAGES = 2
+PEERS_PER_STAGE = 2
+MOST_PEERS_PER_STAGE = 3
+STALL_S = 6.0
+# Once in so many events a whole stage is killed.
+STAGE_LOSS_EVERY = 12
+SNAPSHOT_EVERY = 20
+# Memory at the end may exceed that after the first quarter by so much.
+MEMORY_GROWTH = 1.15
+
+
+class Soak:
+    """The script that acts on a live run, and what it saw."""
+
+    def __init__(self, seconds: float, event_every_s: float, rng: random.Random):
+        self._seconds = seconds
+        self._event_every_s = event_every_s
+        self._rng = rng
+        self._names: list[list[str]] = [[f"{k}.{n}" for n in range(PEERS_PER_STAGE)] for k in range(NUM_STAGES)]
+        self._number = 0
+        self.events: Counter[str] = Counter()
+        self.memory_bytes: list[tuple[float, float]] = []  # (seconds since the beginning, bytes per peer)
+        self.pids: set[int] = set()
+        self.snapshots_compared = 0
+
+    async def __call__(self, swarm: LiveSwarm) -> None:
+        begin = time.monotonic()
+        await swarm.reached(3)
+        while (elapsed := time.monotonic() - begin) < self._seconds:
+            before = swarm.service.watch.global_step
+            await self._act(swarm)
+            await anyio.sleep(self._event_every_s)
+            self._measure_memory(swarm, elapsed)
+            print(
+                f"{elapsed:6.0f} s  step {swarm.step:6d} (+{swarm.service.watch.global_step - before})  "
+                f"peers {[len(names) for names in self._names]}  {dict(self.events)}",
+                flush=True,
+            )
+        await self._compare_snapshots(swarm)
+        raise SwarmStopped
+
+    async def _act(self, swarm: LiveSwarm) -> None:
+        stage = self._rng.randrange(NUM_STAGES)
+        names = self._names[stage]
+        if sum(self.events.values()) % STAGE_LOSS_EVERY == STAGE_LOSS_EVERY - 1:
+            self.events["stage lost"] += 1
+            for name in names:
+                swarm.kill(name)
+            names.clear()
+            for _ in range(PEERS_PER_STAGE):
+                self._join(swarm, stage)
+            return None
+        spare = len(names) > 1
+        choices = ["join"] * (len(names) < MOST_PEERS_PER_STAGE) + ["kill", "leave", "stall"] * spare
+        event = self._rng.choice(choices or ["join"])
+        self.events[event] += 1
+        if event == "join":
+            return self._join(swarm, stage)
+        name = self._rng.choice(names)
+        if event == "stall":
+            swarm.signal(name, signal.SIGSTOP)
+            await anyio.sleep(STALL_S)
+            return swarm.signal(name, signal.SIGCONT)
+        names.remove(name)
+        if event == "kill":
+            return swarm.kill(name)
+        await swarm.leave(name, 40.0)
+        return None
+
+    def _join(self, swarm: LiveSwarm, stage: int) -> None:
+        self._number += 1
+        name = f"{stage}.late{self._number}"
+        self._names[stage].append(name)
+        swarm.start(stage, name)
+
+    def _measure_memory(self, swarm: LiveSwarm, elapsed: float) -> None:
+        families = [list(family(pid)) for pid in swarm.pids()]
+        self.pids.update(pid for members in families for pid in members)
+        if families:
+            total = sum(memory_of(pid) for members in families for pid in members)
+            self.memory_bytes.append((elapsed, total / len(families)))
+
+    async def _compare_snapshots(self, swarm: LiveSwarm) -> None:
+        """All peers that keep the newest snapshot of their stage keep the same."""
+        manifest = swarm.service.manifest
+        metrics = PeerMetrics()
+        async with open_transport(swarm.dht, metrics) as transport:
+            for stage in range(NUM_STAGES):
+                found: dict[int, list[str]] = {}
+                view = await swarm.service.look([stage])
+                newest = swarm.step // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+                for updates in range(max(newest - SNAPSHOT_EVERY, SNAPSHOT_EVERY), newest + 1, SNAPSHOT_EVERY):
+                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, updates=updates)
+                    for peer in view.serving(stage):
+                        with suppress(CallError):
+                            limit = max_state_bytes(manifest, stage)
+                            state = await fetch_state(transport, [peer.peer_id], call, max_bytes=limit)
+                            found.setdefault(updates, []).append(digest(state.tensors))
+                for updates, digests in found.items():
+                    assert len(set(digests)) == 1, f"stage {stage}: snapshots of {updates} updates differ"
+                    self.snapshots_compared += len(digests)
+
+
+def digest(tensors) -> str:  # type: ignore[no-untyped-def]
+    from swarm_peer.runtime.averaging import checksum
+
+    return checksum("", [tensors[name] for name in sorted(tensors)])
+
+
+def family(pid: int) -> Iterator[int]:
+    """A process and its descendants."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in task.read_text().split():
+                yield from family(int(child))
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of a process, shared memory counted in parts."""
+    with suppress(OSError, StopIteration):
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return 1024 * int(next(line for line in rollup if line.startswith("Pss:")).split()[1])
+    return 0
+
+
+def check_counts(folder: Path) -> tuple[int, int]:
+    """No microbatch was counted twice in the line of updates that survived. Returns (steps, samples)."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["global_step"] for line in lines}
+    counted: Counter[tuple[int, ...]] = Counter()
+    for path in (folder / "records").glob("*.jsonl"):
+        for text in path.read_text().splitlines():
+            with suppress(json.JSONDecodeError):  # the last line of a peer that was killed
+                entry = json.loads(text)
+                if entry["step"] in steps:
+                    counted[tuple(token for sample in entry["tokens"] for token in sample)] += 1
+    doubled = [tokens for tokens, times in counted.items() if times > 1]
+    assert not doubled, f"{len(doubled)} of {len(counted)} microbatches counted twice"
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a line a step, none missing"
+    return len(lines), sum(line["samples"] for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between events")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    manifest = tiny_manifest(
+        training={"steps": 10**6, "global_batch_size": 64, "microbatch_size": 4, "validation_every": 0},
+        stages={"count": NUM_STAGES, "peers_to_start": PEERS_PER_STAGE},
+        limits={"hop_timeout_s": 5, "announcement_s": 8},
+        averaging={"round_timeout_s": 15, "chunk_timeout_s": 3, "matchmaking_s": 2},
+        recovery={"snapshot_every": SNAPSHOT_EVERY},
+    )
+    soak = Soak(60 * options.minutes, options.every, random.Random(options.seed))
+    with tempfile.TemporaryDirectory(prefix="swarm-soak-") as name:
+        folder = Path(name)
+        run_swarm(manifest, [PEERS_PER_STAGE] * NUM_STAGES, folder, 60 * options.minutes + 300, script=soak)
+        steps, samples = check_counts(folder)
+        logs = "\n".join(path.read_text(errors="replace") for path in (folder / "logs").glob("*.log"))
+    orphans = [pid for pid in soak.pids if Path(f"/proc/{pid}").exists()]
+    quarter = 60 * options.minutes / 4
+    early = statistics.median(b for t, b in soak.memory_bytes if quarter <= t < 2 * quarter)
+    late = statistics.median(b for t, b in soak.memory_bytes if t >= 3 * quarter)
+    figures = {
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "steps": steps,
+        "samples": samples,
+        "events": dict(soak.events),
+        "rewinds": logs.count("run_rewound"),
+        "handovers": logs.count("gradient_handed_over"),
+        "samples_lost_on_leaving": logs.count("samples_lost"),
+        "snapshots_compared": soak.snapshots_compared,
+        "memory_mb_per_peer": {"second_quarter": round(early / 2**20), "last_quarter": round(late / 2**20)},
+        "orphans": len(orphans),
+    }
+    print(json.dumps(figures, indent=2))
+    assert not orphans, f"processes are left: {orphans}"
+    assert late < MEMORY_GROWTH * early, "memory grew"
+    assert soak.snapshots_compared >= 2 * NUM_STAGES
+
+
+if __name__ == "__main__":
+    main()
