@@ -1,18 +1,23 @@
-"""A sample of what a saved model writes."""
+"""What a model writes: a sample of a saved one, and the parts of sampling that a live one shares."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from swarm_peer.config import RunManifest
 from swarm_peer.model.architecture import parse_model_config
-from swarm_peer.runtime.tokenizers import load_tokenizer
+from swarm_peer.runtime.tokenizers import Tokenizer, load_tokenizer
 
 PROMPT = "The "
 TEMPERATURE = 0.8
 TOP_K = 40
+# How a decoder writes what is no whole character yet.
+REPLACEMENT = "\ufffd"
+# Bytes of the longest character: what stays no character after more tokens than this is none.
+LONGEST_CHARACTER = 4
 
 
 def generate(manifest: RunManifest, model_folder: Path, num_tokens: int, cache_dir: Path | None = None) -> str:
@@ -39,3 +44,46 @@ def generate(manifest: RunManifest, model_folder: Path, num_tokens: int, cache_d
         pad_token_id=tokenizer.separator_id,
     )
     return tokenizer.decode(tokens[0].tolist())
+
+
+def choose_token(logits_V: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """The next token: drawn among the `top_k` likeliest, or the likeliest itself if the temperature is 0.
+
+    Args:
+        top_k: 0 for all
+    """
+    if temperature == 0:
+        return int(logits_V.argmax())
+    top = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    probabilities = torch.softmax((top.values - top.values[0]) / temperature, dim=0)
+    return int(top.indices[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+class TextStream:
+    """Turns tokens into text as they come; a character may take several.
+
+    Args:
+        prompt: tokens before the first one, whose text is known
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt)
+        self._written = len(tokenizer.decode(self._tokens))  # characters
+        self._held = 0  # tokens since the last one that gave text
+
+    def push(self, token: int) -> str:
+        """Text that is certain now."""
+        self._tokens.append(token)
+        text = self._tokenizer.decode(self._tokens)
+        self._held += 1
+        if text.endswith(REPLACEMENT) and self._held < LONGEST_CHARACTER:
+            return ""
+        return self._take(text)
+
+    def rest(self) -> str:
+        return self._take(self._tokenizer.decode(self._tokens))
+
+    def _take(self, text: str) -> str:
+        new, self._written, self._held = text[self._written :], max(len(text), self._written), 0
+        return new

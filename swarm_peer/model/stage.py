@@ -67,12 +67,13 @@ class StageModule(nn.Module):
         with torch.device("cpu"):
             self.rotary = self.family.build_rotary()
 
-    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None, *, last_token: bool = False) -> Tensor:
         """Run the stage.
 
         Args:
             inputs: tokens_BT (int64) for the first stage, hidden_BTD for the others
             targets_BT: token ids (int64) that follow the inputs; for the last stage only
+            last_token: on the last stage, compute the logits of the last position only
 
         Returns:
             hidden_BTD; on the last stage losses_B, each sample's mean cross entropy in fp32, or logits_BTV if there are
@@ -91,6 +92,8 @@ class StageModule(nn.Module):
                     hidden_BTD = layers[name](hidden_BTD, **arguments)
             if not self.spec.is_last:
                 return hidden_BTD
+            if last_token:
+                hidden_BTD = hidden_BTD[:, -1:]
             logits_BTV = self.lm_head(body.get_submodule(self.family.norm)(hidden_BTD))
         if targets_BT is None:
             return logits_BTV

@@ -29,6 +29,7 @@ class Priority(IntEnum):
     BACKWARD = 1
     FORWARD = 2
     EVALUATE = 3
+    QUERY = 4
 
 
 class ComputeThread:

@@ -152,15 +152,33 @@ def validation_samples(
         UserError: the data or the tokenizer cannot be read, or the held-out text is too short for one sample
     """
     data = manifest.data
-    tokenizer = tokenizer or _tokenizer_of(manifest, cache_dir)
     documents = list(_held_out(data, manifest.seed, cache_dir).values())
-    windows = list(_pack(documents, tokenizer, data.sequence_length))
-    if not windows:
+    samples = samples_of(manifest, documents, num_samples, cache_dir, tokenizer)
+    if samples is None:
         raise UserError(
             f"the {len(documents)} documents held out for validation are too short for one sample of "
             f"data.sequence_length={data.sequence_length}: raise data.validation_documents (now "
             f"{data.validation_documents}), add text, or shorten the sequences"
         )
+    return samples
+
+
+def samples_of(
+    manifest: RunManifest,
+    documents: Iterable[str],
+    num_samples: int,
+    cache_dir: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> np.ndarray | None:
+    """At most `num_samples` samples, spread evenly over these documents: int32 of shape (N, T+1); None if too short.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded
+    """
+    tokenizer = tokenizer or _tokenizer_of(manifest, cache_dir)
+    windows = list(_pack(documents, tokenizer, manifest.data.sequence_length))
+    if not windows:
+        return None
     count = min(num_samples, len(windows))
     return np.stack([windows[i * len(windows) // count] for i in range(count)])
 

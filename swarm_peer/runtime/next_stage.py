@@ -12,6 +12,7 @@ import anyio
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, PeerUnreachable, StepClosed
+from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.policy.health import PeerHealth
 from swarm_peer.policy.routing import Router
 from swarm_peer.policy.view import SwarmView
@@ -19,7 +20,7 @@ from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.transport import Reply, Transport, check_body
 from swarm_peer.wire.codecs import encoded_bytes
-from swarm_peer.wire.messages import MicrobatchCall, MicrobatchReply
+from swarm_peer.wire.messages import QUERIES, MicrobatchCall, MicrobatchReply, Mode
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +35,31 @@ class Microbatch:
 
     Attributes:
         id: 16 bytes, the same on every try and at every stage
-        mode: train or evaluate
-        tokens: encoded (B, T+1)
+        mode: train, evaluate, score or predict; see MicrobatchCall
+        tokens: encoded (B, T+1), or (B, T) to predict
+        length: T of a query that is shorter than the run's sequences
     """
 
     id: bytes
     step: int
-    mode: str
+    mode: Mode
     num_samples: int
     tokens: memoryview
+    length: int | None = None
+
+    @property
+    def is_query(self) -> bool:
+        return self.mode in QUERIES
+
+    def hidden_shape(self, manifest: RunManifest, hidden_size: int) -> tuple[int, int, int]:
+        return self.num_samples, self.length or manifest.data.sequence_length, hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class HopResult:
     loss_sum: float
-    grad: memoryview | None  # encoded gradient (B, T, D) in training
+    grad: memoryview | None = None  # encoded gradient (B, T, D) in training
+    logits: memoryview | None = None  # (B, V), fp32, to predict
 
 
 class NextStage:
@@ -76,23 +87,31 @@ class NextStage:
         self._rng = rng
         self._router = Router(rng)
         self._health = PeerHealth()
+        # Queries wait for an idle moment, and may wait in vain: that says nothing of how well a peer trains.
+        self._query_router = Router(rng)
+        self._query_health = PeerHealth()
+        assert isinstance(manifest.model.config, dict)
+        self._vocab_size = parse_model_config(manifest.model.config).vocab_size
 
     @property
     def timeout_s(self) -> float:
         """For one try: a hop's time for this stage and for each one after it."""
         return self._manifest.limits.hop_timeout_s * (self._manifest.stages.count - self.stage)
 
-    async def send(self, microbatch: Microbatch, hidden: memoryview, deadline: float) -> HopResult:
+    async def send(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
         """Run a microbatch through the next stage and all that follow.
 
         Args:
-            hidden: encoded activations (B, T, D)
+            hidden: encoded activations (B, T, D); None for stage 0
             deadline: of anyio.current_time; tries end there
 
         Raises:
             StepClosed: the step is over there: the microbatch belongs to a later one
             HopFailed: no peer did it within the tries and the time
         """
+        router, health = self._router, self._health
+        if microbatch.is_query:
+            router, health = self._query_router, self._query_health
         tried: set[str] = set()
         failures = 0
         backoff_s = FIRST_BACKOFF_S
@@ -102,8 +121,10 @@ class NextStage:
             if remaining_s <= 0:
                 reason = f"out of time, last: {reason}"
                 break
-            self._router.update(self._view().serving(self.stage))
-            route = self._router.choose(microbatch.num_samples, self._health.avoided(time.monotonic()) | tried)
+            router.update(self._view().serving(self.stage))
+            now = time.monotonic()
+            avoided = health.avoided(now) | self._health.avoided(now)
+            route = router.choose(microbatch.num_samples, avoided | tried)
             if route.peer_id is None:
                 reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
                 await anyio.sleep(min(backoff_s * (0.5 + self._rng.random()), max(remaining_s, 0)))
@@ -111,32 +132,39 @@ class NextStage:
                 tried.clear()
                 continue
             try:
-                return await self._call(route.peer_id, microbatch, hidden, min(remaining_s, self.timeout_s))
+                timeout_s = min(remaining_s, self.timeout_s)
+                result, samples_per_s = await self._call(route.peer_id, microbatch, hidden, timeout_s)
+                health.succeeded(route.peer_id)
+                router.observe(route.peer_id, samples_per_s)
+                return result
             except StepClosed:
                 raise
             except CallError as error:
                 reason = f"{error.code}: {error}"
                 self._metrics.retries.labels(error.code).inc()
                 if error.avoid:
-                    pause_s = self._health.failed(route.peer_id, time.monotonic())
+                    pause_s = health.failed(route.peer_id, time.monotonic())
                     log.info("peer_avoided peer=%s seconds=%.0f reason=%s", route.peer_id, pause_s, reason)
                 tried.add(route.peer_id)
                 failures += not isinstance(error, Busy)
         raise HopFailed(f"stage {self.stage} after {failures} failed tries: {reason:.300}")
 
-    async def _call(self, peer_id: str, microbatch: Microbatch, hidden: memoryview, timeout_s: float) -> HopResult:
+    async def _call(
+        self, peer_id: str, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
+    ) -> tuple[HopResult, float]:
         body = MicrobatchCall(
             manifest=self._hash,
             step=microbatch.step,
             stage=self.stage,
             microbatch=microbatch.id,
-            mode="train" if microbatch.mode == "train" else "evaluate",
+            mode=microbatch.mode,
             num_samples=microbatch.num_samples,
+            length=microbatch.length or self._manifest.data.sequence_length,
             # The callee gives up first, and says why: otherwise this peer would blame it for what a later stage did.
             timeout_s=0.95 * timeout_s,
             counts=self._progress.signed_counts(),
         )
-        tensors = (microbatch.tokens, hidden)
+        tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
         deadline = anyio.current_time() + timeout_s
         try:
             reply = await self._transport.call(peer_id, body, tensors, timeout_s=timeout_s)
@@ -147,19 +175,23 @@ class NextStage:
             reply = await self._transport.call(
                 peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
             )
-        result = self._check(reply, microbatch)
-        self._health.succeeded(peer_id)
-        self._router.observe(peer_id, result[1])
-        return result[0]
+        return self._check(reply, microbatch)
 
     def _check(self, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
         body = check_body(MicrobatchReply, reply.body)
         self._progress.merge(body.counts)
-        if microbatch.mode != "train":
-            return HopResult(body.loss_sum, None), body.samples_per_s
-        shape = (microbatch.num_samples, self._manifest.data.sequence_length, self._hidden_size)
-        expected = encoded_bytes(shape, self._manifest.wire.gradients)
-        if len(reply.tensors) != 1 or reply.tensors[0].nbytes != expected:
-            sizes = [tensor.nbytes for tensor in reply.tensors]
-            raise InvalidMessage(f"reply with tensors of {sizes} bytes; one of {expected} is right")
-        return HopResult(body.loss_sum, reply.tensors[0]), body.samples_per_s
+        if microbatch.mode == "train":
+            shape = microbatch.hidden_shape(self._manifest, self._hidden_size)
+            grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
+            return HopResult(body.loss_sum, grad), body.samples_per_s
+        if microbatch.mode == "predict":
+            logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._vocab_size), "none"))
+            return HopResult(body.loss_sum, logits=logits), body.samples_per_s
+        return HopResult(body.loss_sum), body.samples_per_s
+
+
+def _only_tensor(reply: Reply, num_bytes: int) -> memoryview:
+    if len(reply.tensors) != 1 or reply.tensors[0].nbytes != num_bytes:
+        sizes = [tensor.nbytes for tensor in reply.tensors]
+        raise InvalidMessage(f"reply with tensors of {sizes} bytes; one of {num_bytes} is right")
+    return reply.tensors[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import HopFailed, InvalidMessage
+from swarm_peer.errors import HopFailed, InvalidMessage, StepClosed
 from swarm_peer.model.training import ForwardPass, StageTrainer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.metrics import PeerMetrics
@@ -24,11 +24,12 @@ _OUT_OF_MEMORY = "this stage ran out of device memory: lower --max-memory, so th
 
 @dataclass(slots=True)
 class _Pass:
-    """What the forward job hands on: encoded activations for the next stage, or the loss of the last."""
+    """What the forward job hands on: encoded activations for the next stage, or the loss or logits of the last."""
 
-    graph: ForwardPass | None
-    hidden: memoryview | None
-    loss_sum: float
+    graph: ForwardPass | None = None
+    hidden: memoryview | None = None
+    loss_sum: float = 0.0
+    logits: memoryview | None = None
 
 
 class StageRunner:
@@ -60,6 +61,11 @@ class StageRunner:
         self._replies_kept = replies_kept
         self.counted: dict[bytes, int] = {}
         self._replies: OrderedDict[bytes, HopResult] = OrderedDict()
+        self._weights = (-1, -1)  # a global step, and the version of the weights that it begins with
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._trainer.module.config.vocab_size)
 
     @property
     def samples_per_s(self) -> float:
@@ -84,6 +90,10 @@ class StageRunner:
         self.counted.clear()
         self._replies.clear()
 
+    def note_step(self, step: int) -> None:
+        """To be called when the trainer holds the weights of a global step, which no job changes for now."""
+        self._weights = (step, self._trainer.weights_version)
+
     async def run(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
         """Forward here, the rest of the pipeline, backward here.
 
@@ -97,10 +107,11 @@ class StageRunner:
 
         Raises:
             InvalidMessage: what came in is malformed or not finite
+            StepClosed: a query came too late for the weights of its step
             CallError: a later stage failed
         """
         if microbatch.mode != "train":
-            return await self._evaluate(microbatch, hidden, deadline)
+            return await self._run_forward(microbatch, hidden, deadline)
         passed = await self._compute.run(
             Priority.FORWARD, lambda: self._forward(microbatch, hidden), microbatch.num_samples
         )
@@ -113,40 +124,48 @@ class StageRunner:
             Priority.BACKWARD, lambda: self._backward(microbatch, passed, loss_sum, grad), microbatch.num_samples
         )
 
-    async def _evaluate(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
-        passed = await self._compute.run(Priority.EVALUATE, lambda: self._forward(microbatch, hidden))
+    async def _run_forward(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        priority = Priority.QUERY if microbatch.is_query else Priority.EVALUATE
+        passed = await self._compute.run(priority, lambda: self._forward(microbatch, hidden))
         if self._next_stage is None:
-            return HopResult(passed.loss_sum, None)
+            return HopResult(passed.loss_sum, logits=passed.logits)
         assert passed.hidden is not None
         return await self._next_stage.send(microbatch, passed.hidden, deadline)
 
     # The rest runs in the compute thread.
 
     def _shape(self, microbatch: Microbatch) -> tuple[int, int, int]:
-        return microbatch.num_samples, self._manifest.data.sequence_length, self._trainer.module.config.hidden_size
+        return microbatch.hidden_shape(self._manifest, self._trainer.module.config.hidden_size)
 
     def _forward(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         trainer, wire = self._trainer, self._manifest.wire
-        num_samples, length, _ = shape = self._shape(microbatch)
-        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, length + 1), trainer.module.config.vocab_size)
+        # A query is not inside the step, which does not wait for it and may have ended since it came.
+        if microbatch.is_query and self._weights != (microbatch.step, trainer.weights_version):
+            raise StepClosed(f"the weights of global step {microbatch.step} have changed", microbatch.step + 1)
+        shape = num_samples, length, _ = self._shape(microbatch)
+        num_tokens = length + (microbatch.mode != "predict")
+        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), trainer.module.config.vocab_size)
         hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
         graph: ForwardPass | None = None
         try:
             if microbatch.mode == "train":
                 graph = trainer.forward(tokens_BS, hidden_BTD)
-                output, losses_B = graph.output, graph.losses_B
+                output = graph.losses_B if trainer.spec.is_last else graph.output
+            elif microbatch.mode == "predict":
+                output = trainer.predict(tokens_BS, hidden_BTD)
             else:
-                result = trainer.evaluate(tokens_BS, hidden_BTD)
-                output, losses_B = (None, result) if trainer.spec.is_last else (result, None)
+                output = trainer.evaluate(tokens_BS, hidden_BTD)
         except torch.OutOfMemoryError as error:
             raise HopFailed(_OUT_OF_MEMORY) from error
-        if losses_B is not None:
-            loss_sum = float(losses_B.sum())
-            if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
-                raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
-            return _Pass(graph, None, loss_sum)
         assert output is not None
-        return _Pass(graph, self._encode(output, wire.activations), 0.0)
+        if not trainer.spec.is_last:
+            return _Pass(graph, self._encode(output, wire.activations))
+        if microbatch.mode == "predict":
+            return _Pass(logits=self._encode(output, "none"))
+        loss_sum = float(output.sum())
+        if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
+            raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
+        return _Pass(graph, loss_sum=loss_sum)
 
     def _backward(self, microbatch: Microbatch, passed: _Pass, loss_sum: float, grad: memoryview | None) -> HopResult:
         trainer, codec = self._trainer, self._manifest.wire.gradients

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.wire.records import FiniteFloat, NonNegativeFloat, Samples, Step
@@ -26,6 +26,8 @@ MAX_TENSORS = 8
 # Microbatches of one peer's share of a global step; 20 bytes of a header each.
 MAX_COUNTED_IDS = 8192
 STATE_CHUNK_BYTES = 4 * 2**20
+# Of a reply with logits; every peer takes frames of this length.
+MAX_LOGITS_BYTES = STATE_CHUNK_BYTES
 MAX_LEDGER_BYTES = 2**20
 
 
@@ -107,22 +109,43 @@ SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
 MicrobatchId = Annotated[bytes, Field(min_length=16, max_length=16)]
 
 
+# train is counted; evaluate is the run's own validation; score and predict are queries from outside of the run.
+Mode = Literal["train", "evaluate", "score", "predict"]
+QUERIES: tuple[Mode, ...] = ("score", "predict")
+
+
 class MicrobatchCall(Body):
-    """Run a microbatch through `stage` and all later stages. Tensors: tokens (B, T+1), hidden (B, T, D)."""
+    """Run a microbatch through `stage` and all later stages.
+
+    Tensors: tokens (B, T+1), or (B, T) to predict what follows them, and hidden (B, T, D), which stage 0 does not take.
+    Stage 0 answers queries alone: it launches the run's own microbatches itself.
+
+    Attributes:
+        length: T; a query's may be shorter than the run's sequences
+    """
 
     op: Literal["microbatch"] = "microbatch"
     manifest: Hash
     step: Step
-    stage: int = Field(ge=1, lt=256)
+    mode: Mode
+    stage: int = Field(ge=0, lt=256)
     microbatch: MicrobatchId
-    mode: Literal["train", "evaluate"]
     num_samples: int = Field(ge=1, lt=2**20)
+    length: int = Field(ge=1, le=2**20)
     timeout_s: float = Field(gt=0, le=86400, allow_inf_nan=False)
     counts: SignedCounts = ()
 
+    @field_validator("stage")
+    @classmethod
+    def _stage_0_answers_queries(cls, value: int, info: ValidationInfo) -> int:
+        if value == 0 and info.data.get("mode") not in QUERIES:
+            raise ValueError("stage 0 answers queries alone")
+        return value
+
 
 class MicrobatchReply(Body):
-    """Tensors: in training, the gradient of the loss sum with respect to the call's hidden (B, T, D)."""
+    """Tensors: in mode train, the gradient of the loss sum with respect to the call's hidden (B, T, D); in mode
+    predict, the logits of what follows the last token, fp32 (B, V)."""
 
     loss_sum: FiniteFloat
     samples_per_s: NonNegativeFloat

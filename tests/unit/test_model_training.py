@@ -267,6 +267,37 @@ def test_evaluation_keeps_nothing_and_uses_no_dropout():
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
+@BOTH
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_predictions_are_the_plain_models_last_logits(config, num_stages):
+    trainers = make_trainers(make_manifest(config, num_stages))
+    plain = AutoModelForCausalLM.from_config(parse_model_config(trainers[0].manifest.model.config)).eval()
+    plain.load_state_dict({k: v for trainer in trainers for k, v in trainer.module.state_dict().items()}, strict=False)
+    for length in (1, 5, LENGTH):
+        tokens_BT, value = tokens(0)[:, :length], None
+        for trainer in trainers:
+            value = trainer.predict(tokens_BT, value)
+        with torch.no_grad():
+            assert torch.allclose(value, plain(tokens_BT).logits[:, -1], atol=1e-5)
+        assert value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("query", ["evaluate", "predict"])
+def test_evaluation_between_a_forward_and_a_backward_pass_changes_no_gradient(query):
+    config = GPT2 | {"resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    manifest = make_manifest(config, 1, model={"config": config, "activation_checkpointing": True})
+    gradients = []
+    for interrupted in (False, True):
+        (trainer,) = make_trainers(manifest)
+        torch.manual_seed(0)
+        forward_pass = trainer.forward(tokens(0))
+        if interrupted:
+            getattr(trainer, query)(tokens(1)[:, :LENGTH])
+        trainer.backward(forward_pass)
+        gradients.append(trainer.mean_gradients())
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_clipping_is_per_stage():
     manifest = make_manifest(
         training={"max_grad_norm": 0.01}, optimizer={"momentum": 0.0, "weight_decay": 0.0}, schedule={"warmup_steps": 0}

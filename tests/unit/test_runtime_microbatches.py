@@ -383,6 +383,7 @@ def make_call(swarm, number=0, **change):
         "microbatch": bytes([number]) * 16,
         "mode": "train",
         "num_samples": SAMPLES,
+        "length": LENGTH,
         "timeout_s": 20.0,
         "counts": (),
     }

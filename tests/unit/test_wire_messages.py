@@ -173,6 +173,7 @@ CALL = MicrobatchCall(
     microbatch=b"i" * 16,
     mode="train",
     num_samples=2,
+    length=8,
     timeout_s=1.5,
     counts=(("author", b"envelope"),),
 )
@@ -214,6 +215,8 @@ def test_bodies_survive_the_wire():
         {"mode": "test"},
         {"num_samples": 0},
         {"num_samples": 2**20},
+        {"length": 0},
+        {"length": 2**20 + 1},
         {"timeout_s": 0.0},
         {"timeout_s": -1.0},
         {"timeout_s": float("nan")},
@@ -230,6 +233,12 @@ def test_bodies_survive_the_wire():
 def test_calls_that_are_wrong_are_refused(change):
     with pytest.raises(InvalidMessage, match=f"MicrobatchCall: {next(iter(change))}"):
         check_body(MicrobatchCall, as_received(CALL.model_dump() | change))
+
+
+@pytest.mark.parametrize("mode", ["score", "predict"])
+def test_queries_may_begin_at_stage_0(mode):
+    body = CALL.model_dump() | {"stage": 0, "mode": mode}
+    assert check_body(MicrobatchCall, as_received(body)).stage == 0
 
 
 @pytest.mark.parametrize("name", sorted(MicrobatchCall.model_fields.keys() - {"op", "counts"}))

@@ -1,0 +1,96 @@
+import pytest
+import torch
+from test_runtime_microbatches import LENGTH, make_manifest
+
+from coordinator.queries import draw_samples
+from coordinator.sampling import TextStream, choose_token
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.data import validation_samples
+from swarm_peer.runtime.tokenizers import BytesTokenizer
+
+MANIFEST = make_manifest(
+    model={
+        "config": {
+            "model_type": "gpt2",
+            "vocab_size": 256,
+            "n_positions": LENGTH,
+            "n_embd": 8,
+            "n_layer": 3,
+            "n_head": 2,
+        }
+        | {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+    }
+)
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert choose_token(torch.tensor([0.1, 3.0, 2.9]), 0.0, 1, torch.Generator()) == 1
+
+
+@pytest.mark.parametrize(("top_k", "possible"), [(1, {3}), (2, {3, 1}), (0, {0, 1, 2, 3}), (99, {0, 1, 2, 3})])
+def test_tokens_are_drawn_among_the_likeliest(top_k, possible):
+    generator = torch.Generator().manual_seed(0)
+    drawn = {choose_token(torch.tensor([0.0, 0.5, 0.2, 0.7]), 1.0, top_k, generator) for _ in range(300)}
+    assert drawn == possible
+
+
+def test_tokens_are_drawn_in_proportion():
+    generator = torch.Generator().manual_seed(0)
+    logits_V = 2 * torch.tensor([0.2, 0.8]).log() + 1000
+    drawn = [choose_token(logits_V, 2.0, 0, generator) for _ in range(4000)]
+    assert sum(drawn) / 4000 == pytest.approx(0.8, abs=0.03)
+
+
+def test_a_low_temperature_does_not_overflow():
+    assert choose_token(torch.tensor([1e30, -1e30, 5.0]), 1e-30, 0, torch.Generator()) == 0
+
+
+@pytest.mark.parametrize("text", ["plain", "zwölf Äpfel", "日本語 🎉!", "\x00"])
+def test_text_streams_in_whole_characters(text):
+    stream, tokenizer = TextStream(BytesTokenizer(), [65, 66]), BytesTokenizer()
+    pieces = [stream.push(token) for token in tokenizer.encode(text)]
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert stream.rest() == ""
+
+
+def test_text_that_is_no_text_streams_all_the_same():
+    ids = [0xFF, 0x41, 0xE6, 0x97, 0x41, 0xF0, 0x9F]
+    stream = TextStream(BytesTokenizer())
+    written = "".join(stream.push(token) for token in ids) + stream.rest()
+    assert written == BytesTokenizer().decode(ids)
+
+
+def test_samples_are_the_runs_held_out_ones():
+    drawn = draw_samples(MANIFEST, 5, (), None, None)
+    assert drawn.shape == (5, LENGTH + 1)
+    assert (drawn == validation_samples(MANIFEST, 5)).all()
+
+
+def test_samples_of_files(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("0123456789abcdefghij")
+    drawn = draw_samples(MANIFEST, 99, (path,), None, None)
+    assert [bytes(sample.astype("uint8").tolist()) for sample in drawn] == [b"0123456", b"6789abc", b"cdefghi"]
+    assert len(draw_samples(MANIFEST, 2, (path, path), None, None)) == 2
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(UserError, match="fewer tokens than one sample of 7"):
+        draw_samples(MANIFEST, 1, (tmp_path / "short.txt",), None, None)
+    with pytest.raises(UserError, match=r"cannot read .*missing\.txt: No such file"):
+        draw_samples(MANIFEST, 1, (tmp_path / "missing.txt",), None, None)
+
+
+def test_a_run_reads_no_files_here_that_it_may_not(tmp_path):
+    path = tmp_path / "private.txt"
+    path.write_text("\n\n".join(f"paragraph {number} of secrets" for number in range(40)))
+    manifest = make_manifest(
+        model={"config": MANIFEST.model.config},
+        data={"sequence_length": LENGTH, "dataset": "text", "files": (str(path),)},
+    )
+    for data_dir in (None, tmp_path / "public"):
+        with pytest.raises(UserError, match="allow it to be read from this machine with --data-dir"):
+            draw_samples(manifest, 1, (), data_dir, None)
+    assert len(draw_samples(manifest, 1, (), tmp_path, None)) == 1
