@@ -225,6 +225,105 @@ def status(
 
 
 @app.command
+def evaluate(
+    *,
+    initial_peers: Addresses,
+    run_id: str | None = None,
+    samples: int | None = None,
+    files: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")] = (),
+    data_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    json_: Annotated[bool, Parameter(name="--json")] = False,
+) -> None:
+    """Evaluate a live run's model through its pipeline, which trains on: loss and perplexity of held-out text.
+
+    Parameters
+    ----------
+    initial_peers
+        Addresses of any peers of the run.
+    run_id
+        Which run, where the addresses lead to several.
+    samples
+        How many, of the run's sequence length; as many as the run's own validation takes if not given.
+    files
+        Text files to evaluate on, instead of what the run has held out.
+    data_dir
+        Folder that a run over local files may have its held-out text read from, on this machine.
+    cache_dir
+        Where datasets and tokenizers are cached.
+    json_
+        Print JSON.
+    """
+    configure_logging("warning")
+    if samples is not None and samples < 1:
+        raise UserError(f"--samples {samples}: at least 1 is needed")
+
+    from coordinator.queries import evaluate_run
+
+    result = evaluate_run(initial_peers, run_id, samples, files, data_dir, cache_dir)
+    if json_:
+        print(json.dumps(result))
+        return
+    oldest = f"{result['oldest_updates']} to " if result["oldest_updates"] < result["updates"] else ""
+    print(
+        f"loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f}: {result['samples']} samples "
+        f"of {result['tokens']} tokens, weights after {oldest}{result['updates']} global steps, "
+        f"{result['seconds']:.1f} s"
+    )
+
+
+@app.command
+def sample(
+    *,
+    initial_peers: Addresses,
+    prompt: str,
+    run_id: str | None = None,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int | None = None,
+    cache_dir: Path | None = None,
+) -> None:
+    """Have a live run's model continue a prompt, through its pipeline, which trains on.
+
+    Nothing is kept between two tokens (there is no key-value cache): for each, the text so far, cropped to the run's
+    sequence length, goes through the pipeline again.
+
+    Parameters
+    ----------
+    initial_peers
+        Addresses of any peers of the run.
+    prompt
+        Text to continue.
+    run_id
+        Which run, where the addresses lead to several.
+    tokens
+        How many to generate.
+    temperature
+        0 takes the likeliest token each time; higher values more of the others.
+    top_k
+        Draw among this many likeliest tokens; 0 for all.
+    seed
+        For the same text again, of the same weights; another one each time if not given.
+    cache_dir
+        Where tokenizers are cached.
+    """
+    configure_logging("warning")
+    if tokens < 1 or not 0 <= temperature < float("inf") or top_k < 0:
+        raise UserError(
+            f"--tokens {tokens} --temperature {temperature} --top-k {top_k}: at least 1 token, nothing negative"
+        )
+
+    from coordinator.queries import sample_run
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    sample_run(initial_peers, run_id, prompt, tokens, temperature, top_k, seed, cache_dir, write)
+    print()
+
+
+@app.command
 def baseline(
     config: Path,
     *,
