@@ -25,9 +25,8 @@ A refusal names the owner, for `note_lease`: the slice is not wanted again while
 restarted releases its own leases first; `wanted` then offers it the slices that it had begun.
 
 News can be missed, and hearsay would then keep a peer from a slice for ever. So whoever asks a stage-mate also names
-what it believes it to lease, `leases(stage_mate)`, and the answer holds the `corrections`: what it neither leases nor
-is asking for, to be `release`d, and what has counted of that, to be added. Counts that arrive when their step is over
-are added then.
+what it believes it to lease, `leases(stage_mate)`, and the answer holds the `corrections`, to be `release`d: what it
+neither leases nor is asking for. Counts that arrive when their step is over are added then.
 
 What remains: a count that is on its way when its author dies may arrive after another peer has begun to read the slice,
 and a peer whom all believe dead may still be counting. `add` tells how many samples counted twice.
@@ -38,6 +37,7 @@ Everything here is pure. One thread at a time.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -203,26 +203,32 @@ class DataLedger:
 
     # --- leases
 
-    def wanted(self, peer: str, count: int, live_peers: Collection[str]) -> list[SliceId]:
-        """Slices that `peer` might lease now, best first: fewer than `count` only if there are no more.
+    def wanted(self, peer: str, count: int, live_peers: Collection[str], run_ahead: bool = True) -> list[SliceId]:
+        """Up to `count` slices that `peer` might lease now, best first.
 
         First come slices that a peer has begun that is gone, then those that nobody has begun. Each peer has an order
-        of its own, so that peers seldom want the same one. Those of a later pass come when none before them is free.
+        of its own, so that peers seldom want the same one.
+
+        Args:
+            run_ahead: whether to go to a later pass than `peer` is in, if no slice is free before; not as long as it
+                has something to read. There is always a slice to run ahead to.
         """
+        newest = max([self.current_pass, *(slice_id.pass_number for slice_id in self.leases(peer))])
         found: list[SliceId] = []
         for pass_number in range(self.current_pass, self.current_pass + MAX_PASSES_AHEAD):
-            state = self._passes.get(pass_number, _Pass())
-            taken = {index for index, owner in state.owners.items() if owner == peer or owner in live_peers}
-            begun = [SliceId(pass_number, index) for index in state.begun if index not in taken]
-            found += sorted(begun, key=lambda slice_id: _rank(slice_id, peer))
-            for slice_index in self._order(pass_number, peer):
-                if len(found) >= count:
-                    return found[:count]
-                if not (slice_index in state.finished or slice_index in state.begun or slice_index in taken):
-                    found.append(SliceId(pass_number, slice_index))
-            if len(found) >= count:
+            if len(found) >= count or (pass_number > newest and (found or not run_ahead)):
                 break
-        return found[:count]
+            found += itertools.islice(self._free(pass_number, peer, live_peers), count - len(found))
+        return found
+
+    def _free(self, pass_number: int, peer: str, live_peers: Collection[str]) -> Iterator[SliceId]:
+        state = self._passes.get(pass_number, _Pass())
+        taken = {index for index, owner in state.owners.items() if owner == peer or owner in live_peers}
+        begun = [SliceId(pass_number, index) for index in state.begun if index not in taken]
+        yield from sorted(begun, key=lambda slice_id: _rank(slice_id, peer))
+        for slice_index in self._order(pass_number, peer):
+            if not (slice_index in state.finished or slice_index in state.begun or slice_index in taken):
+                yield SliceId(pass_number, slice_index)
 
     def grant(self, slice_id: SliceId, peer: str, live_peers: Collection[str]) -> Grant:
         """Lease a slice to a peer, unless it is finished or another live peer leases it."""
@@ -260,13 +266,12 @@ class DataLedger:
             if self.owner(slice_id) == peer:
                 del self._passes[slice_id.pass_number].owners[slice_id.slice_index]
 
-    def corrections(self, me: str, believed: Iterable[SliceId]) -> tuple[list[SliceId], list[WindowRange]]:
-        """For a stage-mate that believes this peer to lease these slices: those that it does not, with their facts.
+    def corrections(self, me: str, believed: Iterable[SliceId]) -> list[SliceId]:
+        """For a stage-mate that believes this peer to lease these slices: those that it does not.
 
-        A slice that this peer is asking for just now is not to be named: it may have been granted by others already.
+        A slice that this peer is asking for just now is not to be named: others may have granted it already.
         """
-        not_mine = [slice_id for slice_id in believed if self.owner(slice_id) != me]
-        return not_mine, [fact for slice_id in not_mine for fact in self.counted(slice_id)]
+        return [slice_id for slice_id in believed if self.owner(slice_id) != me]
 
     # --- as plain values
 

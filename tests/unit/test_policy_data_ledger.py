@@ -272,9 +272,8 @@ def test_release_ends_leases_of_that_peer_alone() -> None:
 
 def test_who_believes_a_peer_to_lease_what_it_does_not_is_corrected() -> None:
     ledger = ledger_of([WindowRange(0, 0, 0, 3, True), WindowRange(0, 1, 0, 2)], [(SliceId(0, 2), "b")])
-    not_mine, facts = ledger.corrections("b", [SliceId(0, index) for index in range(4)])
+    not_mine = ledger.corrections("b", [SliceId(0, index) for index in range(4)])
     assert not_mine == [SliceId(0, 0), SliceId(0, 1), SliceId(0, 3)]
-    assert facts == [WindowRange(0, 0, 0, 3, True), WindowRange(0, 1, 0, 2)]
 
 
 def test_wanted_slices_are_free_and_come_in_an_order_of_the_peers_own() -> None:
@@ -315,15 +314,22 @@ def test_what_a_peer_that_is_gone_had_begun_is_wanted_first() -> None:
     assert begun[4] not in orders["a"]
 
 
-def test_slices_of_the_next_pass_are_wanted_when_none_of_this_one_is_free() -> None:
-    ledger = DataLedger(NUM_SLICES)
-    wanted = ledger.wanted("a", 2 * NUM_SLICES + 1, {"a"})
-    assert [slice_id.pass_number for slice_id in wanted] == [0] * NUM_SLICES + [1] * NUM_SLICES + [2]
-    assert len(set(wanted)) == len(wanted)
-    for index in range(NUM_SLICES - 1):
-        ledger.note_lease(SliceId(0, index), "b")
-    assert ledger.wanted("a", 2, {"a", "b"})[0] == SliceId(0, NUM_SLICES - 1)
-    assert ledger.wanted("a", 2, {"a", "b"})[1].pass_number == 1
+def test_a_later_pass_comes_when_no_slice_is_free_before() -> None:
+    ledger, live = DataLedger(NUM_SLICES), {"a", "b"}
+    first = ledger.wanted("a", 99, live)
+    assert sorted(first) == [SliceId(0, index) for index in range(NUM_SLICES)]
+    for slice_id in first[:3]:
+        ledger.note_lease(slice_id, "b")
+    assert ledger.wanted("a", 99, live) == first[3:]
+    ledger.note_lease(first[3], "a")
+    assert ledger.wanted("a", 99, live, run_ahead=False) == []
+    assert sorted(ledger.wanted("a", 99, live)) == [SliceId(1, index) for index in range(NUM_SLICES)]
+    ledger.note_lease(SliceId(1, 0), "a")
+    ahead = [SliceId(1, index) for index in range(1, NUM_SLICES)]
+    assert sorted(ledger.wanted("a", 99, live, run_ahead=False)) == ahead, "it is in that pass already"
+    ledger.release("b", [first[0]])
+    mixed = ledger.wanted("a", 99, live, run_ahead=False)
+    assert (mixed[0], sorted(mixed[1:])) == (first[0], ahead), "what is free again of the older pass comes first"
 
 
 def test_a_pass_of_many_slices() -> None:
@@ -472,7 +478,7 @@ class Peer:
     def lease(self, count: int) -> Iterator[None]:
         """Ask for slices; each `yield` is time in which anything may happen."""
         live = self.swarm.live
-        wanted = self.ledger.wanted(self.name, count, live)
+        wanted = self.ledger.wanted(self.name, count, live, run_ahead=not any(self.held.values()))
         self.asking = set(wanted)
         first, mates = arbiter(live), sorted(live - {self.name})
         asked: set[str] = set()
@@ -488,7 +494,7 @@ class Peer:
                     (slice_id, mate.ledger.grant(slice_id, self.name, live), mate.ledger.counted(slice_id))
                     for slice_id in wanted
                 ]
-                not_leased, facts = mate.ledger.corrections(name, set(believed) - mate.asking)
+                not_leased = mate.ledger.corrections(name, set(believed) - mate.asking)
                 current_pass, heard, step = mate.ledger.current_pass, mate.heard, self.swarm.step
                 yield
             # News from beyond the grave, on its way while another leases the slice, could not be respected.
@@ -498,7 +504,6 @@ class Peer:
                 return
             self.ledger.begin_pass(current_pass)
             self.ledger.release(name, not_leased)
-            self.ledger.add(facts)
             if step == self.swarm.step:
                 self.heard = list(merge_ranges([*self.heard, *heard]))
             else:
