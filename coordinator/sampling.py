@@ -16,8 +16,6 @@ TEMPERATURE = 0.8
 TOP_K = 40
 # How a decoder writes what is no whole character yet.
 REPLACEMENT = "\ufffd"
-# Bytes of the longest character: what stays no character after more tokens than this is none.
-LONGEST_CHARACTER = 4
 
 
 def generate(manifest: RunManifest, model_folder: Path, num_tokens: int, cache_dir: Path | None = None) -> str:
@@ -70,20 +68,16 @@ class TextStream:
         self._tokenizer = tokenizer
         self._tokens = list(prompt)
         self._written = len(tokenizer.decode(self._tokens))  # characters
-        self._held = 0  # tokens since the last one that gave text
 
     def push(self, token: int) -> str:
-        """Text that is certain now."""
+        """Text that is certain now: all but an unfinished character at the end."""
         self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        self._held += 1
-        if text.endswith(REPLACEMENT) and self._held < LONGEST_CHARACTER:
-            return ""
-        return self._take(text)
+        return self._take(self._tokenizer.decode(self._tokens).removesuffix(REPLACEMENT))
 
     def rest(self) -> str:
         return self._take(self._tokenizer.decode(self._tokens))
 
     def _take(self, text: str) -> str:
-        new, self._written, self._held = text[self._written :], max(len(text), self._written), 0
+        new = text[self._written :]
+        self._written += len(new)
         return new

@@ -54,8 +54,11 @@ def test_text_streams_in_whole_characters(text):
     assert stream.rest() == ""
 
 
-def test_text_that_is_no_text_streams_all_the_same():
-    ids = [0xFF, 0x41, 0xE6, 0x97, 0x41, 0xF0, 0x9F]
+@pytest.mark.parametrize(
+    "ids",
+    [[0xFF, 0x41, 0xE6, 0x97, 0x41, 0xF0, 0x9F], [0xFF, 0xFF, *"🎉".encode()], [0x80] * 9, [0xF0, 0x9F, 0x8E, 0x41]],
+)
+def test_text_that_is_no_text_streams_all_the_same(ids):
     stream = TextStream(BytesTokenizer())
     written = "".join(stream.push(token) for token in ids) + stream.rest()
     assert written == BytesTokenizer().decode(ids)

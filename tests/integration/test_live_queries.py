@@ -1,0 +1,106 @@
+"""Evaluation and sampling through the pipeline of a run that trains on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from swarm import LLAMA, LiveSwarm, SwarmRun, run_swarm, tiny_manifest
+from test_keystone import check_counts, check_nothing_lost, relative_difference
+from transformers import AutoModelForCausalLM
+
+from coordinator.baseline import Baseline
+from coordinator.fetching import open_transport
+from coordinator.queries import Evaluation, LiveModel
+from swarm_peer.config import RunManifest
+from swarm_peer.runtime.data import validation_samples
+from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.tokenizers import BytesTokenizer
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 30
+SAMPLES = 6
+PROMPT = "The quick brown fox jumps over the lazy"  # longer than a sequence
+NUM_TOKENS = 12
+
+
+async def command(live: LiveSwarm, *arguments: str) -> str:
+    line = [sys.executable, "-m", "coordinator.cli", *arguments, "--initial-peers", *live.dht.addresses()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = await anyio.run_process(line, stderr=subprocess.PIPE, check=False, env=environment)
+    assert result.returncode == 0, result.stderr.decode()[-2000:]
+    return result.stdout.decode()
+
+
+def greedy_continuation(folder: Path, prompt: list[int], length: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = list(prompt)
+    for _ in range(NUM_TOKENS):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens[-length:]])).logits[0, -1].argmax()))
+    return tokens
+
+
+def baseline_losses(manifest: RunManifest, run: SwarmRun) -> list[float]:
+    """By finished global steps, the validation loss of one process that is fed what the swarm counted."""
+    held_out = validation_samples(manifest, SAMPLES)
+    baseline = Baseline(manifest)
+    losses = [baseline.evaluate(held_out)]
+    for step in range(manifest.training.steps):
+        baseline.train_step(run.counted[step])
+        losses.append(baseline.evaluate(held_out))
+    for trainer, states in zip(baseline.trainers, run.states, strict=True):
+        for name, expected in trainer.state().items():
+            assert relative_difference(states[0].tensors[name], expected) < 1e-5, name
+    return losses
+
+
+def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
+    manifest = tiny_manifest(model={"config": LLAMA}, training={"steps": STEPS, "validation_samples": SAMPLES})
+    live_results: list[Evaluation] = []
+    said: dict[str, str] = {}
+
+    async def script(live: LiveSwarm) -> None:
+        await live.reached(1)
+        async with open_transport(live.dht, PeerMetrics()) as transport:
+            directory = Directory(manifest, live.dht, "", None, PeerMetrics(), Signal())
+            model = LiveModel(manifest, live.dht.identity, transport, directory.refresh, random.Random(0))
+            held_out = validation_samples(manifest, SAMPLES)
+            while live.step < STEPS - 5:
+                live_results.append(await model.evaluate(held_out))
+        await live.until(live.service.model_folder.exists, "the saved model", 120)
+        said["evaluate"] = await command(live, "evaluate", "--json")
+        sample = ("sample", "--prompt", PROMPT, "--tokens", str(NUM_TOKENS), "--temperature", "0")
+        said["sample"] = await command(live, *sample)
+
+    run = run_swarm(manifest, [1, 1], tmp_path, timeout_s=350, script=script)
+
+    check_counts(run, manifest)
+    check_nothing_lost(run)
+    losses = baseline_losses(manifest, run)
+
+    assert len(live_results) >= 3, "some were asked while the run went on"
+    assert len({result.updates for result in live_results}) >= 3
+    for result in live_results:
+        expected = losses[result.oldest_updates : result.updates + 1]
+        assert result.samples == SAMPLES
+        assert min(expected) - 1e-5 <= result.loss <= max(expected) + 1e-5
+    assert any(result.oldest_updates == result.updates for result in live_results), "some were of one step"
+
+    at_end = json.loads(said["evaluate"])
+    assert (at_end["oldest_updates"], at_end["updates"], at_end["samples"]) == (STEPS, STEPS, SAMPLES)
+    assert at_end["loss"] == pytest.approx(losses[STEPS], abs=1e-5)
+
+    tokenizer = BytesTokenizer()
+    tokens = greedy_continuation(tmp_path / "model", tokenizer.encode(PROMPT), manifest.data.sequence_length)
+    assert said["sample"] == tokenizer.decode(tokens) + "\n"
