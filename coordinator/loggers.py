@@ -175,7 +175,6 @@ def open_loggers(
     """
     names = list(dict.fromkeys(names))
     check_installed(names)
-    output.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         loggers = [
             stack.enter_context(BackgroundLogger(name, LOGGERS[name](manifest, output, resume))) for name in names

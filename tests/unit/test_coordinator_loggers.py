@@ -187,12 +187,16 @@ def read_wandb(output):
 
 
 def test_wandb_holds_every_line(tmp_path):
-    with open_loggers(["wandb"], MANIFEST, tmp_path) as write:
+    import wandb
+
+    output = tmp_path / "output"
+    with open_loggers(["wandb"], MANIFEST, output) as write:
+        assert wandb.run.settings.console == "off", "the live view draws there"
         for step in (1, 2, 3):
             write(a_line(step, 1.25 if step == 3 else None))
-    [(run, history)] = read_wandb(tmp_path)
+    [(run, history)] = read_wandb(output)
     assert (run.project, run.display_name) == ("swarm", "logged")
-    assert (tmp_path / "wandb-id").read_text() == f"{run.run_id}\n"
+    assert (output / "wandb-id").read_text() == f"{run.run_id}\n"
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     expected = MANIFEST.model_dump(mode="json") | {"manifest_hash": MANIFEST.hash}
     assert {key: value for key, value in config.items() if not key.startswith("_")} == expected
@@ -200,6 +204,9 @@ def test_wandb_holds_every_line(tmp_path):
         line = a_line(step, 1.25 if step == 3 else None)
         assert {key: value for key, value in row.items() if not key.startswith("_")} == scalars(line) | {"step": step}
     assert [row["_step"] for row in history] == [0, 1, 2]
+    [path] = output.glob("wandb/offline-run-*/*.wandb")
+    metrics = [record.metric for record in wandb_records(path) if record.WhichOneof("record_type") == "metric"]
+    assert [(metric.glob_name, metric.step_metric) for metric in metrics if metric.glob_name] == [("*", "step")]
 
 
 def test_wandb_keeps_what_the_run_gave_up(tmp_path):
