@@ -83,7 +83,6 @@ WORKLOADS = {
             "data.sequence_length=512",
             "training.global_batch_size=16",
             "training.microbatch_size=1",
-            "averaging.matchmaking_s=1.0",
             "limits={hop_timeout_s: 300}",
         ),
         warmup_steps=1,

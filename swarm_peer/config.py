@@ -152,9 +152,6 @@ class AveragingSection(Section):
     compression: Literal["none", "fp16", "blockwise_8bit"] = Field(
         "none", description="codec of weight gradients within a stage"
     )
-    matchmaking_s: float = Field(
-        6.0, ge=1, description="longest search for stage-mates that are ready; normally it takes a tenth of a second"
-    )
     round_timeout_s: float = Field(60.0, gt=0, description="longest averaging round; about three normal ones")
     chunk_timeout_s: float = Field(8.0, gt=0, description="silence after which a stage-mate is dropped from a round")
     max_tries: int = Field(3, ge=1, description="rounds tried before a peer goes on without its stage-mates")

@@ -6,11 +6,14 @@ stage_group.py's business.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, AsyncIterator  # noqa: UP035  # hivemind knows a stream by typing's name alone
 
 import anyio
 import torch
@@ -27,7 +30,10 @@ from hivemind.compression import (
     serialize_torch_tensor,
 )
 from hivemind.dht import DHT
-from hivemind.utils.asyncio import as_aiter, azip
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture
+from hivemind.utils.asyncio import achain, anext, as_aiter, azip, enter_asynchronously
 
 from swarm_peer.config import AveragingSection
 from swarm_peer.errors import SwarmError
@@ -35,7 +41,13 @@ from swarm_peer.runtime.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
-_STEP_BITS, _ATTEMPT_BITS = 40, 10
+# Members come from the barrier within milliseconds of each other; a busy machine may take longer.
+START_TIMEOUT_S = 5.0
+START_POLL_S = 0.005
+
+
+class AveragingFailed(Exception):
+    """A round did not come about or broke off; the buffers hold nothing of use."""
 
 
 class _Average:
@@ -89,32 +101,60 @@ class _AveragerProcess(DecentralizedAverager):
         die_with_parent(self._parent_pid)
         super().run()
 
-    async def _set_round(self, group_bits: str, group_size: int) -> None:
-        matchmaking = self._matchmaking
-        matchmaking.group_key_manager.group_bits = group_bits
-        matchmaking.target_group_size = group_size
-        matchmaking.group_key_manager.target_group_size = group_size
-        matchmaking.potential_leaders.target_group_size = group_size
-
-    async def _run_allreduce_inplace_(
-        self, tensors: Sequence[torch.Tensor], group_info: GroupInfo, group_id: bytes | None = None, **kwargs: Any
+    async def _run_round(
+        self, group_id: bytes, members: Sequence[str], weight: float, timeout_s: float, future: MPFuture
     ) -> None:
-        group_id = group_info.group_id if group_id is None else group_id
+        """hivemind's all-reduce without its matchmaking: the members have met at the barrier already."""
+        try:
+            group = GroupInfo(group_id, tuple(PeerID.from_base58(member) for member in members), ())
+            with self._register_allreduce_group(group):
+                async with enter_asynchronously(self.get_tensors()) as tensors:
+                    await asyncio.wait_for(self._average_in(group, tensors, weight), timeout_s)
+            outcome = None
+        except Exception as error:  # handed to the peer's process, where it is a failed round
+            outcome = AveragingFailed(repr(error)[:200])
+        with suppress(concurrent.futures.InvalidStateError):  # the peer has given the round up
+            if outcome is None:
+                future.set_result(None)
+            else:
+                future.set_exception(outcome)
+
+    async def _average_in(self, group: GroupInfo, tensors: Sequence[torch.Tensor], weight: float) -> None:
+        options = dict(self.allreduce_kwargs)
+        del options["min_vector_size"]
         runner = _ExactAllReduce(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
             tensors=tensors,
-            group_id=group_id,
-            ordered_peer_ids=group_info.peer_ids,
-            **kwargs,
+            tensor_infos=self.tensor_infos,
+            group_id=group.group_id,
+            ordered_peer_ids=group.peer_ids,
+            peer_fractions=(1 / group.group_size,) * group.group_size,
+            weight=weight,
+            **options,
         )
-        self._running_groups[group_id].set_result(runner)
+        self._running_groups[group.group_id].set_result(runner)
         async for tensor, average in azip(as_aiter(*tensors), runner):
             tensor.copy_(average)
         # hivemind goes on without the parts of members that it lost, and calls it a success.
         if runner.banned_senders or runner.tensor_part_container.failed_size:
             raise AllreduceException(f"parts of {len(runner.banned_senders)} members are missing")
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """As hivemind's, but that a member may be later than the others."""
+        request = await anext(stream)
+        end = time.monotonic() + START_TIMEOUT_S
+        while request.group_id not in self._running_groups and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(START_POLL_S)
+        group = self._running_groups.get(request.group_id)
+        if group is None:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+            return
+        async for message in (await group).rpc_aggregate_part(achain(as_aiter(request), stream), context):
+            yield message
 
 
 def _codec(name: str) -> CompressionBase:
@@ -123,18 +163,6 @@ def _codec(name: str) -> CompressionBase:
 
         return BlockwiseQuantization()
     return Float16Compression() if name == "fp16" else NoCompression()
-
-
-class AveragingFailed(Exception):
-    """A round did not come about or broke off; the buffers hold nothing of use."""
-
-
-def _wait_for(control: Any, timeout_s: float) -> Any:
-    """Block on hivemind's future. Whatever it raises (cancelled, timed out, the process's error) is a failed round."""
-    try:
-        return control.result(timeout_s)
-    except (Exception, concurrent.futures.CancelledError) as error:
-        raise AveragingFailed(repr(error)[:200]) from error
 
 
 class GradientAverager:
@@ -156,9 +184,6 @@ class GradientAverager:
             start=True,
             prefix=prefix,
             target_group_size=2,
-            min_group_size=2,
-            min_matchmaking_time=section.matchmaking_s,
-            request_timeout=section.matchmaking_s / 2,
             allreduce_timeout=section.round_timeout_s,
             next_chunk_timeout=section.chunk_timeout_s,
             compression=_codec(section.compression),
@@ -167,51 +192,43 @@ class GradientAverager:
         )
 
     async def average(
-        self, gradients: Sequence[torch.Tensor], weight: float, *, step: int, attempt: int, group_size: int
-    ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Run one round. The group is found by (step, attempt): rounds of different steps never meet.
+        self, gradients: Sequence[torch.Tensor], weight: float, *, step: int, attempt: int, members: Sequence[str]
+    ) -> list[torch.Tensor]:
+        """Run one round with these members, who all name the same ones.
 
         Args:
             gradients: CPU, fp32; not changed
             weight: of these gradients in the mean, their number of samples; may be 0
+            members: peer ids, this peer's own among them
 
         Returns:
-            The averages (valid until the next round) and each member's weight by peer id.
+            The averages, valid until the next round.
 
         Raises:
             AveragingFailed
         """
-        bits = f"{step:0{_STEP_BITS}b}{attempt:0{_ATTEMPT_BITS}b}"
-        deadline_s = 2 * self._section.matchmaking_s + self._section.round_timeout_s
-        control = await anyio.to_thread.run_sync(self._begin, gradients, weight, bits, group_size)
+        ordered = sorted(members)
+        name = f"{self._process.prefix}/{step}/{attempt}/{','.join(ordered)}"
+        group_id = hashlib.sha256(name.encode()).digest()[:20]
+        timeout_s = self._section.round_timeout_s
+        future = MPFuture()  # of this event loop
+        round_arguments = [group_id, ordered, weight, timeout_s]
         try:
-            gathered = await anyio.to_thread.run_sync(_wait_for, control, deadline_s, abandon_on_cancel=True)
-        except BaseException:
-            control.cancel()
+            await anyio.to_thread.run_sync(self._begin, gradients, round_arguments, future)
+            with anyio.fail_after(timeout_s + START_TIMEOUT_S):
+                await future
+        except AveragingFailed:
             raise
-        if not gathered:
-            raise AveragingFailed("no group was found")
-        try:
-            weights = {peer.to_base58(): float(data["weight"]) for peer, data in gathered.items()}
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise AveragingFailed(f"a member sent no weight: {error!r:.100}") from error
-        if not all(0 <= weight < 2**40 for weight in weights.values()):  # NaN is not, either
-            raise AveragingFailed("a member's weight is no number of samples")
-        return self._buffers, weights
+        except Exception as error:  # whatever hivemind's pipe and process may raise is a failed round
+            raise AveragingFailed(repr(error)[:200]) from error
+        return self._buffers
 
-    def _begin(self, gradients: Sequence[torch.Tensor], weight: float, bits: str, group_size: int) -> Any:
-        """In a thread: hivemind's `step` waits for its process."""
+    def _begin(self, gradients: Sequence[torch.Tensor], round_arguments: list[Any], future: MPFuture) -> None:
+        """In a thread: it copies, and waits for the averager's lock."""
         with self._process.get_tensors():
             for buffer, gradient in zip(self._buffers, gradients, strict=True):
                 buffer.copy_(gradient)
-        self._process._outer_pipe.send(("_set_round", [bits, group_size], {}))
-        return self._process.step(
-            gather={"weight": weight},
-            weight=weight,
-            timeout=2 * self._section.matchmaking_s,
-            allow_retries=False,
-            wait=False,
-        )
+        self._process._outer_pipe.send(("_run_round", round_arguments, {"future": future}))
 
     async def watch(self) -> None:
         """Return only by raising, when the averager's process has died."""

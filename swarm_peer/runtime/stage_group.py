@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -26,7 +26,7 @@ from swarm_peer.errors import CallError, NotServing, StepClosed
 from swarm_peer.policy.agreement import Agreement, Verdict, Vote, agree
 from swarm_peer.policy.health import PeerHealth
 from swarm_peer.policy.view import PeerState, SwarmView
-from swarm_peer.runtime.averaging import AveragingFailed, GradientAverager, checksum
+from swarm_peer.runtime.averaging import START_TIMEOUT_S, AveragingFailed, GradientAverager, checksum
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
@@ -93,10 +93,11 @@ class StageGroup:
         self._changed = changed
         limits, averaging = manifest.limits, manifest.averaging
         self._barrier_timeout_s = (
-            limits.hop_timeout_s * manifest.stages.count + 2 * averaging.matchmaking_s + averaging.round_timeout_s
+            limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
         )
         self._step = 0
         self._lineage = ""
+        self._samples = 0  # that this peer brings to the round
         self._ready_attempt: int | None = None  # of this step; None while microbatches are still running
         self._welcomed: dict[str, float] = {}  # stage-mates that made themselves known, with the time of it
         # Of those that held up a barrier: left out of some of the next ones, until they say that they are ready.
@@ -136,6 +137,7 @@ class StageGroup:
             samples: how many samples they are the mean of; may be 0
         """
         step, attempt = self._step, 0
+        self._samples = samples
         while True:
             self._ready_attempt = attempt
             self._changed.notify()
@@ -153,7 +155,8 @@ class StageGroup:
             if newest > attempt:
                 attempt = newest
                 continue
-            vote, result = await self._average(gradients, samples, attempt, peers)
+            shares = {peer: members[peer].samples for peer in peers}
+            vote, result = await self._average(gradients, samples, attempt, shares)
             self._votes[step] = vote
             self._changed.notify()
             votes = await self._gather_votes(step, attempt, peers)
@@ -176,38 +179,38 @@ class StageGroup:
         log.warning("round_retried step=%d attempt=%d reason=%s", step, attempt, agreement.reason)
 
     async def _average(
-        self, gradients: Sequence[torch.Tensor], samples: int, attempt: int, peers: set[str]
+        self, gradients: Sequence[torch.Tensor], samples: int, attempt: int, members: Mapping[str, int]
     ) -> tuple[Vote, Sequence[torch.Tensor]]:
-        """Run one round and return this peer's vote on it, with the averages."""
+        """Run one round and return this peer's vote on it, with the averages.
+
+        Args:
+            members: of the round, with the samples of each
+        """
         last_try = attempt >= self._manifest.averaging.max_tries
-        if len(peers) == 1 or last_try:
+        if len(members) == 1 or last_try:
             # Alone, or averaging does not work among these peers: each offers its own gradients, and the vote takes
             # those of the most samples for all. Work is lost then, but nobody goes on with weights of its own.
-            outcome = "alone" if len(peers) == 1 else "given_up"
+            outcome = "alone" if len(members) == 1 else "given_up"
             self._metrics.averaging_rounds.labels(outcome).inc()
             digest = await anyio.to_thread.run_sync(checksum, self._lineage, gradients)
             return Vote(attempt, digest, samples), gradients
         begin = time.perf_counter()
         try:
-            averages, weights = await self._averager.average(
-                gradients, samples, step=self._step, attempt=attempt, group_size=len(peers)
+            averages = await self._averager.average(
+                gradients, samples, step=self._step, attempt=attempt, members=sorted(members)
             )
         except AveragingFailed as error:
             self._metrics.averaging_rounds.labels("failed").inc()
             log.warning("round_failed step=%d attempt=%d reason=%s", self._step, attempt, error)
             return Vote(attempt, None), ()
         self._metrics.averaging_seconds.observe(time.perf_counter() - begin)
-        if set(weights) != peers:
-            self._metrics.averaging_rounds.labels("partial").inc()
-            log.warning("round_partial step=%d expected=%d took_part=%d", self._step, len(peers), len(weights))
-            return Vote(attempt, None), ()
         self._metrics.averaging_rounds.labels("done").inc()
         digest = await anyio.to_thread.run_sync(checksum, self._lineage, averages)
-        return Vote(attempt, digest, round(sum(weights.values()))), averages
+        return Vote(attempt, digest, sum(members.values())), averages
 
     async def _gather_ready(self, attempt: int) -> dict[str, ReadyReply]:
         """Who is ready for the round, this peer included. Those that do not answer are left out."""
-        members = {self._me: ReadyReply(attempt=attempt, lineage=self._lineage, counts=())}
+        members = {self._me: ReadyReply(attempt=attempt, lineage=self._lineage, samples=self._samples, counts=())}
         ahead: list[str] = []
         asked = {self._me}
         while to_ask := self._stage_mates() - asked:
@@ -296,7 +299,8 @@ class StageGroup:
             raise StepClosed(f"global step {call.step} is over in this stage", self._step)
         attempt = self._ready_attempt if self._is_ready(call) else None
         counts = self._progress.signed_counts()
-        return Reply(ReadyReply(attempt=attempt, lineage=self._lineage, counts=counts).model_dump())
+        reply = ReadyReply(attempt=attempt, lineage=self._lineage, samples=self._samples, counts=counts)
+        return Reply(reply.model_dump())
 
     def _is_ready(self, call: ReadyCall) -> bool:
         return self._step == call.step and self._ready_attempt is not None and self._ready_attempt >= call.attempt

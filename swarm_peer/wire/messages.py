@@ -194,10 +194,12 @@ class ReadyReply(Body):
     """Attributes:
     attempt: the round that the callee is ready for; None while it is not ready: ask again
     lineage: digest of all updates that made its weights
+    samples: that it brings to the round
     """
 
     attempt: int | None = Field(ge=0, lt=1000)
     lineage: Checksum
+    samples: Samples
     counts: SignedCounts
 
 

@@ -153,11 +153,19 @@ def family(pid: int) -> Iterator[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process, shared memory counted in parts."""
-    with suppress(OSError, StopIteration):
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return 1024 * int(next(line for line in rollup if line.startswith("Pss:")).split()[1])
+    """Bytes that a process has for itself; what it shares with the others, the libraries, is not counted."""
+    with suppress(OSError):
+        fields = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
+        return 1024 * sum(int(field[1]) for field in fields if field[0].startswith("Private_"))
     return 0
+
+
+def wait_for_end(pids: set[int], timeout_s: float = 15.0) -> list[int]:
+    """Those of the processes that stay: daemons take seconds to notice that their owner is gone."""
+    end = time.monotonic() + timeout_s
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+        time.sleep(0.2)
+    return left
 
 
 def check_counts(folder: Path) -> tuple[int, int]:
@@ -187,7 +195,7 @@ def main() -> None:
         training={"steps": 10**6, "global_batch_size": 64, "microbatch_size": 4, "validation_every": 0},
         stages={"count": NUM_STAGES, "peers_to_start": PEERS_PER_STAGE},
         limits={"hop_timeout_s": 5, "announcement_s": 8},
-        averaging={"round_timeout_s": 15, "chunk_timeout_s": 3, "matchmaking_s": 2},
+        averaging={"round_timeout_s": 15, "chunk_timeout_s": 3},
         recovery={"snapshot_every": SNAPSHOT_EVERY},
     )
     soak = Soak(60 * options.minutes, options.every, random.Random(options.seed))
@@ -196,7 +204,7 @@ def main() -> None:
         run_swarm(manifest, [PEERS_PER_STAGE] * NUM_STAGES, folder, 60 * options.minutes + 300, script=soak)
         steps, samples = check_counts(folder)
         logs = "\n".join(path.read_text(errors="replace") for path in (folder / "logs").glob("*.log"))
-    orphans = [pid for pid in soak.pids if Path(f"/proc/{pid}").exists()]
+    orphans = wait_for_end(soak.pids)
     quarter = 60 * options.minutes / 4
     early = statistics.median(b for t, b in soak.memory_bytes if quarter <= t < 2 * quarter)
     late = statistics.median(b for t, b in soak.memory_bytes if t >= 3 * quarter)

@@ -21,7 +21,7 @@ def manifest_of(**averaging: float) -> RunManifest:
         stages={"count": 2, "peers_to_start": 2},
         training={"steps": STEPS, "global_batch_size": 32, "microbatch_size": 2, "validation_every": 0},
         limits={"hop_timeout_s": 4, "announcement_s": 6},
-        averaging={"round_timeout_s": 10, "chunk_timeout_s": 2, "matchmaking_s": 2} | averaging,
+        averaging={"round_timeout_s": 10, "chunk_timeout_s": 2} | averaging,
     )
 
 

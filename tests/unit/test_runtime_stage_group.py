@@ -37,7 +37,7 @@ class Rounds:
     """Averaging among members that come together by (step, attempt), with outcomes as a script has them.
 
     Attributes:
-        script: (attempt, peer) -> "fail", "partial" or "wrong"; attempts and peers may be None, for all
+        script: (attempt, peer) -> "fail" or "wrong"; attempts and peers may be None, for all
         log: (peer, step, attempt, group_size) of each call
         averaged: called with the attempt when the members of a round have come together
     """
@@ -73,11 +73,9 @@ class Rounds:
             sum(members[peer][1][n] * (weights[peer] / total if total else 0.0) for peer in weights)
             for n in range(len(gradients))
         ]
-        if outcome == "partial":
-            del weights[min(weights.keys() - {member.peer_id})]
         if outcome == "wrong":
             averages[0] += 1.0
-        return averages, weights
+        return averages
 
 
 class Member:
@@ -101,8 +99,8 @@ class Member:
             return await self.group.handle_ready(caller, check_body(ReadyCall, body), tensors)
         return await self.group.handle_vote(caller, check_body(VoteCall, body), tensors)
 
-    async def average(self, gradients, weight, *, step, attempt, group_size):
-        return await self.world.rounds.average(self, gradients, weight, step, attempt, group_size)
+    async def average(self, gradients, weight, *, step, attempt, members):
+        return await self.world.rounds.average(self, gradients, weight, step, attempt, len(members))
 
     def settle(self, samples):
         return asyncio.ensure_future(self.group.settle(self.gradients, samples))
@@ -245,9 +243,7 @@ async def test_progress_counts_spread_at_the_barrier(group):
     ("script", "outcome"),
     [
         ({(0, None): "fail"}, "failed"),
-        ({(0, None): "partial"}, "partial"),
         ({(0, "a"): "fail"}, "failed"),
-        ({(0, "b"): "partial"}, "partial"),
         ({(0, "c"): "wrong"}, None),
         ({(0, "a"): "wrong", (0, "b"): "fail"}, None),
     ],
@@ -265,7 +261,7 @@ async def test_a_round_that_is_not_whole_is_repeated_by_all(group, script, outco
         assert all(member.rounds(outcome) == 1 for member in struck)
 
 
-@pytest.mark.parametrize("outcome", ["fail", "partial", "wrong"])
+@pytest.mark.parametrize("outcome", ["fail", "wrong"])
 async def test_when_averaging_does_not_work_the_share_of_the_most_samples_is_taken_by_all(group, outcome):
     members = await group.add("abc")
     group.rounds.script = {(None, "a"): outcome}
