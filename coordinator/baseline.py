@@ -42,9 +42,9 @@ class Baseline:
         manifest: with an inline model config
     """
 
-    def __init__(self, manifest: RunManifest, device: torch.device | str = "cpu"):
+    def __init__(self, manifest: RunManifest, device: torch.device | str = "cpu", cache_dir: Path | None = None):
         self.manifest = manifest
-        self.trainers = [StageTrainer(manifest, spec, device) for spec in stages_of(manifest)]
+        self.trainers = [StageTrainer(manifest, spec, device, cache_dir) for spec in stages_of(manifest)]
 
     def train_step(self, microbatches: Iterable[torch.Tensor]) -> tuple[float, int]:
         """One global step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples."""

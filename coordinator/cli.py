@@ -368,7 +368,7 @@ def baseline(
     if threads is not None:
         torch.set_num_threads(threads)
     check_output(output)
-    trained = Baseline(manifest, choose_device(device))
+    trained = Baseline(manifest, choose_device(device), cache_dir)
     with open_loggers(log_to, manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
         for step in train(trained, manifest.training.steps, cache_dir):
             length = manifest.data.sequence_length

@@ -30,7 +30,7 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
 def configure_logging(level: str) -> None:
     """Log to stderr as `time level event key=value`; the libraries below only when something is wrong."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for name in ("hivemind", "datasets", "transformers", "httpx", "fsspec"):
+    for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenizers warn about every fork otherwise

@@ -242,9 +242,11 @@ class P2PTransport(Transport):
     async def _run_connection(self, peer_id: str, callee: PeerID, connection: _Connection) -> None:
         """Dial, and hand out replies until the stream ends."""
         reason: CallError = PeerUnreachable("the transport was closed")
+        dialled = False
         try:
             with _on_network(CONNECT_TIMEOUT_S):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(callee, PROTOCOL)
+            dialled = True
             with closing(_Stream(reader, writer, self._max_payload_bytes, self._metrics)) as stream:
                 await connection.hand_out_replies(stream)
         except CallError as error:
@@ -252,6 +254,8 @@ class P2PTransport(Transport):
                 self._metrics.invalid_messages.labels("frame").inc()
             # A new one: with its traceback, `error` would keep hivemind's sockets open until the garbage is collected.
             reason = type(error)(f"{peer_id}: {error}")
+            if not dialled:
+                self.unreachable(peer_id)
         finally:
             # In one go: no call may find a connection that has ended.
             del self._connections[peer_id]

@@ -295,6 +295,7 @@ class Peer:
             _signals_set(self._stop),
             anyio.create_task_group() as tasks,
         ):
+            transport.unreachable = self._directory.drop
             await transport.serve(self._wire(transport))
             tasks.start_soon(self._dht.watch)
             tasks.start_soon(self._averager.watch)

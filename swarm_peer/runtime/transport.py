@@ -33,9 +33,14 @@ Handler = Callable[[str, Any, Sequence[memoryview]], Awaitable[Reply]]
 
 
 class Transport(ABC):
-    """Calls between peers. All methods belong to the event loop's thread."""
+    """Calls between peers. All methods belong to the event loop's thread.
+
+    Attributes:
+        unreachable: told of each peer that cannot be dialled
+    """
 
     peer_id: str
+    unreachable: Callable[[str], None] = staticmethod(lambda peer_id: None)
 
     @abstractmethod
     async def call(self, peer_id: str, body: Body, tensors: Sequence[memoryview] = (), *, timeout_s: float) -> Reply:

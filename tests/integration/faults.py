@@ -12,6 +12,8 @@ NUMBER says at which occurrence, from 1. Kinds:
 * clock: the wall clock is off by SECONDS, from the beginning
 """
 
+import asyncio
+import inspect
 import os
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgpack
 import torch
 
 from swarm_peer.errors import CallTimeout
@@ -29,7 +32,7 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime import p2p_transport
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.p2p_transport import P2PTransport
-from swarm_peer.wire.messages import Frame, FrameType
+from swarm_peer.wire.messages import PREFIX, FrameType
 
 
 def inject(fault: str, folder: Path) -> None:
@@ -76,48 +79,51 @@ def _around(owner: Any, name: str, number: int, before: Strike | None, after: St
             after(name)
         return result
 
-    import inspect
-
     setattr(owner, name, async_wrapper if inspect.iscoroutinefunction(original) else wrapper)
 
 
-def _replies(number: int, instead: Callable[[Any, Frame], Any], forever: bool = False) -> None:
-    """Have something else happen than sending the number-th reply that carries a tensor."""
+def _replies(number: int, instead: Callable[[Any], Any], forever: bool = False) -> None:
+    """Have something else happen than sending the number-th reply to a microbatch.
+
+    Args:
+        instead: told of the stream; may return what is sent in place of the reply's tensors
+    """
     original = p2p_transport._Stream.send
     replies = 0
 
-    async def send(self: Any, frame: Frame) -> None:
+    async def send(self: Any, head: bytes, tensors: Any = (), *args: Any) -> bool:
         nonlocal replies
-        if frame.type is FrameType.REPLY and frame.tensors and "loss_sum" in (frame.body or {}):
+        kind, _, _, body, _ = msgpack.unpackb(head[PREFIX.size :])
+        if kind == FrameType.REPLY and tensors and "loss_sum" in (body or {}):
             replies += 1
             if replies == number or (forever and replies > number):
-                result = instead(self, frame)
-                if isinstance(result, Frame):
-                    frame = result
-                elif result == "after":
-                    await original(self, frame)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                else:
-                    return
-        await original(self, frame)
+                result = await instead(self)
+                if result is None:
+                    return False
+                tensors = result(tensors)
+        return bool(await original(self, head, tensors, *args))
 
     p2p_transport._Stream.send = send  # type: ignore[method-assign]
 
 
 def _kill_before_reply(number: int, seconds: float, strike: Strike, die: Strike) -> None:
-    _replies(number, lambda stream, frame: die("reply"))
+    async def before(stream: Any) -> None:
+        die("reply")
+
+    _replies(number, before)
 
 
 def _kill_after_reply(number: int, seconds: float, strike: Strike, die: Strike) -> None:
-    def after(stream: Any, frame: Frame) -> str:
-        strike("reply sent")
-        return "after"
+    async def after(stream: Any) -> Callable[[Any], Any]:
+        # The reply is written within this time, if it is written at all.
+        asyncio.get_running_loop().call_later(0.05, die, "reply sent")
+        return lambda tensors: tensors
 
     _replies(number, after)
 
 
 def _drop_reply(number: int, seconds: float, strike: Strike, die: Strike) -> None:
-    def drop(stream: Any, frame: Frame) -> None:
+    async def drop(stream: Any) -> None:
         strike("reply dropped")
         stream.close()
 
@@ -125,13 +131,16 @@ def _drop_reply(number: int, seconds: float, strike: Strike, die: Strike) -> Non
 
 
 def _garbage(number: int, seconds: float, strike: Strike, die: Strike) -> None:
-    def spoil(stream: Any, frame: Frame) -> Frame:
-        strike("garbage sent")
-        noise = torch.randint(0, 256, (frame.tensors[0].nbytes,), dtype=torch.uint8)
+    def spoil(tensors: Any) -> Any:
+        noise = torch.randint(0, 256, (tensors[0].nbytes,), dtype=torch.uint8)
         noise[:4] = torch.tensor([0, 0, 192, 127], dtype=torch.uint8)  # a NaN
-        return Frame(frame.type, frame.call_id, frame.op, frame.body, (memoryview(noise.numpy()),))
+        return (memoryview(noise.numpy()),)
 
-    _replies(number, spoil, forever=True)
+    async def send_noise(stream: Any) -> Callable[[Any], Any]:
+        strike("garbage sent")
+        return spoil
+
+    _replies(number, send_noise, forever=True)
 
 
 def _in_averaging(number: int, seconds: float, strike: Strike, die: Strike) -> None:

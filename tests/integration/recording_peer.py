@@ -6,6 +6,7 @@ FAULT is empty, or something that goes wrong in this peer: see faults.py.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
 
         def record(step: int, tokens_BS: torch.Tensor) -> None:
-            file.write(json.dumps({"step": step, "tokens": tokens_BS.tolist()}) + "\n")
+            file.write(json.dumps({"step": step, "time": time.time(), "tokens": tokens_BS.tolist()}) + "\n")
             file.flush()
 
         run_peer(options, counted=record)
