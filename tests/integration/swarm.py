@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -163,6 +164,11 @@ class LiveSwarm:
         """Of the peers that run."""
         return [peer.process.pid for peer in self._running.peers if peer.process.poll() is None]
 
+    def dead_ids(self) -> set[str]:
+        """Ids of peers whose process has ended; their last announcements may still be about."""
+        dead = [peer for peer in self._running.peers if peer.process.poll() is not None]
+        return {peer_id for peer in dead for peer_id in re.findall(r"peer_started peer=(\S+)", self.log(peer.name))}
+
     def is_dead(self, name: str) -> bool:
         return self._peer(name).process.poll() is not None
 
@@ -255,6 +261,6 @@ async def _train_and_fetch(
                 view = await service.look([stage])
                 call = StateIndexCall(manifest=manifest.hash, of_stage=stage, min_step=service.watch.global_step + 1)
                 limit = max_state_bytes(manifest, stage)
-                peers = [peer.peer_id for peer in view.serving(stage)]
+                peers = [peer.peer_id for peer in view.serving(stage) if peer.peer_id not in live.dead_ids()]
                 states.append([await fetch_state(transport, [peer], call, max_bytes=limit) for peer in peers])
         return states
