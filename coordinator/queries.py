@@ -49,6 +49,8 @@ FIND_PEERS_S = 30.0
 QUERIES_PER_PEER = 2
 # Times that samples are evaluated again because the run went on to its next global step meanwhile.
 ROUNDS = 3
+# Global steps that one round may meet. If it meets more, the next would as well.
+LONGEST_SPAN = 2
 
 Look = Callable[[Sequence[int]], Awaitable[SwarmView]]
 
@@ -115,6 +117,8 @@ class LiveModel:
         for _ in range(ROUNDS):
             newest = max(step for step, _ in results)
             missing = [number for number, (step, _) in enumerate(results) if step < max(newest, 0)]
+            if not missing or len({step for step, _ in results}) > LONGEST_SPAN:
+                break
             await self._find_peers()
             for number, result in zip(missing, await self._score([batches[n] for n in missing]), strict=True):
                 results[number] = result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import queue
 import threading
 import time
@@ -40,6 +41,7 @@ class ComputeThread:
         self._order = itertools.count()
         self._metrics = metrics
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._trained_at = -math.inf
         self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
         self._thread.start()
 
@@ -71,6 +73,11 @@ class ComputeThread:
         forward, backward = self._seconds_per_sample.values()
         return 1 / (forward + backward) if forward and backward else 0.0
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last forward or backward pass in training."""
+        return time.monotonic() - self._trained_at
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Let the job that runs finish, and end the thread."""
         self._jobs.put((-1, next(self._order), None))
@@ -95,6 +102,8 @@ class ComputeThread:
     def _measure(self, priority: Priority, seconds: float, num_samples: int) -> None:
         self._metrics.device_busy_seconds.inc(seconds)
         self._metrics.queue.set(self._jobs.qsize())
+        if priority in self._seconds_per_sample:
+            self._trained_at = time.monotonic()
         if priority not in self._seconds_per_sample or not num_samples:
             return
         histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import anyio
 import torch
 
 from swarm_peer.config import RunManifest
@@ -19,7 +22,24 @@ from swarm_peer.wire.codecs import decode, decode_tokens, encode
 log = logging.getLogger(__name__)
 
 
+# Share of its time that a device in training may spend on queries. Though they go last, they cost: what computes is not
+# interrupted, and peers may share a machine, where an idle one leaves the cores to the others.
+QUERY_SHARE = 0.1
+# With passes that long, queries take more than their share rather than wait out their callers.
+LONGEST_QUERY_PAUSE_S = 10.0
+# A device that has not trained for so long has nothing to train: the run waits, averages, or is over.
+IDLE_S = 5.0
+
 _OUT_OF_MEMORY = "this stage ran out of device memory: lower --max-memory, so that it takes fewer microbatches at once"
+
+
+def query_pause_s(last_s: float, idle_s: float) -> float:
+    """How long the device is left to training after a query that took `last_s` of it.
+
+    Args:
+        idle_s: since it last trained
+    """
+    return 0.0 if idle_s >= IDLE_S else min(last_s * (1 / QUERY_SHARE - 1), LONGEST_QUERY_PAUSE_S)
 
 
 @dataclass(slots=True)
@@ -61,6 +81,9 @@ class StageRunner:
         self._replies_kept = replies_kept
         self.counted: dict[bytes, int] = {}
         self._replies: OrderedDict[bytes, HopResult] = OrderedDict()
+        self._query_turn = anyio.Lock()
+        self._query_seconds = 0.0  # that the last query took of the compute thread
+        self._query_ended = -math.inf
         self._weights = (-1, -1)  # a global step, and the version of the weights that it begins with
 
     @property
@@ -125,12 +148,30 @@ class StageRunner:
         )
 
     async def _run_forward(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
-        priority = Priority.QUERY if microbatch.is_query else Priority.EVALUATE
-        passed = await self._compute.run(priority, lambda: self._forward(microbatch, hidden))
+        if microbatch.is_query:
+            passed = await self._forward_in_turn(microbatch, hidden)
+        else:
+            passed = await self._compute.run(Priority.EVALUATE, lambda: self._forward(microbatch, hidden))
         if self._next_stage is None:
             return HopResult(passed.loss_sum, logits=passed.logits)
         assert passed.hidden is not None
         return await self._next_stage.send(microbatch, passed.hidden, deadline)
+
+    async def _forward_in_turn(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+        """Compute a query, after a pause that leaves the device to training."""
+
+        def job() -> _Pass:
+            begin = time.monotonic()
+            try:
+                return self._forward(microbatch, hidden)
+            finally:
+                self._query_ended = time.monotonic()
+                self._query_seconds = self._query_ended - begin
+
+        async with self._query_turn:
+            pause_s = query_pause_s(self._query_seconds, self._compute.idle_s)
+            await anyio.sleep(max(self._query_ended + pause_s - time.monotonic(), 0.0))
+            return await self._compute.run(Priority.QUERY, job)
 
     # The rest runs in the compute thread.
 

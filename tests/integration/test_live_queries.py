@@ -26,7 +26,7 @@ from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.tokenizers import BytesTokenizer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 30
 SAMPLES = 6
@@ -66,24 +66,25 @@ def baseline_losses(manifest: RunManifest, run: SwarmRun) -> list[float]:
 
 
 def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
-    manifest = tiny_manifest(model={"config": LLAMA}, training={"steps": STEPS, "validation_samples": SAMPLES})
+    training = {"steps": STEPS, "validation_samples": SAMPLES, "global_batch_size": 64}
+    manifest = tiny_manifest(model={"config": LLAMA}, training=training)
+    held_out = validation_samples(manifest, SAMPLES)
     live_results: list[Evaluation] = []
     said: dict[str, str] = {}
 
     async def script(live: LiveSwarm) -> None:
-        await live.reached(1)
+        await live.until(lambda: live.step >= 1, "step 1", 200)
         async with open_transport(live.dht, PeerMetrics()) as transport:
             directory = Directory(manifest, live.dht, "", None, PeerMetrics(), Signal())
             model = LiveModel(manifest, live.dht.identity, transport, directory.refresh, random.Random(0))
-            held_out = validation_samples(manifest, SAMPLES)
             while live.step < STEPS - 5:
                 live_results.append(await model.evaluate(held_out))
-        await live.until(live.service.model_folder.exists, "the saved model", 120)
+        await live.until(live.service.model_folder.exists, "the saved model", 300)
         said["evaluate"] = await command(live, "evaluate", "--json")
         sample = ("sample", "--prompt", PROMPT, "--tokens", str(NUM_TOKENS), "--temperature", "0")
         said["sample"] = await command(live, *sample)
 
-    run = run_swarm(manifest, [1, 1], tmp_path, timeout_s=350, script=script)
+    run = run_swarm(manifest, [1, 1], tmp_path, timeout_s=500, script=script)
 
     check_counts(run, manifest)
     check_nothing_lost(run)

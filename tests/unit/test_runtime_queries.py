@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import anyio
 import numpy as np
@@ -29,6 +30,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import handlers
 from swarm_peer.runtime.compute import Priority
 from swarm_peer.runtime.handlers import MAX_QUERIES
+from swarm_peer.runtime.stage_runner import IDLE_S, LONGEST_QUERY_PAUSE_S, QUERY_SHARE, query_pause_s
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import MicrobatchCall
@@ -295,6 +297,32 @@ async def test_queries_go_after_everything_else(run):
     release.set()
     await asyncio.gather(query, training)
     assert order == ["forward", "evaluate"]
+
+
+def test_queries_leave_the_device_to_training():
+    assert query_pause_s(0.5, idle_s=0.0) == pytest.approx(0.5 * (1 / QUERY_SHARE - 1))
+    assert query_pause_s(60.0, idle_s=0.0) == LONGEST_QUERY_PAUSE_S, "its caller does not wait for ever"
+    assert query_pause_s(0.5, idle_s=IDLE_S) == 0.0
+
+
+async def test_queries_take_their_share_and_no_more(run):
+    first, _ = run.swarm.peers
+    await first.run(make_microbatch())
+    evaluate = first.trainer.evaluate
+    began = []
+
+    def slow_evaluate(*arguments):
+        began.append(time.monotonic())
+        time.sleep(0.02)
+        return evaluate(*arguments)
+
+    first.trainer.evaluate = slow_evaluate
+    await run.model.evaluate(samples(4))
+    assert began[1] - began[0] >= 0.02 / QUERY_SHARE
+
+    first.compute._trained_at -= IDLE_S
+    first.runner._query_seconds = 100.0
+    await run.model.evaluate(samples(2))
 
 
 async def test_a_step_ends_without_its_queries(run):

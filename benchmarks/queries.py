@@ -1,0 +1,104 @@
+"""What evaluating a live run costs its training: one swarm, with and without queries in turn.
+
+A run of the demo model (or another) on this machine, 2 stages x 2 peers over real libp2p on loopback. Its time is cut
+into phases: none asks anything in the even ones; in the odd ones the coordinator evaluates held-out samples over and
+over, as many at once as the peers take. Tokens per second are those of the steps that lie within a phase, as the run
+itself takes their time; the ratio is the median over phases of one with queries to the mean of its two neighbours
+without, since the load of a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median
+
+import anyio
+
+from coordinator.fetching import open_transport
+from coordinator.local import LOOPBACK, peers_running
+from coordinator.queries import LiveModel
+from coordinator.service import RunService
+from swarm_peer.config import load_manifest
+from swarm_peer.runtime.data import validation_samples
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.processes import run_loop
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.wire.identity import Identity
+
+PEERS_BY_STAGE = [2, 2]
+WARM_UP_STEPS = 5
+
+
+async def measure(service: RunService, dht: SwarmDHT, output: Path, phases: int, phase_s: float) -> None:
+    manifest = service.manifest
+    held_out = validation_samples(manifest, manifest.training.validation_samples)
+    marks, evaluated = [], []
+    async with anyio.create_task_group() as tasks, open_transport(dht, PeerMetrics()) as transport:
+        tasks.start_soon(service.run)
+        while service.watch.step < WARM_UP_STEPS:  # noqa: ASYNC110
+            await anyio.sleep(0.2)
+        directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+        model = LiveModel(manifest, dht.identity, transport, directory.refresh, random.Random(0))
+        for phase in range(phases):
+            marks.append(service.watch.step)
+            evaluated.append(0)
+            until = time.monotonic() + phase_s
+            if phase % 2 == 0:
+                await anyio.sleep(phase_s)
+                continue
+            while time.monotonic() < until:
+                result = await model.evaluate(held_out)
+                evaluated[-1] += result.samples
+        marks.append(service.watch.step)
+        await anyio.sleep(2)  # the last lines come a moment late
+        tasks.cancel_scope.cancel()
+    lines = {line["step"]: line for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
+    speeds = []
+    for phase in range(phases):
+        # The first step of a phase began in the one before, and the watch is a step late.
+        inside = [lines[step] for step in range(marks[phase] + 3, marks[phase + 1] + 1) if step in lines]
+        seconds, samples = sum(line["seconds"] for line in inside), sum(line["samples"] for line in inside)
+        speeds.append(samples * manifest.data.sequence_length / seconds if seconds else 0.0)
+        share = evaluated[phase] / (samples or 1)
+        print(
+            f"phase {phase}: {len(inside)} steps, {speeds[-1]:.0f} tokens/s, {share:.2f} samples evaluated per trained"
+        )
+    ratios = [speeds[p] / mean((speeds[p - 1], speeds[p + 1])) for p in range(1, phases - 1, 2)]
+    print(f"ratio with queries to without: {median(ratios):.3f}  of {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/demo.yaml"))
+    parser.add_argument("--phases", type=int, default=7, help="odd: begins and ends without queries")
+    parser.add_argument("--phase-seconds", type=float, default=25)
+    parser.add_argument("--output", type=Path, help="folder for the logs")
+    options = parser.parse_args()
+    manifest = load_manifest(options.config, ("training.steps=1000000", "training.validation_every=0"))
+    with tempfile.TemporaryDirectory() as folder:
+        output = options.output or Path(folder)
+        dht = SwarmDHT.start(
+            initial_peers=(),
+            host_maddrs=(LOOPBACK,),
+            announce_maddrs=(),
+            identity=Identity.load_or_create(output / "identity"),
+            identity_path=output / "identity",
+            metrics=PeerMetrics(),
+        )
+        try:
+            with peers_running(dht.addresses(), PEERS_BY_STAGE, output):
+                service = RunService(manifest, dht, output)
+                run_loop(measure, service, dht, output, options.phases, options.phase_seconds)
+        finally:
+            dht.shutdown()
+
+
+if __name__ == "__main__":
+    main()
