@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -22,15 +23,28 @@ app = App(name="swarm-peer", version=__version__, help_format="plaintext")
 def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     """Join a training run and serve one stage of its model, until Ctrl+C or the run's end."""
     configure_logging(options.log_level)
+    _exit_on_sigterm()
     from swarm_peer.runtime.peer import run_peer
 
     run_peer(options)
 
 
+def _exit_on_sigterm() -> None:
+    """Until the peer takes part, and leaves in order, there is nothing to hand over."""
+    me = os.getpid()
+
+    def leave(number: int, frame: object) -> None:
+        if os.getpid() != me:  # a child inherits this, and has nothing of its own to end in order
+            os._exit(128 + number)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def configure_logging(level: str) -> None:
     """Log to stderr as `time level event key=value`; the libraries below only when something is wrong."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec"):
+    for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenizers warn about every fork otherwise

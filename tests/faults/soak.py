@@ -100,6 +100,8 @@ class Soak:
         names.remove(name)
         if event == "kill":
             return swarm.kill(name)
+        # Before it serves, a signal just ends it.
+        await swarm.until(lambda: "serving stage=" in swarm.log(name), f"{name} serves", 90.0)
         await swarm.leave(name, 40.0)
         return None
 
