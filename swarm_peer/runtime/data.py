@@ -1,60 +1,66 @@
 """Training samples and held-out samples of a run: text from a data set, as windows of token ids.
 
-Owns the order in which a stage-0 peer reads the data, what is held out for validation, and how documents become
-samples. It knows nothing of microbatches, steps or other peers: each stage-0 peer reads a stream of its own, in an
-order that follows from the run's seed and the stream's id alone.
+Owns the slices of the data, what is held out for validation, and how documents (documents.py) become samples. It knows
+nothing of microbatches, steps or other peers: which slice is read when, and by whom, is decided elsewhere
+(policy/data_ledger.py).
 
-Documents. `embedded` is Python's own: the help topics of `pydoc_data` and the standard library's sources (so peers
-with different Python versions read slightly different text: for demos). In `text` files a document is a paragraph. In
-`json` and `parquet` files and in hub data sets it is an example's text field. Documents beyond MAX_DOCUMENT_CHARS are
-cut into several at line ends.
+Slices. A data set is a list of shards (its files). Streaming cannot seek inside a file, so a pass over the data is
+made of slices: shard i, every n-th document from the k-th. With few shards n is larger, so that there are MIN_SLICES
+for peers to choose from; what it costs is reading a small data set up to MIN_SLICES times in a pass: some hundred bytes
+a token, where an activation takes kilobytes. Many small files are joined: a slice should not be much shorter than
+MIN_SLICE_WINDOWS samples, since the tokens at its end that make no whole sample are lost.
 
-Order. A data set is a list of shards (its files). Streaming cannot seek inside a file, so a pass over the data is
-made of slices: shard i, every n-th document from the k-th. With few shards n is larger, so that there are at least
-MIN_SLICES slices, and two peers that read the same single file seldom read the same part of it at the same time. What
-it costs is reading a small data set up to MIN_SLICES times in a pass: some tens of bytes a token, where an activation
-takes kilobytes. The slices of a pass come in random order, their documents through a shuffle buffer, and so do the
-samples made of them: the many windows of one long document would make a poor global batch.
+Samples. A slice is read on its own. Its documents go through a shuffle buffer, and their tokens, each document followed
+by the separator, form one sequence; it is cut into windows of T+1 tokens, of which successive ones share one token: the
+last of the one is the first of the next, so every token but the very first is predicted exactly once. The windows go
+through a shuffle buffer, too: the many windows of one long document would make a poor global batch. All that follows
+from the run's seed, the pass and the slice alone. So a sample is known by (pass, slice, window): the n-th window that
+comes out, the same one at every peer that has the same data and the same version of the tokenizer.
 
 Held out. The documents considered are the first of each shard (VALIDATION_WINDOW for each document wanted; of at most
 VALIDATION_SHARDS shards where they are long, in an order drawn from the seed); those with the smallest hash under the
-run's seed are held out. They are known by their content, so every peer finds the same ones and a stream passes over
+run's seed are held out. They are known by their content, so every peer finds the same ones and a slice passes over
 them wherever they turn up, duplicates included. At most a tenth of the documents considered is held out.
-
-Samples. The tokens of all documents, each followed by the separator, form one sequence; it is cut into windows of T+1
-tokens, of which successive ones share one token: the last of the one is the first of the next, so every token but the
-very first is predicted exactly once.
 """
 
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
 import itertools
 import math
-import os
 import random
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.tokenizers import Tokenizer, first_line, load_tokenizer
+from swarm_peer.policy.data_ledger import MAX_SLICES
+from swarm_peer.policy.ranges import SliceId, Uncounted
+from swarm_peer.runtime.documents import Shard, open_shards, total_bytes
+from swarm_peer.runtime.tokenizers import Tokenizer, load_tokenizer
 
 Item = TypeVar("Item")
 
-__all__ = ["SampleStream", "Tokenizer", "load_tokenizer", "validation_samples"]
+__all__ = ["OPEN_SLICES", "SampleStream", "SliceReader", "SliceWindows", "load_tokenizer", "validation_samples"]
 
-# A longer document is cut: a book in one piece would defeat the shuffling and take seconds to tokenize.
-MAX_DOCUMENT_CHARS = 1 << 16
+# So that eight peers find eight slices each; and whoever takes over a slice that another had begun has at most a 64th
+# of a file to tokenize again.
+MIN_SLICES = 64
 
-# Two peers begin a pass with the same slice of a single file in one case of 16.
-MIN_SLICES = 16
+# Half a window is lost at the end of a slice: a 64th of the text, if the slice has no more than these.
+MIN_SLICE_WINDOWS = 32
+BYTES_PER_TOKEN = 4
+
+# Small files are joined until slices are of about this size, if there are enough slices then.
+JOINED_SLICE_BYTES = 1 << 20
+
+# Slices that a peer reads at a time. Each shuffles this part of data.shuffle_buffer on its own, so the number belongs
+# to what all peers of a run must have in common.
+OPEN_SLICES = 8
 
 # Documents considered for each one held out: enough that the choice is spread, few enough to stream at every start.
 VALIDATION_WINDOW = 16
@@ -62,32 +68,124 @@ VALIDATION_WINDOW = 16
 # Opening a remote file takes about a second.
 VALIDATION_SHARDS = 8
 
-# Examples fetched from `datasets` at a time; its per-example path is several times slower.
-_READ_BATCH = 256
-
-# Of the standard library: tests and what is not prose-like code; pydoc_data is read as topics; the others differ
-# between machines with the same Python.
-_SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
-_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
-
-Shard = Callable[[], Iterator[str]]  # reads the shard's documents, anew at each call
+ALL_WINDOWS = Uncounted((), 0)
 
 
-class SampleStream:
-    """Endless iterator of samples, arrays of int32 of shape (T+1,).
+class SliceReader:
+    """Reads the slices of a run's data. One thread at a time.
 
-    The same manifest and `stream_id` give the same samples again, bitwise (with the same data and the same version
-    of the tokenizer). A peer that starts anew and wants text that it has not seen yet puts what has changed, such as
-    the global step, into its `stream_id`.
-
-    Nothing is read before the first sample is taken. A call may block on the disk or the network, for seconds when
-    the shuffle buffer fills; one thread at a time.
+    Nothing is read before the first call. A call may block on the disk or the network, for seconds at the first one
+    and when a slice's shuffle buffers fill.
 
     Args:
         manifest: the run
-        stream_id: any string; the peer id, for a peer's own stream
         cache_dir: where files from the hub are kept
         tokenizer: loaded from the manifest if not given
+    """
+
+    def __init__(self, manifest: RunManifest, cache_dir: Path | None = None, tokenizer: Tokenizer | None = None):
+        self._manifest = manifest
+        self._cache_dir = cache_dir
+        self._given_tokenizer = tokenizer
+
+    def num_slices(self) -> int:
+        """Slices of a pass; the same number for every peer with the same data.
+
+        Raises:
+            UserError: the data cannot be read
+        """
+        return len(self._slices)
+
+    def open(self, slice_id: SliceId, left: Uncounted = ALL_WINDOWS) -> SliceWindows:
+        """The windows of a slice in their order, those that are not `left` passed over.
+
+        What is passed over is read and tokenized again all the same: text shows only then where a window begins.
+
+        Raises:
+            UserError: from `next`: the data or the tokenizer cannot be read
+        """
+        return SliceWindows(self._windows(slice_id), left)
+
+    def no_text(self) -> UserError:
+        """What there is to say when all slices of a pass are empty."""
+        data = self._manifest.data
+        return UserError(
+            f"data.dataset={data.dataset!r} has no text but what is held out for validation, or slices of it too short "
+            f"for one sample of data.sequence_length={data.sequence_length}: add text, or shorten the sequences"
+        )
+
+    @functools.cached_property
+    def _slices(self) -> list[list[Shard]]:
+        """The shards of each slice; of shards that are shared, the slice's part."""
+        shards = open_shards(self._manifest.data, self._cache_dir)
+        num_groups, stride = _cut_shards(len(shards), self._manifest.data)
+        return [
+            [functools.partial(_every_nth, shard, offset, stride) for shard in shards[group::num_groups]]
+            for group in range(num_groups)
+            for offset in range(stride)
+        ]
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._given_tokenizer or _tokenizer_of(self._manifest, self._cache_dir)
+
+    def _windows(self, slice_id: SliceId) -> Iterator[np.ndarray]:
+        windows = _pack(self._documents(slice_id), self._tokenizer, self._manifest.data.sequence_length)
+        yield from _shuffled(windows, self._shuffle_buffer, self._rng("windows", slice_id))
+
+    def _documents(self, slice_id: SliceId) -> Iterator[str]:
+        data, seed = self._manifest.data, self._manifest.seed
+        held_out = _held_out(data, seed, self._cache_dir)
+        documents = itertools.chain.from_iterable(shard() for shard in self._slices[slice_id.slice_index])
+        for text in _shuffled(documents, self._shuffle_buffer, self._rng("documents", slice_id)):
+            if _fingerprint(text, seed) not in held_out:
+                yield text
+
+    @property
+    def _shuffle_buffer(self) -> int:
+        return max(1, self._manifest.data.shuffle_buffer // OPEN_SLICES)
+
+    def _rng(self, what: str, slice_id: SliceId) -> random.Random:
+        return random.Random(f"{self._manifest.seed}/{what}/{slice_id.pass_number}/{slice_id.slice_index}")
+
+
+class SliceWindows:
+    """Iterator of (number of the window, its tokens as int32 of shape (T+1,)) over one slice.
+
+    Attributes:
+        num_windows: all that the slice has, those passed over included; known when the iterator has ended
+    """
+
+    def __init__(self, windows: Iterator[np.ndarray], left: Uncounted):
+        self.num_windows: int | None = None
+        self._windows = windows
+        self._left = left
+        self._next = 0
+        self._error: Exception | None = None
+
+    def __iter__(self) -> SliceWindows:
+        return self
+
+    def __next__(self) -> tuple[int, np.ndarray]:
+        if self._error is not None:  # a generator that has raised says next time that the slice has ended
+            raise self._error
+        try:
+            for tokens in self._windows:
+                window, self._next = self._next, self._next + 1
+                if window >= self._left.next_window or any(start <= window < end for start, end in self._left.gaps):
+                    return window, tokens
+        except Exception as error:
+            self._error = error
+            raise
+        self.num_windows = self._next
+        raise StopIteration
+
+
+class SampleStream:
+    """Endless iterator of samples, arrays of int32 of shape (T+1,): all slices, pass after pass, read alone.
+
+    The same manifest and `stream_id` give the same samples again, bitwise. `stream_id` is any string; the order of the
+    slices is drawn from it. Otherwise as SliceReader; in the middle of a pass OPEN_SLICES slices are mixed.
 
     Raises:
         UserError: from `next`: the data or the tokenizer cannot be read, or hold no text to train on
@@ -100,10 +198,8 @@ class SampleStream:
         cache_dir: Path | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        self._manifest = manifest
-        self._stream_id = stream_id
-        self._cache_dir = cache_dir
-        self._tokenizer = tokenizer
+        self._reader = SliceReader(manifest, cache_dir, tokenizer)
+        self._rng = f"{manifest.seed}/{stream_id}"
         self._samples: Iterator[np.ndarray] | None = None
 
     def __iter__(self) -> SampleStream:
@@ -111,39 +207,36 @@ class SampleStream:
 
     def __next__(self) -> np.ndarray:
         if self._samples is None:
-            tokenizer = self._tokenizer or _tokenizer_of(self._manifest, self._cache_dir)
-            data = self._manifest.data
-            windows = _pack(self._documents(), tokenizer, data.sequence_length)
-            rng = random.Random(f"{self._manifest.seed}/samples/{self._stream_id}")
-            self._samples = _shuffled(windows, data.shuffle_buffer, rng)
+            self._samples = self._read(random.Random(self._rng))
         try:
             return next(self._samples)
         except UserError:
             self._samples = None  # a generator that has raised only says StopIteration from then on
             raise
 
-    def _documents(self) -> Iterator[str]:
-        """Documents to train on, pass after pass, each in another order."""
-        data, seed = self._manifest.data, self._manifest.seed
-        shards = _open_shards(data, self._cache_dir)
-        held_out = _held_out(data, seed, self._cache_dir)
-        for number in itertools.count():
-            rng = random.Random(f"{seed}/{number}/{self._stream_id}")
+    def _read(self, rng: random.Random) -> Iterator[np.ndarray]:
+        for pass_number in itertools.count():
             is_empty = True
-            for text in _shuffled(_one_pass(shards, rng), data.shuffle_buffer, rng):
-                if _fingerprint(text, seed) not in held_out:
-                    is_empty = False
-                    yield text
+            order = list(range(self._reader.num_slices()))
+            rng.shuffle(order)
+            slices = (self._reader.open(SliceId(pass_number, index)) for index in order)
+            opened = list(itertools.islice(slices, OPEN_SLICES))
+            while opened:
+                position = rng.randrange(len(opened))
+                item = next(opened[position], None)
+                if item is None:
+                    opened[position : position + 1] = itertools.islice(slices, 1)
+                    continue
+                is_empty = False
+                yield item[1]
             if is_empty:
-                raise UserError(
-                    f"data.dataset={data.dataset!r} has no text but what is held out for validation: add text"
-                )
+                raise self._reader.no_text()
 
 
 def validation_samples(
     manifest: RunManifest, num_samples: int, cache_dir: Path | None = None, tokenizer: Tokenizer | None = None
 ) -> np.ndarray:
-    """Samples that no SampleStream of the run yields, the same for every peer, int32 of shape (N, T+1).
+    """Samples that are in no slice of the data, the same for every peer, int32 of shape (N, T+1).
 
     They are spread evenly over the held-out documents, so that more or fewer of them sample the same text. N is
     `num_samples`, or as many as the held-out text has.
@@ -211,14 +304,6 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterat
         del tokens[:start]
 
 
-def _one_pass(shards: list[Shard], rng: random.Random) -> Iterator[str]:
-    stride = math.ceil(MIN_SLICES / len(shards))
-    slices = [(shard, offset) for shard in shards for offset in range(stride)]
-    rng.shuffle(slices)
-    for shard, offset in slices:
-        yield from itertools.islice(shard(), offset, None, stride)
-
-
 def _shuffled(documents: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:
     buffer: list[Item] = []
     for text in documents:
@@ -239,7 +324,7 @@ def _fingerprint(text: str, seed: int) -> bytes:
 @functools.lru_cache(maxsize=1)  # a stage-0 peer needs it twice, and it may mean opening remote files
 def _held_out(section: DataSection, seed: int, cache_dir: Path | None) -> dict[bytes, str]:
     """The documents held out, by fingerprint."""
-    shards = _open_shards(section, cache_dir)
+    shards = open_shards(section, cache_dir)
     random.Random(f"{seed}/validation").shuffle(shards)
     wanted = section.validation_documents * VALIDATION_WINDOW
     share = math.ceil(wanted / min(len(shards), VALIDATION_SHARDS))
@@ -255,107 +340,21 @@ def _held_out(section: DataSection, seed: int, cache_dir: Path | None) -> dict[b
     return {key: candidates[key] for key in sorted(candidates)[:count]}
 
 
-# --- from data sets to documents
+# --- from shards to slices
 
 
-def _open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
-    """The data set's shards in an order that is the same for every peer; at least one."""
-    if section.dataset == "embedded":
-        return _embedded_shards()
-    dataset = _load_dataset(section, cache_dir)
-    count = dataset.num_shards
-    return [functools.partial(_read_shard, dataset, count, index, section) for index in range(count)]
-
-
-def _load_dataset(section: DataSection, cache_dir: Path | None) -> Any:
-    import datasets
-
-    arguments: dict[str, Any] = {"split": section.split, "streaming": True, "cache_dir": cache_dir}
-    if section.files:
-        arguments["data_files"] = {section.split: _find_files(section.files)}
-        if section.dataset == "text":
-            arguments["sample_by"] = "paragraph"
+def _cut_shards(num_shards: int, section: DataSection) -> tuple[int, int]:
+    """Into how many groups the shards are joined, and into how many slices each group is cut."""
+    num_bytes = total_bytes(section)
+    if num_bytes is None:
+        num_groups, at_least = num_shards, MIN_SLICES
     else:
-        arguments["name"] = section.subset
-    # The hub client, pyarrow, fsspec and the file itself fail in their own ways; for us it is always the same.
-    try:
-        return datasets.load_dataset(section.dataset, **arguments)
-    except Exception as error:
-        raise UserError(_cannot_read(section, error)) from error
+        room = num_bytes // (MIN_SLICE_WINDOWS * BYTES_PER_TOKEN * section.sequence_length)
+        at_least = min(max(room, 1), MIN_SLICES)
+        num_groups = min(num_shards, max(at_least, num_bytes // JOINED_SLICE_BYTES))
+    num_groups = min(num_groups, MAX_SLICES)
+    return num_groups, math.ceil(at_least / num_groups)
 
 
-def _cannot_read(section: DataSection, error: Exception) -> str:
-    what = f"data.dataset={section.dataset!r}" + (f", files={list(section.files)}" if section.files else "")
-    remedy = "check the files" if section.files else "check its name, subset and split, and the connection to the hub"
-    return f"cannot read {what}: {first_line(error)}; {remedy}"
-
-
-def _find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that the patterns name, without empty ones, of which `datasets` makes a StopIteration."""
-    found = []
-    for pattern in patterns:
-        paths = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
-        if not paths:
-            raise UserError(f"data.files: {pattern!r} names no file on this machine: correct it, or put the file there")
-        found += paths
-    files = [path for path in sorted(set(found)) if os.path.getsize(path)]
-    if not files:
-        raise UserError(f"data.files: all of {list(patterns)} are empty: add text")
-    # `datasets` takes its files for patterns, too: a name with brackets would be looked up as one.
-    return [glob.escape(os.path.abspath(path)) for path in files]
-
-
-def _read_shard(dataset: Any, num_shards: int, index: int, section: DataSection) -> Iterator[str]:
-    field = section.text_field
-    try:
-        for batch in dataset.shard(num_shards, index).iter(batch_size=_READ_BATCH):
-            if field not in batch:
-                raise UserError(
-                    f"data.text_field={field!r} is no field of {section.dataset!r}: it has {', '.join(sorted(batch))}; "
-                    f"choose one of them"
-                )
-            for text in batch[field]:
-                if isinstance(text, str):
-                    yield from _cut(text)
-                elif text is not None:
-                    raise UserError(
-                        f"data.text_field={field!r} of {section.dataset!r} holds {type(text).__name__}, not text: "
-                        f"choose a field that holds text"
-                    )
-    except UserError:
-        raise
-    except Exception as error:  # see _load_dataset
-        raise UserError(_cannot_read(section, error)) from error
-
-
-def _embedded_shards() -> list[Shard]:
-    from pydoc_data.topics import topics
-
-    library = Path(sysconfig.get_path("stdlib"))
-    shards: list[Shard] = [functools.partial(_cut, topics[name]) for name in sorted(topics)]
-    shards += [
-        functools.partial(_read_source, path) for path in sorted(library.rglob("*.py")) if _is_text(path, library)
-    ]
-    return shards
-
-
-def _is_text(path: Path, library: Path) -> bool:
-    folders = path.relative_to(library).parts[:-1]
-    return _SKIPPED_FOLDERS.isdisjoint(folders) and not path.name.startswith(_SKIPPED_PREFIXES)
-
-
-def _read_source(path: Path) -> Iterator[str]:
-    yield from _cut(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _cut(text: str) -> Iterator[str]:
-    """The text in pieces of at most MAX_DOCUMENT_CHARS, cut at a line end where there is one; nothing if blank."""
-    start = 0
-    while start < len(text):
-        end = start + MAX_DOCUMENT_CHARS
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        piece = text[start:end]
-        if not piece.isspace():
-            yield piece
-        start = end
+def _every_nth(shard: Shard, offset: int, stride: int) -> Iterator[str]:
+    yield from itertools.islice(shard(), offset, None, stride)

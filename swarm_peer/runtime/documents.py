@@ -1,0 +1,147 @@
+"""Documents of a data set, shard by shard. Knows nothing of tokens, samples or what is held out.
+
+`embedded` is Python's own text: the help topics of `pydoc_data` and the standard library's sources (so peers with
+different Python versions read slightly different text: for demos). In `text` files a document is a paragraph. In `json`
+and `parquet` files and in hub data sets it is an example's text field. Documents beyond MAX_DOCUMENT_CHARS are cut into
+several at line ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from swarm_peer.config import DataSection
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.tokenizers import first_line
+
+# A longer document is cut: a book in one piece would defeat the shuffling and take seconds to tokenize.
+MAX_DOCUMENT_CHARS = 1 << 16
+
+# About the size of Python's sources: no number that depends on the version of Python.
+EMBEDDED_BYTES = 9 << 20
+
+# Examples fetched from `datasets` at a time; its per-example path is several times slower.
+_READ_BATCH = 256
+
+# Of the standard library: tests and what is not prose-like code; pydoc_data is read as topics; the others differ
+# between machines with the same Python.
+_SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+_SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+
+Shard = Callable[[], Iterator[str]]  # reads the shard's documents, anew at each call
+
+
+def open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
+    """The data set's shards in an order that is the same for every peer; at least one."""
+    if section.dataset == "embedded":
+        return _embedded_shards()
+    dataset = _load_dataset(section, cache_dir)
+    count = dataset.num_shards
+    return [functools.partial(_read_shard, dataset, count, index, section) for index in range(count)]
+
+
+def total_bytes(section: DataSection) -> int | None:
+    """Size of the data set's files; of one on the hub it is not known."""
+    if section.dataset == "embedded":
+        return EMBEDDED_BYTES
+    return sum(os.path.getsize(path) for path in _find_files(section.files)) if section.files else None
+
+
+def _load_dataset(section: DataSection, cache_dir: Path | None) -> Any:
+    import datasets
+
+    arguments: dict[str, Any] = {"split": section.split, "streaming": True, "cache_dir": cache_dir}
+    if section.files:
+        # `datasets` takes its files for patterns, too: a name with brackets would be looked up as one.
+        arguments["data_files"] = {section.split: [glob.escape(path) for path in _find_files(section.files)]}
+        if section.dataset == "text":
+            arguments["sample_by"] = "paragraph"
+    else:
+        arguments["name"] = section.subset
+    # The hub client, pyarrow, fsspec and the file itself fail in their own ways; for us it is always the same.
+    try:
+        return datasets.load_dataset(section.dataset, **arguments)
+    except Exception as error:
+        raise UserError(_cannot_read(section, error)) from error
+
+
+def _cannot_read(section: DataSection, error: Exception) -> str:
+    what = f"data.dataset={section.dataset!r}" + (f", files={list(section.files)}" if section.files else "")
+    remedy = "check the files" if section.files else "check its name, subset and split, and the connection to the hub"
+    return f"cannot read {what}: {first_line(error)}; {remedy}"
+
+
+def _find_files(patterns: tuple[str, ...]) -> list[str]:
+    """The files that the patterns name, without empty ones, of which `datasets` makes a StopIteration."""
+    found = []
+    for pattern in patterns:
+        paths = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+        if not paths:
+            raise UserError(f"data.files: {pattern!r} names no file on this machine: correct it, or put the file there")
+        found += paths
+    files = [path for path in sorted(set(found)) if os.path.getsize(path)]
+    if not files:
+        raise UserError(f"data.files: all of {list(patterns)} are empty: add text")
+    return [os.path.abspath(path) for path in files]
+
+
+def _read_shard(dataset: Any, num_shards: int, index: int, section: DataSection) -> Iterator[str]:
+    field = section.text_field
+    try:
+        for batch in dataset.shard(num_shards, index).iter(batch_size=_READ_BATCH):
+            if field not in batch:
+                raise UserError(
+                    f"data.text_field={field!r} is no field of {section.dataset!r}: it has {', '.join(sorted(batch))}; "
+                    f"choose one of them"
+                )
+            for text in batch[field]:
+                if isinstance(text, str):
+                    yield from _cut(text)
+                elif text is not None:
+                    raise UserError(
+                        f"data.text_field={field!r} of {section.dataset!r} holds {type(text).__name__}, not text: "
+                        f"choose a field that holds text"
+                    )
+    except UserError:
+        raise
+    except Exception as error:  # see _load_dataset
+        raise UserError(_cannot_read(section, error)) from error
+
+
+def _embedded_shards() -> list[Shard]:
+    from pydoc_data.topics import topics
+
+    library = Path(sysconfig.get_path("stdlib"))
+    shards: list[Shard] = [functools.partial(_cut, topics[name]) for name in sorted(topics)]
+    shards += [
+        functools.partial(_read_source, path) for path in sorted(library.rglob("*.py")) if _is_text(path, library)
+    ]
+    return shards
+
+
+def _is_text(path: Path, library: Path) -> bool:
+    folders = path.relative_to(library).parts[:-1]
+    return _SKIPPED_FOLDERS.isdisjoint(folders) and not path.name.startswith(_SKIPPED_PREFIXES)
+
+
+def _read_source(path: Path) -> Iterator[str]:
+    yield from _cut(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def _cut(text: str) -> Iterator[str]:
+    """The text in pieces of at most MAX_DOCUMENT_CHARS, cut at a line end where there is one; nothing if blank."""
+    start = 0
+    while start < len(text):
+        end = start + MAX_DOCUMENT_CHARS
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        piece = text[start:end]
+        if not piece.isspace():
+            yield piece
+        start = end
