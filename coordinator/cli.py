@@ -363,7 +363,7 @@ def baseline(
     from coordinator.service import check_output
     from swarm_peer.model.export import export_model
     from swarm_peer.model.partition import stages_of
-    from swarm_peer.runtime.peer import choose_device
+    from swarm_peer.runtime.preparation import choose_device
 
     if threads is not None:
         torch.set_num_threads(threads)
