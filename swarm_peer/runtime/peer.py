@@ -383,6 +383,8 @@ class Peer:
 
     async def _leave(self) -> None:
         """Finish what is in flight, hand over what it has accumulated, and tell the others."""
+        with anyio.move_on_after(self._options.grace_s / 2):
+            await self._changed.wait_for(lambda: not self._is_awaited())
         self._state = PeerState.DRAINING
         if self._source is not None:
             self._source.stop()
@@ -398,6 +400,14 @@ class Peer:
             self._metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
         log.info("left stage=%d step=%d", self._spec.index, self._steps.step)
+
+    def _is_awaited(self) -> bool:
+        """Whether nobody else serves this stage yet, and somebody is about to, who needs its state."""
+        stage, view = self._spec.index, self._directory.view
+        others = [peer for peer in view.in_stage(stage) if peer.peer_id != self._me]
+        alone = all(peer.state is not PeerState.SERVING for peer in others)
+        joining = any(peer.state is PeerState.JOINING for peer in others)
+        return self._state is PeerState.SERVING and alone and joining
 
     async def _leave_on_notice(self) -> None:
         """Stop when the cloud says that it takes this instance away."""

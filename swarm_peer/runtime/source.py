@@ -192,7 +192,7 @@ class MicrobatchSource:
         step = self._gate.step
         if not self._gate.is_open:
             return False
-        if step == self._origin().step and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
+        if step == 0 and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
             return False
         if self._validation_is_due(step):
             return True
