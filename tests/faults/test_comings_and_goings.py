@@ -80,14 +80,17 @@ def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None
 
 
 def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -> None:
-    manifest = manifest_of(40, recovery={"snapshot_every": 5})
+    # One heir has to do where the run began with two.
+    manifest = manifest_of(40, recovery={"snapshot_every": 5}, stages={"count": 2, "peers_to_start": 2})
 
     async def script(swarm: LiveSwarm) -> None:
         await swarm.reached(13)
         swarm.kill("1.0")
+        swarm.kill("1.1")
         swarm.start(1, "heir")
 
-    run = run_swarm(manifest, [2, 1], tmp_path, 150, script=script)
+    run = run_swarm(manifest, [2, 2], tmp_path, 150, script=script)
+    assert [len(states) for states in run.states] == [2, 1]
     assert run.logs().count("run_rewound stage=0") == 2, "both peers of the other stage went back"
     check_equals_one_process(run, manifest)
     [jump] = [
