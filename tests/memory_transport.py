@@ -177,6 +177,9 @@ class MemoryTransport(Transport):
         except TimeoutError:
             raise CallTimeout(f"{peer_id} did not answer within {timeout_s:.1f} s") from None
 
+    async def answered(self) -> None:
+        """Replies arrive as soon as they are made."""
+
     async def serve(self, handler: CallHandler) -> None:
         assert self.peer_id not in self.network._handlers, "once"
         self.network._handlers[self.peer_id] = handler

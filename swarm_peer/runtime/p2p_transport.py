@@ -179,12 +179,12 @@ class _Caller:
         self.streams: list[anyio.CancelScope] = []
         self.calls: dict[tuple[_Stream, int], anyio.CancelScope] = {}
         self._free_bytes = max_bytes
-        self._changed = Signal()
+        self.changed = Signal()
 
     @asynccontextmanager
     async def room(self, call: tuple[_Stream, int], num_bytes: int) -> AsyncIterator[anyio.CancelScope]:
         """Wait until one more call fits, and hold its place; the scope cancels it."""
-        await self._changed.wait_for(lambda: len(self.calls) < MAX_CALLS_PER_CALLER and num_bytes <= self._free_bytes)
+        await self.changed.wait_for(lambda: len(self.calls) < MAX_CALLS_PER_CALLER and num_bytes <= self._free_bytes)
         scope = self.calls[call] = anyio.CancelScope()
         self._free_bytes -= num_bytes
         try:
@@ -192,7 +192,7 @@ class _Caller:
         finally:
             del self.calls[call]
             self._free_bytes += num_bytes
-            self._changed.notify()
+            self.changed.notify()
 
 
 class P2PTransport(Transport):
@@ -226,6 +226,10 @@ class P2PTransport(Transport):
     async def serve(self, handler: CallHandler) -> None:
         self._handler = handler
         await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
+
+    async def answered(self) -> None:
+        while calls := [caller for caller in self._callers.values() if caller.calls]:
+            await calls[0].changed.wait_for(lambda caller=calls[0]: not caller.calls)  # type: ignore[misc]
 
     async def call(self, peer_id: str, body: Body, tensors: Sequence[memoryview] = (), *, timeout_s: float) -> Reply:
         connection = self._connections.get(peer_id)

@@ -65,6 +65,8 @@ PUBLISH_PROGRESS_S = 1.0
 # Between tries to join a stage that nobody serves.
 JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
+# To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
+LAST_REPLIES_S = 3.0
 # The state's index and the headroom of a frame.
 FRAME_SLACK_BYTES = 16 * 2**20
 
@@ -227,6 +229,7 @@ class Peer:
             _signals_set(self._stop),
             anyio.create_task_group() as tasks,
         ):
+            self._transport = transport
             transport.unreachable = self._directory.drop
             await transport.serve(self._wire(transport))
             tasks.start_soon(self._dht.watch)
@@ -276,7 +279,8 @@ class Peer:
             self._source = MicrobatchSource(
                 manifest,
                 self._me,
-                SampleReader(SampleStream(manifest, self._me, cache)),
+                # A peer that starts anew under the same id must not read the same text again.
+                SampleReader(SampleStream(manifest, f"{self._me}/{time.time_ns()}", cache)),
                 validation_samples(manifest, manifest.training.validation_samples, cache),
                 self._runner, self._gate, self._progress, gossip, view, metrics, changed,
                 origin=lambda: self._steps.origin,
@@ -392,6 +396,10 @@ class Peer:
         with anyio.move_on_after(self._options.grace_s) as grace:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._directory.announce)
+                await self._gate.drained()
+                # A reply that is cut off makes its caller try elsewhere what is in the gradient here already.
+                with anyio.move_on_after(LAST_REPLIES_S):
+                    await self._transport.answered()
                 await self._steps.leave()
             callers = {0, max(self._spec.index - 1, 0), self._spec.index}
             peers = [peer.peer_id for peer in self._directory.view.peers if peer.stage in callers]

@@ -58,6 +58,10 @@ class Transport(ABC):
     async def serve(self, handler: CallHandler) -> None:
         """Answer calls from now on; once."""
 
+    @abstractmethod
+    async def answered(self) -> None:
+        """Wait until the replies to all calls that are under way here are written."""
+
 
 def check_body(model: type[AnyBody], fields: dict[str, Any] | None) -> AnyBody:
     """Validate what arrived against its schema.

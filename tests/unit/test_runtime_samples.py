@@ -161,6 +161,7 @@ async def test_a_task_that_is_cancelled_has_taken_nothing() -> None:
         assert ids(await tasks[2]) == [SampleId(0, 0, window) for window in range(8)]
         results = await asyncio.gather(*tasks[:2], return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        assert pool._awaited == [], "nobody waits any more"
         assert ids(await pool.next_samples(12)) == [SampleId(0, 0, window) for window in range(8, 20)]
 
 
@@ -176,6 +177,23 @@ async def test_several_tasks_may_wait() -> None:
         given = [ids(some) for some in await asyncio.gather(*tasks)]
         assert [len(some) for some in given] == [8, 4, 12]
         assert sorted(itertools.chain(*given)) == [SampleId(0, 0, window) for window in range(24)]
+
+
+async def test_who_waits_for_few_does_not_wait_for_what_others_want() -> None:
+    reader = FakeReader(24)
+    async with pool_of(reader) as pool:
+        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 0))
+        nearly_done, may_end = reader.hold_up(SampleId(0, 0, 8))
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        many, few = (asyncio.create_task(pool.next_samples(count)) for count in (16, 8))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        assert len(await few) == 8
+        await in_thread(nearly_done)
+        assert not many.done()
+        may_end.set()
+        assert len(await many) == 16
 
 
 async def test_who_waits_gets_what_is_leased_later() -> None:
