@@ -12,7 +12,7 @@ from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 from coordinator.baseline import Baseline
 from swarm_peer.config import RunManifest
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = pytest.mark.timeout(300)
 
 
 def manifest_of(steps: int, **sections: Any) -> RunManifest:
@@ -56,7 +56,7 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
         await swarm.reached(15)
         await swarm.leave("0.1")
 
-    run = run_swarm(manifest, [2, 2], tmp_path, 150, script=script)
+    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
     check_equals_one_process(run, manifest)
     assert run.logs().count("leaving reason=SIGTERM") == 4, "two in the middle and two at the end"
     assert "samples_lost" not in run.logs()
@@ -73,7 +73,7 @@ def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None
         for name in ("late.1", "late.0"):
             await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves")
 
-    run = run_swarm(manifest, [1, 1], tmp_path, 150, script=script)
+    run = run_swarm(manifest, [1, 1], tmp_path, 270, script=script)
     check_equals_one_process(run, manifest)
     assert [len(states) for states in run.states] == [2, 2]
     assert "downloaded kind=state stage=1" in run.logs()
@@ -89,7 +89,7 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
         swarm.kill("1.1")
         swarm.start(1, "heir")
 
-    run = run_swarm(manifest, [2, 2], tmp_path, 150, script=script)
+    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
     assert [len(states) for states in run.states] == [2, 1]
     assert run.logs().count("run_rewound stage=0") == 2, "both peers of the other stage went back"
     check_equals_one_process(run, manifest)
@@ -116,7 +116,7 @@ def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) ->
         [victim] = min(by_stage.values(), key=len)
         swarm.kill(victim)
 
-    run = run_swarm(manifest, [0, 0], tmp_path, 160, script=script)
+    run = run_swarm(manifest, [0, 0], tmp_path, 270, script=script)
     assert "moving from=" in run.logs()
     assert "run_rewound" in run.logs()
     check_equals_one_process(run, manifest)

@@ -128,7 +128,7 @@ class LiveSwarm:
     async def reached(self, step: int) -> None:
         await self.until(lambda: self.step >= step, f"step {step}")
 
-    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
         """Wait for what other processes do: there is nothing to wait on but what they write."""
         try:
             with anyio.fail_after(timeout_s):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from swarm import tiny_manifest
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
 COORDINATOR = (sys.executable, "-m", "coordinator.cli")
