@@ -141,6 +141,11 @@ class _AveragerProcess(DecentralizedAverager):
         if runner.banned_senders or runner.tensor_part_container.failed_size:
             raise AllreduceException(f"parts of {len(runner.banned_senders)} members are missing")
 
+    async def _shutdown(self, timeout: float | None) -> None:
+        # hivemind keeps futures of runners here and takes them for runners; what runs still ends with the process.
+        self._running_groups.clear()
+        await super()._shutdown(timeout)
+
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
