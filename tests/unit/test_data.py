@@ -226,6 +226,11 @@ def test_samples_of_one_document_do_not_come_in_a_row(tmp_path: Path) -> None:
     assert in_a_row(many_slices(tmp_path, shuffle_buffer=512)) < 0.3
 
 
+def test_the_open_slices_share_the_shuffle_buffer() -> None:
+    assert SliceReader(manifest(shuffle_buffer=80))._shuffle_buffer * OPEN_SLICES == 80
+    assert SliceReader(manifest(shuffle_buffer=3))._shuffle_buffer == 1
+
+
 # --- streams
 
 
