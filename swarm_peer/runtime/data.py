@@ -131,13 +131,13 @@ class SliceReader:
 
     def _windows(self, slice_id: SliceId) -> Iterator[np.ndarray]:
         windows = _pack(self._documents(slice_id), self._tokenizer, self._manifest.data.sequence_length)
-        yield from _shuffled(windows, self._shuffle_buffer, self._rng("windows", slice_id))
+        yield from shuffled(windows, self._shuffle_buffer, self._rng("windows", slice_id))
 
     def _documents(self, slice_id: SliceId) -> Iterator[str]:
         data, seed = self._manifest.data, self._manifest.seed
         held_out = _held_out(data, seed, self._cache_dir)
         documents = itertools.chain.from_iterable(shard() for shard in self._slices[slice_id.slice_index])
-        for text in _shuffled(documents, self._shuffle_buffer, self._rng("documents", slice_id)):
+        for text in shuffled(documents, self._shuffle_buffer, self._rng("documents", slice_id)):
             if _fingerprint(text, seed) not in held_out:
                 yield text
 
@@ -304,7 +304,8 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterat
         del tokens[:start]
 
 
-def _shuffled(documents: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:
+def shuffled(documents: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:
+    """The same items through a buffer of `size`, of which a random one leaves as another comes."""
     buffer: list[Item] = []
     for text in documents:
         if len(buffer) < size:

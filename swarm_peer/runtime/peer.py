@@ -25,7 +25,7 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.compute import ComputeThread
-from swarm_peer.runtime.data import SampleStream, load_tokenizer, validation_samples
+from swarm_peer.runtime.data import SampleStream, load_tokenizer, shuffled, validation_samples
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.gate import StepGate
@@ -65,6 +65,8 @@ PUBLISH_PROGRESS_S = 1.0
 # Between tries to join a stage that nobody serves.
 JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
+# Samples are mixed once more, since two peers that read the same slice get its windows in the same order.
+SHUFFLED_SAMPLES = 256
 # To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
 LAST_REPLIES_S = 3.0
 # The state's index and the headroom of a frame.
@@ -275,12 +277,13 @@ class Peer:
         self._source = None
         if spec.is_first:
             cache = self._options.cache_dir
+            # A peer that starts anew under the same id must not read the same text again.
+            stream = SampleStream(manifest, f"{self._me}/{time.time_ns()}", cache)
             load_tokenizer(manifest.data, self._trainer.module.config.vocab_size, cache)  # complain early
             self._source = MicrobatchSource(
                 manifest,
                 self._me,
-                # A peer that starts anew under the same id must not read the same text again.
-                SampleReader(SampleStream(manifest, f"{self._me}/{time.time_ns()}", cache)),
+                SampleReader(shuffled(stream, SHUFFLED_SAMPLES, self._rng)),
                 validation_samples(manifest, manifest.training.validation_samples, cache),
                 self._runner, self._gate, self._progress, gossip, view, metrics, changed,
                 origin=lambda: self._steps.origin,
