@@ -283,7 +283,7 @@ class Peer:
             self._source = MicrobatchSource(
                 manifest,
                 self._me,
-                SampleReader(shuffled(stream, SHUFFLED_SAMPLES, self._rng)),
+                SampleReader(shuffled(stream, SHUFFLED_SAMPLES, random.Random(self._me))),
                 validation_samples(manifest, manifest.training.validation_samples, cache),
                 self._runner, self._gate, self._progress, gossip, view, metrics, changed,
                 origin=lambda: self._steps.origin,

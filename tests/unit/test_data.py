@@ -265,7 +265,7 @@ def test_a_stream_mixes_slices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 4, 1000])
 def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_its_size(size: int) -> None:
     texts = paragraphs(100)
-    shuffled = list(data._shuffled(texts, size, random.Random(0)))
+    shuffled = list(data.shuffled(texts, size, random.Random(0)))
     assert sorted(shuffled) == sorted(texts)
     assert (shuffled == texts) == (size == 1)
     # What comes out at position i was read by then, so at most `size` documents are held at any time.
