@@ -27,7 +27,9 @@ CALL_TIMEOUT_S = 5.0
 # Pause between tries, and between reminders to peers that have not gone back yet.
 PAUSE_S = 2.0
 # Tries to get another stage's snapshot from its peers, who take it at the same time as we take ours.
-GUARD_TRIES = 5
+GUARD_TRIES = 6
+# Pause after the first try; doubled each time.
+GUARD_PAUSE_S = 0.2
 # A rewound run's global steps begin so much above the newest one known: who was a step ahead is behind it, too.
 STEPS_BETWEEN_LINES = 4
 # Updates that may be given up where there is no snapshot yet, in intervals between snapshots.
@@ -202,14 +204,14 @@ class Recovery:
             await self._changed.wait_for(lambda seen=guarded: self._kept_last != seen)  # type: ignore[misc]
             assert self._kept_last is not None
             guarded = self._kept_last
-            for _ in range(GUARD_TRIES):
+            for attempt in range(GUARD_TRIES):
                 peers = [peer.peer_id for peer in self._view().serving(stage)]
                 try:
                     await self._donor.keep(stage, await self._fetch(stage, guarded[1], peers))
                     break
                 except CallError as error:
                     log.info("snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded[1], error)
-                with anyio.move_on_after(PAUSE_S):
+                with anyio.move_on_after(GUARD_PAUSE_S * 2**attempt):
                     await self._changed.wait_for(lambda seen=guarded: self._kept_last != seen)  # type: ignore[misc]
                     break
 

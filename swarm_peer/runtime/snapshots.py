@@ -93,8 +93,7 @@ class SnapshotKeeper:
             log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
             return
         self._kept[stage, state.updates] = self._offer(offer)
-        for oldest in sorted(updates for known, updates in self._kept if known == stage)[:-SNAPSHOTS_KEPT]:
-            self._forget(stage, oldest)
+        self._forget_old()
         log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
 
     def kept_state(self, stage: int, updates: int) -> StageState | None:
@@ -103,6 +102,18 @@ class SnapshotKeeper:
         if offer is None:
             return None
         return assemble(offer.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in offer.tensors])
+
+    def _is_own(self, stage: int) -> bool:
+        return False
+
+    def _forget_old(self) -> None:
+        """Keep the newest of each stage. A run can go back only to where all stages can: so to each snapshot of another
+        stage that is kept, that of the own stage is, too."""
+        for stage in sorted({known for known, _ in self._kept}, key=self._is_own):
+            for oldest in sorted(updates for known, updates in self._kept if known == stage)[:-SNAPSHOTS_KEPT]:
+                paired = any(known != stage and updates == oldest for known, updates in self._kept)
+                if not (self._is_own(stage) and paired):
+                    self._forget(stage, oldest)
 
     def _forget(self, stage: int, updates: int) -> None:
         self._offers.pop(self._kept.pop((stage, updates)), None)
@@ -167,6 +178,9 @@ class StateDonor(SnapshotKeeper):
         self._lock = anyio.Lock()
         self._updates: dict[int, StageState] = {}  # gradients of the steps that a downloading newcomer misses
         self._update_ids: dict[int, bytes] = {}
+
+    def _is_own(self, stage: int) -> bool:
+        return stage == self._stage
 
     def enter(self, step: int, lineage: str, origin: Origin, ledger: bytes) -> None:
         """The state that the trainer holds now is that of `step`."""
