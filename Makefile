@@ -28,11 +28,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
 	$(BIN)/swarm-coordinator local configs/demo.yaml --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
 
-test: $(VENV)/.installed-dev  ## Run all tests
+test: $(VENV)/.installed-dev  ## Lint, types, unit and integration tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/unit tests/integration
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest tests/unit
