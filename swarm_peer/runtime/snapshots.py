@@ -58,10 +58,6 @@ class _Offer:
     tensors: tuple[memoryview, ...]
     used_at: float = field(default_factory=time.monotonic)
 
-    @property
-    def updates(self) -> int:
-        return self.index.origin_updates + self.index.step - self.index.origin_step
-
 
 class SnapshotKeeper:
     """Keeps snapshots and gives them away. Belongs to the event loop's thread.

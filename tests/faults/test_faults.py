@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,6 @@ def manifest_of(**averaging: float) -> RunManifest:
         limits={"hop_timeout_s": 4, "announcement_s": 6},
         averaging={"round_timeout_s": 10, "chunk_timeout_s": 2} | averaging,
     )
-
-
-def lost_samples(run: SwarmRun) -> int:
-    """Samples that a surviving peer reports as lost from its stage's share."""
-    return sum(map(int, re.findall(r"samples_lost samples=(\d+)", run.logs())))
 
 
 def check_goes_on(run: SwarmRun, manifest: RunManifest, survivors: list[int], recorders_died: bool) -> None:
