@@ -76,6 +76,7 @@ class GradientHandover:
         self._num_bytes = 4 * sum(parameter.numel() for parameter in trainer.module.parameters())
         self._transfers: dict[str, _Transfer] = {}  # by caller, each of whom has at most one
         self._adopted: dict[bytes, int] = {}  # transfer -> step
+        self._adopting = anyio.Lock()
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -189,6 +190,11 @@ class GradientHandover:
 
     async def handle_adopt(self, caller: str, call: AdoptCall, tensors: Sequence[memoryview]) -> Reply:
         self._check_mate(caller)
+        # A repeated call must not be told that all is well before the first one has done it.
+        async with self._adopting:
+            return await self._adopt_once(caller, call)
+
+    async def _adopt_once(self, caller: str, call: AdoptCall) -> Reply:
         if call.transfer in self._adopted:
             return Reply()
         self._check_step(call.step)
