@@ -37,7 +37,7 @@ from hivemind.utils.asyncio import achain, anext, as_aiter, azip, enter_asynchro
 
 from swarm_peer.config import AveragingSection
 from swarm_peer.errors import SwarmError
-from swarm_peer.runtime.processes import die_with_parent
+from swarm_peer.runtime.processes import die_with_parent, prepare_to_fork
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,10 @@ class _ExactAllReduce(AllReduceRunner):
 
 class _AveragerProcess(DecentralizedAverager):
     """Runs in a process of its own; the underscored coroutines are called there, by name, through hivemind's pipe."""
+
+    def start(self) -> None:
+        prepare_to_fork()
+        super().start()
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)

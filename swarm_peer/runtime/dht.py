@@ -18,7 +18,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.processes import die_with_parent
+from swarm_peer.runtime.processes import die_with_parent, prepare_to_fork
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.records import AnyRecord, Record, open_envelope, seal, unseal
 
@@ -48,6 +48,10 @@ class SignedRecordValidator(RecordValidatorBase):
 
 
 class _DHTProcess(DHT):
+    def start(self) -> None:
+        prepare_to_fork()
+        super().start()
+
     def run(self) -> None:
         die_with_parent(self._parent_pid)
         super().run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,16 @@ def check_equals_mean(outcomes: list[list[torch.Tensor] | None], step: int, tole
     for index, average in enumerate(first):
         expected = sum(weight * gradients_of(n, step)[index] for n, weight in enumerate(WEIGHTS)) / sum(WEIGHTS)
         assert float((average - expected).norm() / expected.norm()) < tolerance
+
+
+async def _num_frozen(dht: object, node: object) -> int:
+    """In the DHT's process."""
+    return gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("members", ["none"], indirect=True)
+def test_children_do_not_collect_what_they_share_with_their_parent(members: Members) -> None:
+    assert members.dhts[0].node.run_coroutine(_num_frozen) > 100_000
 
 
 @pytest.mark.parametrize("members", TOLERANCE, indirect=True)
