@@ -14,6 +14,8 @@ from swarm_peer.wire.records import ProgressRecord, StepReport
 
 # A step's line waits this long for the validation of its weights.
 VALIDATION_WAIT_S = 20.0
+# What is asked of older ones is in metrics.jsonl.
+LINES_KEPT = 1024
 
 
 def step_line(
@@ -51,7 +53,11 @@ def step_line(
 
 @dataclass
 class RunWatch:
-    """Merges what stage-0 peers report. `lines` are complete, in order, one a finished step; rewinds take some back."""
+    """Merges what stage-0 peers report.
+
+    Attributes:
+        lines: the newest ones; complete, in order, one a finished step; rewinds take some back
+    """
 
     manifest: RunManifest
     view: SwarmView
@@ -60,6 +66,7 @@ class RunWatch:
     current_step: int = 0
     _reports: dict[int, tuple[StepReport, list[int], float]] = field(default_factory=dict)
     _validations: dict[int, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    _older_validation_loss: float | None = None  # the last one of lines that are not kept any more
 
     @property
     def step(self) -> int:
@@ -93,6 +100,12 @@ class RunWatch:
             new.append(line)
             self.lines = [known for known in self.lines if known["step"] < line["step"]]
             self.lines.append(line)
+            for old in self.lines[:-LINES_KEPT]:
+                self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
+            del self.lines[:-LINES_KEPT]
+        self._reports = {step: known for step, known in self._reports.items() if step > self.global_step}
+        # A line tells how the weights that its step led to did.
+        self._validations = {step: known for step, known in self._validations.items() if step > self.global_step + 1}
         return new
 
     def _validation(self, step: int) -> tuple[float | None, int]:
@@ -137,7 +150,8 @@ class RunWatch:
             "loss": last["loss"] if last else None,
             "tokens_per_s": last["tokens_per_s"] if last else None,
             "validation_loss": next(
-                (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line), None
+                (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line),
+                self._older_validation_loss,
             ),
             "stages": [
                 {

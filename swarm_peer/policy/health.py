@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 FIRST_PAUSE_S = 1.0
 # A peer is tried again after at most this long; its announcement expires in about the same time if it is dead.
 LONGEST_PAUSE_S = 30.0
+# A peer whose last pause has been over for so many of the longest ones is forgotten: it is gone, or well again.
+PAUSES_REMEMBERED = 10
 
 
 @dataclass(slots=True)
@@ -20,6 +22,8 @@ class PeerHealth:
 
     def failed(self, peer_id: str, now: float) -> float:
         """Record a failure and return the pause that follows from it, in seconds."""
+        oldest = now - PAUSES_REMEMBERED * self.longest_pause_s
+        self._failures = {peer: known for peer, known in self._failures.items() if known[1] >= oldest}
         count = self._failures.get(peer_id, (0, 0.0))[0] + 1
         pause_s = min(self.first_pause_s * 2.0 ** min(count - 1, 30), self.longest_pause_s)
         self._failures[peer_id] = (count, now + pause_s)

@@ -169,6 +169,12 @@ class GradientHandover:
 
     # --- the receiving side
 
+    def enter(self, step: int) -> None:
+        """Forget what was begun in earlier steps: it never ends any more, and a gradient is as large as its stage."""
+        self._transfers = {peer: known for peer, known in self._transfers.items() if known.step >= step}
+        # A repeated call may still come for the one before.
+        self._adopted = {known: adopted for known, adopted in self._adopted.items() if adopted >= step - 1}
+
     async def handle_chunk(self, caller: str, call: GradientChunkCall, tensors: Sequence[memoryview]) -> Reply:
         self._check_mate(caller)
         self._check_step(call.step)
@@ -177,8 +183,6 @@ class GradientHandover:
             raise InvalidMessage(f"{chunk.nbytes} bytes at {call.offset} of a gradient of {self._num_bytes} bytes")
         transfer = self._transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
-            # What was begun in an earlier step never ends any more.
-            self._transfers = {peer: known for peer, known in self._transfers.items() if known.step >= call.step}
             self._transfers.pop(caller, None)
             if len(self._transfers) >= MAX_TRANSFERS:
                 raise Busy("other gradients are being taken over")
@@ -209,7 +213,6 @@ class GradientHandover:
         async with self._gate.enter(call.step, always=True):
             if call.transfer not in self._adopted:
                 del self._transfers[caller]
-                self._adopted = {known: step for known, step in self._adopted.items() if step >= call.step - 1}
                 self._adopted[call.transfer] = call.step
                 try:
                     await self._compute.run(Priority.BACKWARD, lambda: self._add(transfer.data, call))

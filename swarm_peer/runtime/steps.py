@@ -299,6 +299,7 @@ class StepLoop:
             self._rewind_to = None  # a newer one stays
         self._began = time.monotonic()
         self._runner.forget_step()
+        self._handover.enter(step)
         self._metrics.global_step.set(self.updates)
         self._group.enter(step, lineage)
         self._progress.enter(step)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from coordinator.run_watch import VALIDATION_WAIT_S, MetricsFile, RunWatch, step_line
+from coordinator.run_watch import LINES_KEPT, VALIDATION_WAIT_S, MetricsFile, RunWatch, step_line
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Progress, ProgressRecord, StepReport, Validation
@@ -90,6 +90,27 @@ def test_lines_come_in_order():
     progress = {"a": record(report(3), report(2)), "b": record(report(1))}
     assert steps_of(watch.observe(VIEW, progress, 0.0)) == [1, 2, 3]
     assert steps_of(watch.lines) == [1, 2, 3]
+
+
+def test_what_is_kept_of_a_long_run_is_bounded():
+    watch = make_watch(validation_every=1)
+    steps = LINES_KEPT + 500
+    for step in range(1, steps + 1):
+        [line] = watch.observe(VIEW, {"a": record(report(step), validations=[(step, 8, 8.0 * step)])}, 0.0)
+        assert (line["step"], line["validation_loss"]) == (step, step)
+    assert steps_of(watch.lines) == list(range(steps + 1 - LINES_KEPT, steps + 1))
+    assert not watch._reports
+    assert not watch._validations
+
+
+def test_the_last_validation_is_known_however_long_ago_it_was():
+    watch = make_watch(validation_every=10)
+    watch.observe(VIEW, {"a": record(report(10), validations=[(10, 8, 16.0)])}, 0.0)
+    for step in range(11, LINES_KEPT + 20):
+        watch.observe(VIEW, {"a": record(report(step))}, 100.0 * step)
+        watch.observe(VIEW, {"a": record(report(step))}, 100.0 * step + VALIDATION_WAIT_S)
+    assert watch.lines[0]["step"] > 10
+    assert watch.summary()["validation_loss"] == 2.0
 
 
 def test_a_step_that_comes_too_late_is_no_line_any_more():

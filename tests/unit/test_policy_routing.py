@@ -184,6 +184,16 @@ def test_a_success_clears_the_record():
     assert health.failed("a", now=0.0) == FIRST_PAUSE_S
 
 
+def test_peers_that_failed_long_ago_are_forgotten():
+    """In a long run, thousands come and die."""
+    health = PeerHealth()
+    for number in range(1000):
+        health.failed(f"peer-{number}", now=100.0 * number)
+    assert len(health._failures) < 10
+    assert health.failed("peer-0", now=100_000.0) == FIRST_PAUSE_S
+    assert health.failed("peer-999", now=100_000.0) == 2 * FIRST_PAUSE_S
+
+
 # --- view -------------------------------------------------------------------------------------------------------------
 
 

@@ -741,6 +741,17 @@ async def test_a_share_of_a_step_that_ends_stays_with_its_peer(swarm):
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
 
 
+async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_step(swarm, monkeypatch):
+    """It is as large as the stage."""
+    _, leaving, staying = await group_of_two(swarm)
+    fault = swarm.network.fault(op="adopt", fail=NotServing("gone"))
+    assert await leaving.handover.hand_over(0)
+    assert fault.fired == 1
+    assert len(staying.handover._transfers) == 1
+    staying.handover.enter(1)
+    assert not staying.handover._transfers
+
+
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
     first, last = pair
     await first.run(make_microbatch())
