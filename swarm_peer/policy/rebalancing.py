@@ -1,11 +1,13 @@
-"""Which stage a peer serves."""
+"""Which stage a peer serves: that of a newcomer, and who moves when the stages are out of balance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
+from swarm_peer.policy.exchange import Plan, RebalancingParameters, Situation, best_plan
+from swarm_peer.policy.forecast import Shift, fits, serving_capacity, work_per_s
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,9 @@ class StageChoice:
     reason: str
 
 
-def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> StageChoice:
+def choose_stage(
+    view: SwarmView, stage_costs: Sequence[float], me: str, *, stage_memory_bytes: Sequence[float] = ()
+) -> StageChoice:
     """The stage where one more peer helps the swarm most: the one with the least throughput for its cost.
 
     Peers that choose at the same time are placed one after the other in the order of their ids, on top of those that
@@ -23,25 +27,116 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> Stag
     Args:
         stage_costs: compute of one sample in each stage, in any one unit
         me: this peer's id; it need not be in the view
+        stage_memory_bytes: what each stage takes; a peer goes where it fits, and to the smallest if it fits nowhere
     """
-    others = [peer for peer in view.peers if peer.peer_id != me and peer.stage != UNDECIDED]
-    work_per_s = sorted(peer.samples_per_s * stage_costs[peer.stage] for peer in others if peer.samples_per_s > 0)
-    typical = work_per_s[len(work_per_s) // 2] if work_per_s else 1.0
+    stages = range(view.num_stages)
+    work = work_per_s(SwarmView(view.num_stages, tuple(peer for peer in view.peers if peer.peer_id != me)), stage_costs)
+    myself = view.peer(me) or PeerView(me, UNDECIDED, PeerState.JOINING)
     capacity = [0.0] * view.num_stages  # samples/s that each stage can take
     num_peers = [0] * view.num_stages
-    for peer in others:
-        if peer.state is not PeerState.DRAINING:
-            capacity[peer.stage] += peer.samples_per_s or typical / stage_costs[peer.stage]
+    for peer in view.peers:
+        if peer.peer_id != me and peer.stage != UNDECIDED and peer.state is not PeerState.DRAINING:
+            capacity[peer.stage] += work[peer.peer_id] / stage_costs[peer.stage]
             num_peers[peer.stage] += 1
 
-    undecided = {peer.peer_id for peer in view.peers if peer.stage == UNDECIDED} | {me}
-    for peer_id in sorted(undecided):
-        stage = min(range(view.num_stages), key=lambda k: (capacity[k], num_peers[k], k))
-        if peer_id == me:
-            reason = (
-                f"stage {stage} has {num_peers[stage]} peers and the least capacity, {capacity[stage]:.3g} samples/s"
-            )
-            return StageChoice(stage, reason)
-        capacity[stage] += typical / stage_costs[stage]
+    undecided = [peer for peer in view.peers if peer.stage == UNDECIDED and peer.peer_id != me]
+    for peer in sorted([*undecided, myself], key=lambda peer: peer.peer_id):
+        fitting = [k for k in stages if fits(peer, k, stage_memory_bytes)]
+        smallest = min(stages, key=lambda k: stage_memory_bytes[k]) if not fitting else 0
+        stage = min(fitting or [smallest], key=lambda k: (capacity[k], num_peers[k], k))
+        if peer.peer_id == me:
+            which = "the least capacity" if len(fitting) == len(stages) else "the least capacity of those that fit"
+            reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {capacity[stage]:.3g} samples/s"
+            return StageChoice(stage, reason if fitting else f"none fits; stage {stage} takes the least memory")
+        capacity[stage] += work[peer.peer_id] / stage_costs[stage]
         num_peers[stage] += 1
     raise AssertionError("unreachable: this peer is among the undecided")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    peer_id: str
+    from_stage: int
+    to_stage: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalancing:
+    """Moves to be made now, all at once; none is a decision, too."""
+
+    moves: tuple[Move, ...]
+    reason: str
+
+
+def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> Rebalancing:
+    """Who moves where, so that the swarm does the most samples from now on.
+
+    A mover does nothing while it downloads, and what its move brings lasts for a while only (`horizon_s`): a move is
+    made if it gains more than that. Peers on their way count from their expected arrival on. Of each stage, one peer
+    at a time leaves for another and one comes from another, and `min_replicas` go on serving it.
+
+    To be called whenever something has changed; that costs little where there is nothing to do.
+    """
+    costs = params.stage_costs
+    work = work_per_s(view, costs)
+    now = serving_capacity(view, work, costs)
+    arrivals, leaving_s, coming_s = [], [0.0] * view.num_stages, [0.0] * view.num_stages
+    for peer in view.peers:
+        if peer.state is PeerState.JOINING and peer.stage != UNDECIDED:
+            elapsed_s = 0.0 if peer.since_s is None else max(0.0, now_s - peer.since_s)
+            # One that is late may arrive at any time: as likely soon as late.
+            remaining_s = max(params.move_s(peer, peer.stage) - elapsed_s, 1.0)
+            arrivals.append(Shift(remaining_s, peer.stage, work[peer.peer_id] / costs[peer.stage]))
+            if peer.moved_from != UNDECIDED:
+                leaving_s[peer.moved_from] = max(leaving_s[peer.moved_from], remaining_s)
+                coming_s[peer.stage] = max(coming_s[peer.stage], remaining_s)
+    planned = list(now)
+    for shift in arrivals:
+        planned[shift.stage] += shift.samples_per_s
+
+    total = sum(capacity * cost for capacity, cost in zip(planned, costs, strict=True))
+    ideal = total / sum(costs)
+    least = min(planned)
+    if ideal - least < max(params.least_gain * least, params.gain_s_per_move / params.horizon_s * least) or ideal <= 0:
+        return Rebalancing((), f"in balance: the least stage will take {least:.3g} of at most {ideal:.3g} samples/s")
+
+    num_serving = [0] * view.num_stages
+    for peer in view.peers:
+        if peer.state is PeerState.SERVING:
+            num_serving[peer.stage] += 1
+    movers = [peer for peer in view.peers if peer.movable and peer.state is PeerState.SERVING]
+    situation = Situation(
+        now=now, planned=planned, arrivals=arrivals, ideal=ideal, leaving_s=leaving_s, coming_s=coming_s,
+        num_serving=num_serving, movers=movers, work=[work[peer.peer_id] for peer in movers],
+    )  # fmt: skip
+    plan, rest = best_plan(situation, params)
+    return _announced(plan, rest, situation)
+
+
+def _announced(plan: Plan, rest: Plan, situation: Situation) -> Rebalancing:
+    least, after = min(rest.capacity), min(plan.capacity)
+    if not plan.moves:
+        return Rebalancing(
+            (),
+            f"no move pays: the least stage will take {least:.3g} samples/s, {situation.ideal:.3g} would be ideal, "
+            f"and a mover does nothing while it downloads",
+        )
+    moves = tuple(
+        Move(
+            move.peer.peer_id,
+            move.peer.stage,
+            move.to_stage,
+            f"stage {move.peer.stage} will take {rest.capacity[move.peer.stage]:.3g} samples/s and stage "
+            f"{move.to_stage} {rest.capacity[move.to_stage]:.3g}; the peer does {move.work_per_s:.3g} work/s and takes "
+            f"{move.arrival_s - move.start_s:.0f} s to move",
+        )
+        for move in plan.moves
+        if move.start_s <= 0
+    )
+    later = len(plan.moves) - len(moves)
+    waiting = f"; {later} more wait for movers under way" if later else ""
+    return Rebalancing(
+        moves,
+        f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {len(plan.moves)} moves{waiting}",
+    )

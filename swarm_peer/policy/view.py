@@ -25,6 +25,12 @@ class PeerView:
         updates: optimizer updates in its weights
         movable: it may be moved to another stage
         note: what keeps it from serving, in words
+        work_per_s: what it expects of itself where `samples_per_s` is not measured, in units of a stage's cost; 0 if
+            not known
+        memory_bytes: what it has for a stage; 0 if not known, which is taken for enough
+        bandwidth_bytes_per_s: at which it has downloaded; 0 if not measured
+        since_s: when it came to be in this state, on the clock of `now_s`; None if not known
+        moved_from: the stage that it has left for this one, as long as it does not serve here; else UNDECIDED
     """
 
     peer_id: str
@@ -36,6 +42,11 @@ class PeerView:
     updates: int = 0
     movable: bool = False
     note: str = ""
+    work_per_s: float = 0.0
+    memory_bytes: int = 0
+    bandwidth_bytes_per_s: float = 0.0
+    since_s: float | None = None
+    moved_from: int = UNDECIDED
 
 
 @dataclass(frozen=True, slots=True)

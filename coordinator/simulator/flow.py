@@ -1,0 +1,277 @@
+"""The swarm as a flow: each stage takes what its serving peers do, the least stage limits the swarm.
+
+What happens between two changes is a constant, so a change is one event, and thousands of peers go. The microbatch
+level (microbatches.py) checks what this leaves out: latency, queues, uneven routing.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import simpy
+
+from coordinator.simulator.rebalancers import Rebalancer
+from coordinator.simulator.traces import Change, Trace
+from coordinator.simulator.world import Machine, Population
+from swarm_peer.policy.exchange import RebalancingParameters
+from swarm_peer.policy.rebalancing import Move, choose_stage
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+
+
+@dataclass(frozen=True, slots=True)
+class FlowOptions:
+    """Attributes:
+    detection_s: until the others know that a peer has gone
+    decision_s: until what has changed is acted upon
+    """
+
+    detection_s: float = 2.0
+    decision_s: float = 0.5
+    newcomers_know_speed: bool = False
+
+
+@dataclass(slots=True)
+class Sample:
+    """From `time_s` until the next one.
+
+    Attributes:
+        throughput: samples per second
+        with_movers: if those that are moving had arrived
+        with_all: if newcomers had, too
+        waiting: serving peers' idle share, summed over them
+        downloading: peers that do nothing, since their state is on its way
+    """
+
+    time_s: float
+    throughput: float
+    with_movers: float
+    with_all: float
+    waiting: float
+    downloading: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    time_s: float
+    move: Move
+
+
+class FlowSwarm:
+    """One simulation. The constructor stores; `run` does the rest."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        population: Population,
+        seed: int,
+        params: RebalancingParameters,
+        rebalancer: Rebalancer,
+        options: FlowOptions,
+    ):
+        self._trace = trace
+        self._population = population
+        self._seed = seed
+        self._params = params
+        self._rebalancer = rebalancer
+        self._options = options
+        self._num_stages = len(params.stage_costs)
+        self._env = simpy.Environment()
+        self._peers: dict[str, PeerView] = {}  # as announced; in order of the ids
+        self._ids: list[str] = []
+        self._views: list[PeerView] = []
+        self._machines: dict[str, Machine] = {}
+        self._alive: dict[str, str] = {}  # machine -> peer id
+        self._lives: dict[str, int] = {}
+        self._begun = False
+        self._decision_due = False
+        # Of those alive, by stage: serving, moving there, joining it.
+        self._work = [[0.0] * self._num_stages for _ in range(3)]
+        self._counts = [[0] * self._num_stages for _ in range(3)]
+        self.samples: list[Sample] = []
+        self.decisions: list[Decision] = []
+        self.bytes_migrated = 0.0
+        self.bytes_joined = 0.0
+        self.num_joined = 0
+
+    def run(self) -> None:
+        self._env.process(self._replay())
+        if self._rebalancer.every_s is not None:
+            self._env.process(self._decide_periodically(self._rebalancer.every_s))
+        self._env.run(until=self._trace.duration_s)
+
+    # --- what happens
+
+    def _replay(self):
+        changes = self._trace.changes
+        position = 0
+        while position < len(changes):
+            time_s = changes[position].time_s
+            if time_s > self._env.now:
+                yield self._env.timeout(time_s - self._env.now)
+            behind = position
+            while behind < len(changes) and changes[behind].time_s == time_s:
+                behind += 1
+            self._change(changes[position:behind])
+            position = behind
+
+    def _change(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.joins:
+                self._join(change.machine)
+            else:
+                self._leave(change.machine)
+        if not self._begun and all(self._counts[2]):
+            # Nothing has been learnt yet, so there is nothing to download: weights come from the manifest's seed.
+            self._begun = True
+            for peer_id in list(self._ids):
+                self._serve(peer_id)
+        self._record()
+
+    def _join(self, name: str) -> None:
+        self._lives[name] = self._lives.get(name, 0) + 1
+        peer_id = name if self._lives[name] == 1 else f"{name}-{self._lives[name]}"
+        self._alive[name] = peer_id
+        machine = self._machines[peer_id] = self._population.machine(name, self._seed)
+        peer = PeerView(
+            peer_id,
+            UNDECIDED,
+            PeerState.JOINING,
+            movable=True,
+            work_per_s=machine.work_per_s if self._options.newcomers_know_speed else 0.0,
+            memory_bytes=int(machine.memory_bytes),
+            bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
+        )
+        index = bisect.bisect(self._ids, peer_id)
+        self._ids.insert(index, peer_id)
+        self._views.insert(index, peer)
+        choice = choose_stage(
+            self._view(), self._params.stage_costs, peer_id, stage_memory_bytes=self._params.stage_memory_bytes
+        )
+        self.num_joined += 1
+        peer = replace(peer, stage=choice.stage, since_s=self._env.now)
+        self._set(peer)
+        self._count(peer, 1)
+        if self._begun:
+            self.bytes_joined += self._params.state_bytes[choice.stage]
+            self._download(peer)
+
+    def _leave(self, name: str) -> None:
+        peer_id = self._alive.pop(name)
+        peer = self._views[self._index(peer_id)]
+        self._count(peer, -1)
+        del self._machines[peer_id]
+        self._env.process(self._detect(peer_id))
+
+    def _detect(self, peer_id: str):
+        yield self._env.timeout(self._options.detection_s)
+        index = self._index(peer_id)
+        del self._ids[index], self._views[index]
+        self._something_changed()
+
+    def _download(self, peer: PeerView) -> None:
+        self._env.process(self._downloading(peer))
+
+    def _downloading(self, peer: PeerView):
+        """From stage-mates, who share their bandwidth among those who ask; of a stage without any, from snapshots."""
+        machine = self._machines[peer.peer_id]
+        donors = [
+            self._machines[other.peer_id].bandwidth_bytes_per_s
+            for other in self._views
+            if other.stage == peer.stage and other.state is PeerState.SERVING and other.peer_id in self._machines
+        ]
+        asking = self._counts[1][peer.stage] + self._counts[2][peer.stage]
+        bandwidth = machine.bandwidth_bytes_per_s
+        if donors:
+            bandwidth = min(bandwidth, sum(donors) / max(1, asking))
+        yield self._env.timeout(self._params.overhead_s + self._params.state_bytes[peer.stage] / bandwidth)
+        if peer.peer_id in self._machines:
+            self._serve(peer.peer_id)
+            self._record()
+
+    def _serve(self, peer_id: str) -> None:
+        peer = self._views[self._index(peer_id)]
+        self._count(peer, -1)
+        speed = self._machines[peer_id].work_per_s / self._params.stage_costs[peer.stage]
+        peer = replace(
+            peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self._env.now, moved_from=UNDECIDED
+        )  # fmt: skip
+        self._set(peer)
+        self._count(peer, 1)
+        self._something_changed()
+
+    # --- decisions
+
+    def _something_changed(self) -> None:
+        if self._rebalancer.every_s is None and not self._decision_due and self._begun:
+            self._decision_due = True
+            self._env.process(self._decide_soon())
+
+    def _decide_soon(self):
+        yield self._env.timeout(self._options.decision_s)
+        self._decision_due = False
+        self._decide()
+
+    def _decide_periodically(self, every_s: float):
+        while True:
+            yield self._env.timeout(every_s)
+            if self._begun:
+                self._decide()
+
+    def _decide(self) -> None:
+        moves = self._rebalancer.decide(self._view(), self._env.now).moves
+        for move in moves:
+            if move.peer_id not in self._machines:
+                continue  # it has died, and nobody knows yet
+            self.decisions.append(Decision(self._env.now, move))
+            peer = self._views[self._index(move.peer_id)]
+            self._count(peer, -1)
+            # It is as fast there as here, in work, so that much is known of it.
+            peer = replace(
+                peer, stage=move.to_stage, state=PeerState.JOINING, since_s=self._env.now, moved_from=move.from_stage,
+                samples_per_s=self._machines[move.peer_id].work_per_s / self._params.stage_costs[move.to_stage],
+            )  # fmt: skip
+            self._set(peer)
+            self._count(peer, 1)
+            self.bytes_migrated += self._params.state_bytes[move.to_stage]
+            self._download(peer)
+        if moves:
+            self._record()
+
+    # --- what is known and what is counted
+
+    def _index(self, peer_id: str) -> int:
+        return bisect.bisect_left(self._ids, peer_id)
+
+    def _set(self, peer: PeerView) -> None:
+        self._views[self._index(peer.peer_id)] = peer
+
+    def _view(self) -> SwarmView:
+        return SwarmView(self._num_stages, tuple(self._views))
+
+    def _count(self, peer: PeerView, sign: int) -> None:
+        kind = 0 if peer.state is PeerState.SERVING else 1 if peer.moved_from != UNDECIDED else 2
+        self._counts[kind][peer.stage] += sign
+        self._work[kind][peer.stage] += sign * self._machines[peer.peer_id].work_per_s
+        if not self._counts[kind][peer.stage]:
+            self._work[kind][peer.stage] = 0.0  # no rounding is left of those who have gone
+
+    def _record(self) -> None:
+        serving, moving, joining = self._work
+        costs = self._params.stage_costs
+        stages = range(self._num_stages)
+        capacity = [serving[k] / costs[k] for k in stages]
+        throughput = min(capacity)
+        sample = Sample(
+            self._env.now,
+            throughput,
+            min((serving[k] + moving[k]) / costs[k] for k in stages),
+            min((serving[k] + moving[k] + joining[k]) / costs[k] for k in stages),
+            sum(self._counts[0][k] * (1 - throughput / capacity[k]) for k in stages if capacity[k] > 0),
+            sum(self._counts[1]) + sum(self._counts[2]),
+        )
+        if self.samples and self.samples[-1].time_s == sample.time_s:
+            self.samples[-1] = sample
+        else:
+            self.samples.append(sample)
