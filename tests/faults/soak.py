@@ -43,6 +43,8 @@ STAGE_LOSS_EVERY = 12
 SNAPSHOT_EVERY = 20
 # Memory at the end may exceed that after the first quarter by so much.
 MEMORY_GROWTH = 1.15
+# Younger peers still load their libraries, and their daemons have not taken yet what they take with traffic.
+WARM_UP_S = 60.0
 
 
 class Soak:
@@ -55,7 +57,8 @@ class Soak:
         self._names: list[list[str]] = [[f"{k}.{n}" for n in range(PEERS_PER_STAGE)] for k in range(NUM_STAGES)]
         self._number = 0
         self.events: Counter[str] = Counter()
-        self.memory_bytes: list[tuple[float, float]] = []  # (seconds since the beginning, bytes per peer)
+        self.memory: list[tuple[float, dict[str, float]]] = []  # (seconds since the beginning, bytes by program)
+        self._first_seen: dict[int, float] = {}
         self.pids: set[int] = set()
         self.snapshots_compared = 0
 
@@ -112,11 +115,21 @@ class Soak:
         swarm.start(stage, name)
 
     def _measure_memory(self, swarm: LiveSwarm, elapsed: float) -> None:
-        families = [list(family(pid)) for pid in swarm.pids()]
-        self.pids.update(pid for members in families for pid in members)
-        if families:
-            total = sum(memory_of(pid) for members in families for pid in members)
-            self.memory_bytes.append((elapsed, total / len(families)))
+        """Of the peers that have warmed up: there is always somebody young, and more so at the beginning."""
+        families = {pid: list(family(pid)) for pid in swarm.pids()}
+        self.pids.update(pid for members in families.values() for pid in members)
+        old = [pid for pid in families if elapsed - self._first_seen.setdefault(pid, elapsed) >= WARM_UP_S]
+        by_program: Counter[str] = Counter()
+        for pid in (member for root in old for member in families[root]):
+            by_program[program_of(pid)] += memory_of(pid)
+        if old:
+            self.memory.append((elapsed, {program: total / len(old) for program, total in by_program.items()}))
+
+    def memory_between(self, begin_s: float, end_s: float) -> dict[str, float]:
+        """The median of each program's memory per peer, in MB."""
+        samples = [by_program for elapsed, by_program in self.memory if begin_s <= elapsed < end_s]
+        programs = sorted({program for by_program in samples for program in by_program})
+        return {p: statistics.median(sample.get(p, 0) for sample in samples) / 2**20 for p in programs}
 
     async def _compare_snapshots(self, swarm: LiveSwarm) -> None:
         """All peers that keep the newest snapshot of their stage keep the same."""
@@ -160,6 +173,12 @@ def memory_of(pid: int) -> int:
         fields = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]]
         return 1024 * sum(int(field[1]) for field in fields if field[0].startswith("Private_"))
     return 0
+
+
+def program_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return "ended"
 
 
 def wait_for_end(pids: set[int], timeout_s: float = 15.0) -> list[int]:
@@ -208,8 +227,7 @@ def main() -> None:
         logs = "\n".join(path.read_text(errors="replace") for path in (folder / "logs").glob("*.log"))
     orphans = wait_for_end(soak.pids)
     quarter = 60 * options.minutes / 4
-    early = statistics.median(b for t, b in soak.memory_bytes if quarter <= t < 2 * quarter)
-    late = statistics.median(b for t, b in soak.memory_bytes if t >= 3 * quarter)
+    early, late = soak.memory_between(quarter, 2 * quarter), soak.memory_between(3 * quarter, 4 * quarter)
     figures = {
         "minutes": options.minutes,
         "seed": options.seed,
@@ -220,12 +238,15 @@ def main() -> None:
         "handovers": logs.count("gradient_handed_over"),
         "samples_lost_on_leaving": logs.count("samples_lost"),
         "snapshots_compared": soak.snapshots_compared,
-        "memory_mb_per_peer": {"second_quarter": round(early / 2**20), "last_quarter": round(late / 2**20)},
+        "memory_mb_per_peer": {
+            name: {"all": round(sum(memory.values()))} | {program: round(mb) for program, mb in memory.items()}
+            for name, memory in (("second_quarter", early), ("last_quarter", late))
+        },
         "orphans": len(orphans),
     }
     print(json.dumps(figures, indent=2))
     assert not orphans, f"processes are left: {orphans}"
-    assert late < MEMORY_GROWTH * early, "memory grew"
+    assert sum(late.values()) < MEMORY_GROWTH * sum(early.values()), "memory grew"
     assert soak.snapshots_compared >= 2 * NUM_STAGES
 
 
