@@ -4,9 +4,9 @@ A pass over the data consists of slices, the same numbered list for every peer, 
 (ranges.py).
 
 Facts and leases. That windows have counted and that a slice ends at some window are facts: they only accumulate, so
-ledgers may be merged in any order and as often as one likes. Facts travel as `WindowRange`s, the end of a slice
-too (`is_last`). Who may read a slice is a lease, which comes and goes. Another peer's lease is hearsay here; the owner
-alone knows for sure, and refuses it to everybody else.
+they may be added in any order and as often as one likes. Facts travel as `WindowRange`s, the end of a slice too
+(`is_last`); they are what is kept in checkpoints. Who may read a slice is a lease, which comes and goes. Another peer's
+lease is hearsay here; the owner alone knows for sure, and refuses it to everybody else.
 
 How a peer leases slices (two live peers never hold the same one, as long as each knows of the other):
 
@@ -22,7 +22,7 @@ How a peer leases slices (two live peers never hold the same one, as long as eac
    counts that are not added yet, its own among them. It counts windows only while it holds the lease.
 
 A refusal names the owner, for `note_lease`: the slice is not wanted again while that one lives. A peer that has
-restarted releases its own leases first; `wanted` then offers it the slices that it had begun.
+restarted knows of no leases, and is granted what others believe it to have.
 
 News can be missed, and hearsay would then keep a peer from a slice for ever. So whoever asks a stage-mate also names
 what it believes it to lease, `leases(stage_mate)`, and the answer holds the `corrections`, to be `release`d: what it
@@ -50,7 +50,6 @@ MAX_WINDOWS = 1 << 40
 # Passes begun before the oldest one is finished: of a data set of one window, as many as a global batch has samples.
 MAX_PASSES_AHEAD = 1 << 12
 MAX_PASSES = 1 << 40
-MAX_PEER_ID_CHARS = 64
 # Orders of slices kept: one peer's, of the passes that are under way at the same time.
 MAX_ORDERS = 4
 
@@ -180,27 +179,6 @@ class DataLedger:
                 left.add(*item[2:])
         return left.uncounted()
 
-    def merge(self, other: DataLedger) -> None:
-        """Take over all facts of another ledger of the same data, and its leases.
-
-        Merging commutes, is associative, and changes nothing the second time: of two leases of one slice, which is
-        hearsay in any case, that of the smaller peer id is kept.
-
-        Raises:
-            ValueError: it is a ledger of other data
-        """
-        if other.num_slices != self.num_slices:
-            raise ValueError(f"a ledger of {other.num_slices} slices, where the data has {self.num_slices}")
-        self.begin_pass(other.current_pass)
-        self.add(other.facts())
-        for pass_number, state in other._passes.items():
-            for slice_index, owner in state.owners.items():
-                slice_id = SliceId(pass_number, slice_index)
-                self.note_lease(slice_id, min(owner, self.owner(slice_id) or owner))
-
-    def copy(self) -> DataLedger:
-        return DataLedger.from_tuple(self.to_tuple())
-
     # --- leases
 
     def wanted(self, peer: str, count: int, live_peers: Collection[str], run_ahead: bool = True) -> list[SliceId]:
@@ -282,10 +260,8 @@ class DataLedger:
                 yield from self.counted(SliceId(pass_number, slice_index))
 
     def to_tuple(self) -> tuple[object, ...]:
-        """(slices, current pass, facts, leases as (pass, slice, peer)): ints, bools and strings; sorted."""
-        passes = sorted(self._passes.items())
-        leases = tuple((n, *lease) for n, state in passes for lease in sorted(state.owners.items()))
-        return (self.num_slices, self.current_pass, tuple(self.facts()), leases)
+        """(slices, current pass, facts): ints and bools; sorted. Leases are not in it."""
+        return (self.num_slices, self.current_pass, tuple(self.facts()))
 
     @classmethod
     def from_tuple(cls, value: object) -> DataLedger:
@@ -295,18 +271,12 @@ class DataLedger:
             ValueError: it is no such value
         """
         match value:
-            case (int(num_slices), int(current_pass), (*facts,), (*leases,)) if 0 <= current_pass < MAX_PASSES:
+            case (int(num_slices), int(current_pass), (*facts,)) if 0 <= current_pass < MAX_PASSES:
                 ledger = cls(num_slices)
                 ledger.begin_pass(current_pass)
             case _:
-                raise ValueError("a ledger is (slices, current pass, facts, leases)")
+                raise ValueError("a ledger is (slices, current pass, facts)")
         ledger.add(_checked(item, num_slices, current_pass) for item in facts)
-        for item in leases:
-            match item:
-                case (int(pass_number), int(slice_index), str(peer)) if len(peer) <= MAX_PEER_ID_CHARS:
-                    ledger.note_lease(SliceId(pass_number, slice_index), peer)
-                case _:
-                    raise ValueError("a lease is (pass, slice, peer)")
         return ledger
 
     # --- within

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from swarm_peer.policy.ranges import WindowRange
+
 # Of what another peer has not claimed yet, as far as is known, so much is left to it: about what it claims while the
 # news of it is under way. With less the global batch overshoots, with more it waits for the slowest peer.
 RESERVED_MICROBATCHES = 2
@@ -22,11 +24,13 @@ class StepCount:
         samples: samples whose gradient came back
         claimed: samples launched, counted or still under way; at least `samples`
         loss_sum: sum of the losses of the counted samples, in nats per token
+        ranges: which samples these are, with the ends of slices found meanwhile, and samples that were given up
     """
 
     samples: int = 0
     claimed: int = 0
     loss_sum: float = 0.0
+    ranges: tuple[WindowRange, ...] = ()
 
     def supersedes(self, other: StepCount) -> bool:
         return (self.samples, self.claimed) > (other.samples, other.claimed)
@@ -56,6 +60,12 @@ class StepLedger:
 
     def counts(self, step: int) -> Iterator[tuple[str, StepCount]]:
         yield from sorted(self._counts.get(step, {}).items())
+
+    def ranges_from(self, step: int) -> Iterator[WindowRange]:
+        """Which samples have counted in `step` and later ones."""
+        for counts in (self._counts[known] for known in sorted(self._counts) if known >= step):
+            for _, count in sorted(counts.items()):
+                yield from count.ranges
 
     def samples(self, step: int) -> int:
         return sum(count.samples for _, count in self.counts(step))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Ranges in one progress count. A peer counts windows of some ten slices in a step; all else is a lie or a defect.
-MAX_RANGES = 256
+# Ranges in one progress count. A peer counts windows of some ten slices in a step, of more where slices are short.
+MAX_RANGES = 1024
 
 
 class SliceId(NamedTuple):

@@ -38,6 +38,9 @@ class PeerMetrics:
         self.round_trip_seconds = histogram("round_trip_duration_seconds", "From sending activations to the gradient")
         self.retries = counter("retries", "Tries of a hop that failed", "cause")
         self.duplicates = counter("duplicate_microbatches", "Microbatches that came again", "outcome")
+        self.repeated_samples = counter(
+            "repeated_samples", "Samples that counted a second time in one pass of the data"
+        )
         self.lost_samples = counter("lost_samples", "Samples whose gradient was accumulated and did not count")
         self.invalid_messages = counter("invalid_messages", "What arrived and was refused", "part")
         self.lost_replies = counter("lost_replies", "Replies that their caller did not take")

@@ -7,7 +7,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,13 +25,14 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.compute import ComputeThread
-from swarm_peer.runtime.data import SampleStream, load_tokenizer, shuffled, validation_samples
+from swarm_peer.runtime.data import SliceReader, load_tokenizer, validation_samples
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
 from swarm_peer.runtime.handover import GradientHandover
+from swarm_peer.runtime.leases import SliceLeases
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
 from swarm_peer.runtime.p2p_transport import P2PTransport
@@ -46,9 +47,10 @@ from swarm_peer.runtime.preparation import (
 from swarm_peer.runtime.processes import restarted_in, run_loop, start_anew
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.recovery import Recovery, Start
+from swarm_peer.runtime.samples import SamplePool
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.snapshots import StateDonor
-from swarm_peer.runtime.source import MicrobatchSource, SampleReader
+from swarm_peer.runtime.source import CountedHook, MicrobatchSource
 from swarm_peer.runtime.stage_group import StageGroup
 from swarm_peer.runtime.stage_runner import StageRunner
 from swarm_peer.runtime.steps import StepLoop
@@ -65,19 +67,17 @@ PUBLISH_PROGRESS_S = 1.0
 # Between tries to join a stage that nobody serves.
 JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
-# Samples are mixed once more, since two peers that read the same slice get its windows in the same order.
-SHUFFLED_SAMPLES = 256
 # To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
 LAST_REPLIES_S = 3.0
 # The state's index and the headroom of a frame.
 FRAME_SLACK_BYTES = 16 * 2**20
 
 
-def run_peer(options: PeerOptions, counted: Callable[[int, torch.Tensor], None] | None = None) -> None:
+def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
     """Run a peer until it is told to stop or the run ends. To be called in the main thread.
 
     Args:
-        counted: told of each microbatch that a stage-0 peer counts: (step, tokens (B, T+1))
+        counted: told of each microbatch that a stage-0 peer counts
 
     Raises:
         UserError: something that the user can mend
@@ -116,7 +116,7 @@ def _run_in_swarm(
     dht: SwarmDHT,
     metrics: PeerMetrics,
     folder: Path,
-    counted: Callable[[int, torch.Tensor], None] | None,
+    counted: CountedHook | None,
 ) -> int | None:
     """Returns the stage to start anew in, if any."""
     run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics)
@@ -171,7 +171,7 @@ class Peer:
         averager: GradientAverager,
         metrics: PeerMetrics,
         folder: Path,
-        counted: Callable[[int, torch.Tensor], None] | None,
+        counted: CountedHook | None,
     ):
         """Args:
         folder: for snapshots; removed when the process ends
@@ -265,25 +265,43 @@ class Peer:
             manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh, self._first_origin,
             changed,
         )  # fmt: skip
-        gossip = self._gossip = Gossip(manifest.hash, transport, self._progress, group.welcome, self._directory.drop)
+        leases = None
+        if spec.is_first:
+            reader = SliceReader(manifest, self._options.cache_dir)
+            pool = SamplePool(reader, random.Random(f"{manifest.seed} {self._me} samples"), changed)
+            leases = SliceLeases(
+                manifest.hash, reader, pool, transport, self._progress, view, manifest.limits.announcement_s, metrics,
+                changed,
+            )  # fmt: skip
+
+        def welcome(peer_id: str) -> None:
+            group.welcome(peer_id)
+            if leases is not None:
+                leases.welcome(peer_id)
+
+        def dismiss(peer_id: str, serial: int) -> None:
+            self._directory.drop(peer_id, serial)
+            if leases is not None:
+                leases.forget(peer_id)
+
+        gossip = self._gossip = Gossip(manifest.hash, transport, self._progress, welcome, dismiss)
         handover = GradientHandover(
             manifest.hash, spec.index, self._trainer, self._compute, self._runner, self._gate, transport, view, metrics
         )
         self._steps = StepLoop(
             manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress, handover,
-            transport, gossip, view, self._directory.refresh, metrics, changed, self._rng,
+            leases, transport, gossip, view, self._directory.refresh, metrics, changed, self._rng,
         )  # fmt: skip
         microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
         self._source = None
-        if spec.is_first:
+        self._leases = leases
+        if leases is not None:
             cache = self._options.cache_dir
-            # A peer that starts anew under the same id must not read the same text again.
-            stream = SampleStream(manifest, f"{self._me}/{time.time_ns()}", cache)
             load_tokenizer(manifest.data, self._trainer.module.config.vocab_size, cache)  # complain early
             self._source = MicrobatchSource(
                 manifest,
                 self._me,
-                SampleReader(shuffled(stream, SHUFFLED_SAMPLES, random.Random(self._me))),
+                leases,
                 validation_samples(manifest, manifest.training.validation_samples, cache),
                 self._runner, self._gate, self._progress, gossip, view, metrics, changed,
                 origin=lambda: self._steps.origin,
@@ -291,6 +309,8 @@ class Peer:
                 counted=self._counted,
             )  # fmt: skip
         calls = microbatches.calls | group.calls | donor.calls | gossip.calls | handover.calls | self._steps.calls
+        if leases is not None:
+            calls |= leases.calls
         return CallDispatcher(manifest.hash, spec.index, calls)
 
     async def _work(self) -> None:
@@ -312,7 +332,8 @@ class Peer:
             tasks.start_soon(self._recovery.run_snapshots)
             tasks.start_soon(self._move_when_needed)
             tasks.start_soon(self._look_for_end)
-            if self._source is not None:
+            if self._source is not None and self._leases is not None:
+                tasks.start_soon(self._leases.run)
                 tasks.start_soon(self._source.run)
                 tasks.start_soon(self._publish_progress)
             try:

@@ -35,6 +35,8 @@ class ProgressBook:
         self.ledger = StepLedger(global_batch_size)
         self.step = 0  # the oldest step of interest: this peer's own
         self.newest_step_seen = 0  # that any valid message spoke of
+        # Told of others' news: (step, author, its count before)
+        self.on_count: Callable[[int, str, StepCount], None] = lambda step, author, before: None
         self._run = manifest_hash
         self._identity = identity
         self._is_author = is_author
@@ -46,7 +48,9 @@ class ProgressBook:
 
     def count_own(self, step: int, count: StepCount) -> Progress:
         """Publish this stage-0 peer's own count on all calls and replies from now on."""
-        record = Progress(step=step, samples=count.samples, claimed=count.claimed, loss_sum=count.loss_sum)
+        record = Progress(
+            step=step, samples=count.samples, claimed=count.claimed, loss_sum=count.loss_sum, ranges=count.ranges
+        )
         if self.ledger.merge(step, self._identity.peer_id, count):
             self._keep(step, self._identity.peer_id, seal(record, self._run, self._identity))
         return record
@@ -85,10 +89,16 @@ class ProgressBook:
             # Claims stop at the global batch, give or take what others had not heard of yet.
             if not record.samples <= record.claimed <= 2 * self.ledger.global_batch_size:
                 raise InvalidMessage(f"a progress count of {record.samples} samples, {record.claimed} claimed")
+            # Samples that were given up are in the ranges, too.
+            windows = sum(item.end - item.start for item in record.ranges)
+            if windows > 2 * self.ledger.global_batch_size:
+                raise InvalidMessage(f"a progress count of {record.samples} samples with ranges of {windows}")
             in_reach = self.step - 1 <= record.step <= self.step + MAX_STEPS_AHEAD
+            before = self.ledger.count_of(record.step, author)
             if in_reach and self.ledger.merge(record.step, author, record.count()):
                 self._keep(record.step, author, envelope)
                 self._heard_at[author] = time.monotonic()
+                self.on_count(record.step, author, before)
 
     def talkative(self, peers: Iterable[str], patience_s: float) -> set[str]:
         """Those of `peers` that have made progress of late; at the beginning of a step, all of them.

@@ -11,7 +11,6 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -127,15 +126,6 @@ class SamplePool:
             with self._state:
                 self._awaited.remove(count)
         return samples
-
-    def put_back(self, samples: Iterable[Sample]) -> None:
-        """Give these out again, before others of their slices. Those of slices no longer leased are let go."""
-        with self._state:
-            for sample in samples:
-                if (slice_id := sample.id.slice_id) in self._leased:
-                    ready = [sample, *self._ready.get(slice_id, ())]
-                    self._ready[slice_id] = deque(sorted(ready, key=lambda known: known.id))
-        self._arrived.notify()
 
     def _take(self, count: int) -> list[Sample] | None:
         with self._state:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Full, Queue
 
 import anyio
 import numpy as np
@@ -18,11 +16,13 @@ import torch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, StepClosed
 from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.ranges import MAX_RANGES, SampleId
 from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.policy.window import InFlightWindow
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
+from swarm_peer.runtime.leases import SliceLeases
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.next_stage import Microbatch
 from swarm_peer.runtime.progress import ProgressBook
@@ -33,8 +33,6 @@ from swarm_peer.wire.records import Progress, Validation
 
 log = logging.getLogger(__name__)
 
-# Samples read ahead of use: reading and tokenising must not hold up the device.
-SAMPLES_AHEAD = 256
 # A microbatch that fails this often, each time after all tries of a hop, is dropped: it is itself to blame.
 MAX_LAUNCHES = 20
 # Pause before a failed microbatch is launched again; the later stages were already tried with backoff.
@@ -43,50 +41,8 @@ RELAUNCH_PAUSE_S = 0.5
 IDLE_PAUSE_S = 0.1
 
 
-class SampleReader:
-    """Reads an endless stream of samples in a thread of its own."""
-
-    def __init__(self, stream: Iterator[np.ndarray]):
-        self._stream = stream
-        self._samples: Queue[np.ndarray | Exception] = Queue(SAMPLES_AHEAD)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="samples", daemon=True)
-        self._thread.start()
-
-    async def next_samples(self, count: int) -> list[np.ndarray]:
-        """Raises whatever reading raised."""
-        if self._samples.qsize() >= count:  # there is no other consumer
-            return [self._take(self._samples.get_nowait()) for _ in range(count)]
-        return await anyio.to_thread.run_sync(self._wait_for, count, abandon_on_cancel=True)
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    def _wait_for(self, count: int) -> list[np.ndarray]:
-        return [self._take(self._samples.get()) for _ in range(count)]
-
-    @staticmethod
-    def _take(item: np.ndarray | Exception) -> np.ndarray:
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def _read(self) -> None:
-        try:
-            for sample in self._stream:
-                self._put(sample)
-                if self._stopping.is_set():
-                    return
-        except Exception as error:  # handed to the event loop, which ends the peer with it
-            self._put(error)
-
-    def _put(self, item: np.ndarray | Exception) -> None:
-        while not self._stopping.is_set():
-            try:
-                self._samples.put(item, timeout=0.5)
-                return
-            except Full:
-                continue
+# Told of each microbatch that counted: (step, tokens of shape (B, T+1), which samples they are)
+CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId]], None]
 
 
 @dataclass(slots=True)
@@ -94,6 +50,8 @@ class _Batch:
     """Samples that travel together, through as many launches as it takes."""
 
     tokens_BS: torch.Tensor
+    samples: tuple[SampleId, ...]
+    generation: int  # of the leases that the samples were read under
     claimed_step: int | None = None  # the step whose global batch has room reserved for it
     id: bytes = b""  # the same for all launches within a step: who has counted it knows it again
     launches: int = 0
@@ -103,14 +61,14 @@ class MicrobatchSource:
     """Belongs to the event loop's thread.
 
     Attributes:
-        counted: hook that is told each counted batch: (step, tokens of shape (B, T+1)); for tests and ledgers
+        counted: hook that is told each counted batch: (step, tokens of shape (B, T+1), their samples); for tests
     """
 
     def __init__(
         self,
         manifest: RunManifest,
         me: str,
-        reader: SampleReader,
+        leases: SliceLeases,
         validation: np.ndarray,
         runner: StageRunner,
         gate: StepGate,
@@ -121,11 +79,11 @@ class MicrobatchSource:
         changed: Signal,
         origin: Callable[[], Origin],
         hop_timeout_s: float,
-        counted: Callable[[int, torch.Tensor], None] | None = None,
+        counted: CountedHook | None = None,
     ):
         self._manifest = manifest
         self._me = me
-        self._reader = reader
+        self._leases = leases
         self._validation = validation
         self._runner = runner
         self._gate = gate
@@ -164,6 +122,8 @@ class MicrobatchSource:
                     await self._validate(step)
                     continue
                 batch = self._waiting.popleft() if self._waiting else await self._draw()
+                if batch.generation != self._leases.generation:
+                    continue  # others may read these slices now; what of them has not counted is read again
                 if step != self._gate.step:  # it ended while samples were read
                     self._waiting.append(batch)
                     continue
@@ -207,8 +167,10 @@ class MicrobatchSource:
         return self._progress.ledger.may_claim(step, self._me, live, self._manifest.training.microbatch_size)
 
     async def _draw(self) -> _Batch:
-        samples = await self._reader.next_samples(self._manifest.training.microbatch_size)
-        return _Batch(torch.from_numpy(np.stack(samples)))
+        generation = self._leases.generation
+        samples = await self._leases.draw(self._manifest.training.microbatch_size)
+        tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+        return _Batch(tokens_BS, tuple(sample.id for sample in samples), generation)
 
     def _claim(self, batch: _Batch, step: int) -> None:
         batch.launches += 1
@@ -217,9 +179,13 @@ class MicrobatchSource:
             batch.id = os.urandom(16)
             self._count(step, claimed=len(batch.tokens_BS))
 
-    def _count(self, step: int, samples: int = 0, claimed: int = 0, loss_sum: float = 0.0) -> None:
+    def _count(self, step: int, samples: Sequence[SampleId] = (), claimed: int = 0, loss_sum: float = 0.0) -> None:
         own = self._progress.ledger.count_of(step, self._me)
-        grown = StepCount(own.samples + samples, own.claimed + claimed, own.loss_sum + loss_sum)
+        ranges = self._leases.count(samples, own)
+        if len(ranges) > MAX_RANGES:
+            log.error("samples_not_recorded ranges=%d reason=at most %d go in a step", len(ranges), MAX_RANGES)
+            ranges = ranges[:MAX_RANGES]
+        grown = StepCount(own.samples + len(samples), own.claimed + claimed, own.loss_sum + loss_sum, ranges)
         self.current = self._progress.count_own(step, grown)
 
     async def _train(self, batch: _Batch, step: int) -> None:
@@ -229,9 +195,10 @@ class MicrobatchSource:
             async with self._gate.enter(step):
                 microbatch = _microbatch(batch.id, batch.tokens_BS, step, "train")
                 result = await self._runner.run(microbatch, None, anyio.current_time() + self._timeout_s)
-                self._count(step, samples=len(batch.tokens_BS), loss_sum=result.loss_sum)
-                if self._counted_hook is not None:
-                    self._counted_hook(step, batch.tokens_BS)
+                if batch.generation == self._leases.generation:  # not of a line of updates that was given up
+                    self._count(step, batch.samples, loss_sum=result.loss_sum)
+                    if self._counted_hook is not None:
+                        self._counted_hook(step, batch.tokens_BS, batch.samples)
             seconds = time.perf_counter() - begin
             self._metrics.round_trip_seconds.observe(seconds)
             if speed := self._runner.samples_per_s:
@@ -259,6 +226,7 @@ class MicrobatchSource:
         if batch.launches >= MAX_LAUNCHES:
             self._metrics.lost_samples.inc(len(batch.tokens_BS))
             log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
+            self._leases.give_up(batch.samples)
             # Another takes its place in the global batch, which would stay unfilled otherwise.
             claimed_step, batch = batch.claimed_step, await self._draw()
             batch.claimed_step = claimed_step

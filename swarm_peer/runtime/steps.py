@@ -22,6 +22,7 @@ from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.handover import GradientHandover
+from swarm_peer.runtime.leases import SliceLeases
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
@@ -61,6 +62,7 @@ class StepLoop:
         donor: StateDonor,
         progress: ProgressBook,
         handover: GradientHandover,
+        leases: SliceLeases | None,
         transport: Transport,
         gossip: Gossip,
         view: Callable[[], SwarmView],
@@ -70,6 +72,7 @@ class StepLoop:
         rng: random.Random,
     ):
         """Args:
+        leases: of stage 0, what it reads
         look_again: looks up who announces some stages now
         """
         self._manifest = manifest
@@ -82,6 +85,7 @@ class StepLoop:
         self._donor = donor
         self._progress = progress
         self._handover = handover
+        self._leases = leases
         self._transport = transport
         self._gossip = gossip
         self._view = view
@@ -114,12 +118,12 @@ class StepLoop:
     async def begin(self, origin: Origin, state: StageState | None) -> None:
         """Start where the run begins: with a snapshot, or with the run's initial weights."""
         if state is not None:
-            await self._take_over(state)
-            self._enter(origin.step, state.lineage, origin, state.ledger)
+            await self._take_over(state, origin.step, origin)
             return
         # Of other versions of torch, the initial weights may be others: stage-mates compare their lineages.
         weights = await self._compute.run(Priority.STEP, self._trainer.state)
         lineage = await anyio.to_thread.run_sync(checksum, self._hash, list(weights.values()))
+        await self._begin_to_read(origin.step, b"")
         self._enter(origin.step, lineage, origin, b"")
 
     async def join(self, donors: list[str]) -> None:
@@ -229,8 +233,7 @@ class StepLoop:
         async with self._ending:
             state = await self._snapshot_of(target) if target.updates else None
             if state is not None:
-                await self._take_over(state)
-                self._enter(target.step, state.lineage, target, state.ledger)
+                await self._take_over(state, target.step, target)
             else:
                 await self._compute.run(Priority.STEP, self._trainer.restart)
                 await self.begin(target, None)
@@ -273,7 +276,8 @@ class StepLoop:
         step = self.step
         ledger = self._progress.ledger
         samples, loss_sum = ledger.samples(step), ledger.loss_sum(step)
-        self._donor.retain_update(settlement.gradients, settlement.lineage, b"")
+        counted = b"" if self._leases is None else self._leases.end_step(step)
+        self._donor.retain_update(settlement.gradients, settlement.lineage, counted)
         result = await self._compute.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         if result.skipped:
             log.error("update_skipped step=%d reason=the averaged gradient is not finite", step)
@@ -290,7 +294,7 @@ class StepLoop:
             "step_done updates=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
             updates, loss, settlement.samples, seconds, result.grad_norm, result.learning_rate,
         )  # fmt: skip
-        self._enter(step + 1, settlement.lineage, self.origin, b"")
+        self._enter(step + 1, settlement.lineage, self.origin, counted)
 
     def _enter(self, step: int, lineage: str, origin: Origin, ledger: bytes) -> None:
         self.step = step
@@ -321,8 +325,7 @@ class StepLoop:
                 state = await fetch_state(
                     self._transport, donors, call, max_bytes=self._max_state_bytes(), rng=self._rng
                 )
-                await self._take_over(state)
-                self._enter(state.step, state.lineage, state.origin, state.ledger)
+                await self._take_over(state, state.step, state.origin)
                 return
             except CallError as error:
                 if attempt == DOWNLOAD_TRIES:
@@ -332,8 +335,14 @@ class StepLoop:
                 serving = [peer.peer_id for peer in self._view().serving(self._stage)]
                 donors = [peer_id for peer_id in serving if peer_id != self._transport.peer_id] or donors
 
-    async def _take_over(self, state: StageState) -> None:
+    async def _take_over(self, state: StageState, step: int, origin: Origin) -> None:
+        await self._begin_to_read(step, state.ledger)
         await self._compute.run(Priority.STEP, lambda: self._trainer.load_state(state.tensors, state.updates))
+        self._enter(step, state.lineage, origin, state.ledger)
+
+    async def _begin_to_read(self, step: int, ledger: bytes) -> None:
+        if self._leases is not None:
+            await self._leases.begin(step, ledger)
 
     async def _replay(self, donors: list[str]) -> bool:
         """Apply the updates that stage-mates made since this peer's state. Returns whether there was any."""
@@ -353,6 +362,7 @@ class StepLoop:
             except CallError as error:
                 log.info("replayed steps=%d until=%d reason=%s", self.step - before, self.step, error)
                 return self.step > before
+            await self._begin_to_read(self.step + 1, update.ledger)
             await self._compute.run(Priority.STEP, lambda gradients=gradients: self._trainer.apply(gradients))  # type: ignore[misc]
             self._enter(self.step + 1, update.lineage, self.origin, update.ledger)
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data_ledger import MAX_PASSES, MAX_SLICES, MAX_WINDOWS, DataLedger
-from swarm_peer.policy.ranges import MAX_RANGES, WindowRange
+from swarm_peer.policy.ranges import MAX_RANGES, SliceId, WindowRange
 
 # A finished slice takes ten bytes: a pass of a million of them.
 MAX_LEDGER_BYTES = 16 << 20
@@ -24,11 +24,19 @@ def _check_range(item: WindowRange) -> WindowRange:
     return item
 
 
-# Samples that a peer has counted in one global step: a field of a pydantic model. Whether the ledger of this run admits
-# them (`DataLedger.admits`) is another question.
-CountedRanges = Annotated[
-    tuple[Annotated[WindowRange, AfterValidator(_check_range)], ...], Field(max_length=MAX_RANGES)
-]
+# Fields of pydantic models; `CountedRanges` are the samples that a peer has counted in one global step. Whether the
+# ledger of this run admits them (`DataLedger.admits`) is another question.
+CountedRange = Annotated[WindowRange, AfterValidator(_check_range)]
+CountedRanges = Annotated[tuple[CountedRange, ...], Field(max_length=MAX_RANGES)]
+
+
+def _check_slice(item: SliceId) -> SliceId:
+    if not (0 <= item.pass_number < MAX_PASSES and 0 <= item.slice_index < MAX_SLICES):
+        raise ValueError("no slice")
+    return item
+
+
+SliceName = Annotated[SliceId, AfterValidator(_check_slice)]
 
 
 def encode_ledger(ledger: DataLedger) -> bytes:

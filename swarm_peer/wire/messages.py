@@ -16,19 +16,21 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
 from swarm_peer.wire.records import FiniteFloat, NonNegativeFloat, Samples, Step
 
 PROTOCOL = "swarm/1"
 PREFIX = struct.Struct("!IQ")
 # Progress counts of some hundred stage-0 peers are the largest thing in a header.
-MAX_HEADER_BYTES = 256 * 1024
+MAX_HEADER_BYTES = 2**20
+# One of them, with its ranges of samples.
+MAX_COUNT_BYTES = 32 * 1024
 MAX_TENSORS = 8
 # Microbatches of one peer's share of a global step; 20 bytes of a header each.
 MAX_COUNTED_IDS = 8192
 STATE_CHUNK_BYTES = 4 * 2**20
 # Of a reply with logits; every peer takes frames of this length.
 MAX_LOGITS_BYTES = STATE_CHUNK_BYTES
-MAX_LEDGER_BYTES = 2**20
 
 
 class FrameType(IntEnum):
@@ -101,7 +103,7 @@ class Body(BaseModel):
 
 Hash = Annotated[str, Field(min_length=32, max_length=32)]
 # A signed progress count: (peer id of its author, envelope).
-SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=512)]]
+SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=MAX_COUNT_BYTES)]]
 SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
 
 
@@ -233,6 +235,44 @@ class GoodbyeCall(Body):
     op: Literal["goodbye"] = "goodbye"
     manifest: Hash
     serial: int = Field(ge=0, lt=2**63)
+    counts: SignedCounts
+
+
+# Slices that a peer asks for at once: as many as it reads at a time.
+MAX_SLICES_ASKED = 64
+# Of what is known of them: slices with more gaps than this wait for a later pass.
+MAX_FACTS = 4096
+
+
+class LeaseCall(Body):
+    """The caller, of stage 0, wants to read these slices of the data (policy/data_ledger.py).
+
+    Attributes:
+        believed: slices that it believes the callee to lease
+    """
+
+    op: Literal["lease"] = "lease"
+    manifest: Hash
+    stage: Literal[0] = 0
+    slices: tuple[SliceName, ...] = Field(max_length=MAX_SLICES_ASKED)
+    believed: tuple[SliceName, ...] = Field(max_length=MAX_FACTS)
+    counts: SignedCounts
+
+
+class LeaseReply(Body):
+    """Attributes:
+    refused: slices that the caller may not read, with who leases them, if anybody
+    facts: what the callee knows of the slices asked for
+    current_pass: the oldest pass that is not over
+    corrections: slices that it does not lease, of those that the caller believed it to
+    """
+
+    refused: tuple[tuple[SliceName, Annotated[str, Field(max_length=64)] | None], ...] = Field(
+        max_length=MAX_SLICES_ASKED
+    )
+    facts: tuple[CountedRange, ...] = Field(max_length=MAX_FACTS)
+    current_pass: int = Field(ge=0, lt=2**40)
+    corrections: tuple[SliceName, ...] = Field(max_length=MAX_FACTS)
     counts: SignedCounts
 
 

@@ -16,6 +16,7 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.wire.identity import Identity, verify
+from swarm_peer.wire.ledger_codec import CountedRanges
 
 # The manifest is the largest record: a few kilobytes of configuration.
 MAX_RECORD_BYTES = 64 * 1024
@@ -103,9 +104,10 @@ class Progress(Record):
     samples: Samples
     claimed: Samples
     loss_sum: FiniteFloat
+    ranges: CountedRanges = ()
 
     def count(self) -> StepCount:
-        return StepCount(self.samples, self.claimed, self.loss_sum)
+        return StepCount(self.samples, self.claimed, self.loss_sum, self.ranges)
 
 
 class StepReport(Record):

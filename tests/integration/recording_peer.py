@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from cyclopts import App, Parameter
 
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
+from swarm_peer.policy.ranges import SampleId
 from swarm_peer.runtime.peer import run_peer
 
 app = App()
@@ -29,8 +31,9 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
         inject(FAULT, FOLDER)
     with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
 
-        def record(step: int, tokens_BS: torch.Tensor) -> None:
-            file.write(json.dumps({"step": step, "time": time.time(), "tokens": tokens_BS.tolist()}) + "\n")
+        def record(step: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId]) -> None:
+            entry = {"step": step, "time": time.time(), "tokens": tokens_BS.tolist(), "samples": samples}
+            file.write(json.dumps(entry) + "\n")
             file.flush()
 
         run_peer(options, counted=record)

@@ -555,8 +555,8 @@ class Follower:
         gossip = Gossip(MANIFEST.hash, transport, progress, group.welcome, lambda peer: None)
         runner = SimpleNamespace(forget_step=lambda: None)
         self.steps = StepLoop(
-            MANIFEST, self.trainer, self.compute, runner, self.gate, group, self.donor, progress, None, transport,
-            gossip, self.view, self.look, self.metrics, changed, random.Random(0),
+            MANIFEST, self.trainer, self.compute, runner, self.gate, group, self.donor, progress, None, None,
+            transport,            gossip, self.view, self.look, self.metrics, changed, random.Random(0),
         )  # fmt: skip
 
     def view(self):

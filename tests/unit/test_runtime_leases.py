@@ -1,0 +1,452 @@
+"""Slices leased among the peers of stage 0, over an in-memory network, with a real reading thread in each peer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+
+import anyio
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from made_up_slices import FakeReader
+from memory_transport import MemoryNetwork
+
+from swarm_peer.errors import InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.policy.data_ledger import DataLedger
+from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.ranges import SampleId, SliceId, WindowRange, ranges_of
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime import leases as leases_module
+from swarm_peer.runtime.handlers import CallDispatcher
+from swarm_peer.runtime.leases import PATIENCE, SliceLeases
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.progress import ProgressBook
+from swarm_peer.runtime.samples import SamplePool
+from swarm_peer.runtime.signal import Signal
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
+from swarm_peer.wire.messages import LeaseCall, LeaseReply
+
+RUN = "0123456789abcdef" * 2
+ANNOUNCEMENT_S = 10.0
+GLOBAL_BATCH = 10_000
+
+
+class Peer:
+    """What a stage-0 peer has that reads data."""
+
+    def __init__(self, swarm: Swarm, name: str, reader: FakeReader):
+        self.swarm, self.name = swarm, name
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
+        self.peer_id = identity.peer_id
+        self.metrics, self.changed = PeerMetrics(), Signal()
+        self.transport = swarm.network.transport(self.peer_id)
+        self.progress = ProgressBook(RUN, GLOBAL_BATCH, identity, lambda author: True, self.metrics, self.changed)
+        self.pool = SamplePool(reader, random.Random(name), self.changed)  # type: ignore[arg-type]
+        self.hidden: set[str] = set()  # peers that this one does not see
+        self.leases = SliceLeases(
+            RUN, reader, self.pool, self.transport, self.progress, self.view, ANNOUNCEMENT_S, self.metrics, self.changed
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.state = PeerState.SERVING
+        self.task: asyncio.Task[None] | None = None
+
+    def view(self) -> SwarmView:
+        peers = [peer for peer in self.swarm.announced if peer.name not in self.hidden]
+        return SwarmView(1, tuple(PeerView(peer.peer_id, 0, peer.state) for peer in peers))
+
+    def start(self) -> None:
+        self.task = asyncio.create_task(self.leases.run())
+
+    @property
+    def ledger(self) -> DataLedger:
+        assert self.leases._ledger is not None
+        return self.leases._ledger
+
+    @property
+    def leased(self) -> list[SliceId]:
+        return self.ledger.leases(self.peer_id)
+
+    async def has_leased(self, count: int) -> list[SliceId]:
+        await until(lambda: len(self.leases._held) >= count)
+        return sorted(self.leases._held)
+
+    async def draw(self, count: int = 1) -> list[SampleId]:
+        return [sample.id for sample in await self.leases.draw(count)]
+
+    def count(self, samples: list[SampleId]) -> None:
+        own = self.progress.ledger.count_of(self.progress.step, self.peer_id)
+        total = own.samples + len(samples)
+        self.progress.count_own(self.progress.step, StepCount(total, total, 0.0, self.leases.count(samples, own)))
+
+    def tell(self, other: Peer) -> None:
+        other.progress.merge(self.progress.signed_counts(), vouched=True)
+
+    @property
+    def repeated(self) -> float:
+        return float(self.metrics.repeated_samples._value.get())
+
+
+class Swarm:
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.peers: list[Peer] = []
+        self.announced: list[Peer] = []
+
+    async def add(self, name: str, *lengths: int, ledger: bytes = b"", step: int = 0) -> Peer:
+        peer = Peer(self, name, FakeReader(*lengths))
+        peer.progress.enter(step)
+        await peer.leases.begin(step, ledger)
+        await peer.transport.serve(CallDispatcher(RUN, 0, peer.leases.calls))
+        self.peers.append(peer)
+        self.announced.append(peer)
+        for other in self.peers:
+            other.tell(peer)
+        peer.start()
+        return peer
+
+    def kill(self, peer: Peer, is_noticed: bool = True) -> None:
+        assert peer.task is not None
+        peer.task.cancel()
+        self.network.kill(peer.peer_id)
+        self.peers.remove(peer)
+        if is_noticed:
+            self.announced.remove(peer)
+
+    def end_step(self) -> None:
+        for peer in self.peers:
+            for other in self.peers:
+                peer.tell(other)
+        ledgers = {peer.leases.end_step(peer.progress.step) for peer in self.peers}
+        assert len(ledgers) == 1, "stage-mates give newcomers the same bytes"
+        for peer in self.peers:
+            assert peer.repeated == 0
+            peer.progress.enter(peer.progress.step + 1)
+            peer.changed.notify()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(leases_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(leases_module, "RETRY_S", 0.01)
+    return clock
+
+
+@pytest.fixture
+async def swarm(clock: SimpleNamespace) -> AsyncIterator[Swarm]:
+    swarm = Swarm()
+    async with swarm.network:
+        yield swarm
+        for peer in swarm.peers:
+            assert peer.task is not None
+            assert not peer.task.done(), "it failed"
+            peer.task.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (there is no one event for what many peers do)
+        await anyio.sleep(0.002)
+
+
+def windows_of(slice_id: SliceId, count: int) -> set[SampleId]:
+    return {SampleId(*slice_id, window) for window in range(count)}
+
+
+async def test_who_is_alone_asks_nobody_and_goes_through_the_data_pass_after_pass(swarm: Swarm) -> None:
+    lengths = [3, 0, 5, 4]
+    peer = await swarm.add("a", *lengths)
+    for _ in range(2):
+        drawn = [await peer.draw(4) for _ in range(3)]
+        for samples in drawn:
+            peer.count(samples)
+        swarm.end_step()
+        assert sorted(sample[1:] for samples in drawn for sample in samples) == [
+            (index, window) for index, length in enumerate(lengths) for window in range(length)
+        ]
+    assert peer.ledger.current_pass == 2 or peer.ledger.num_finished >= 2
+    assert swarm.network.calls == []
+
+
+async def test_stage_mates_read_different_slices(swarm: Swarm) -> None:
+    peers = [await swarm.add(name, *[500] * 24) for name in "abc"]
+    leased = [set(await peer.has_leased(8)) for peer in peers]
+    assert len(set.union(*leased)) == 24
+
+
+async def test_a_pass_is_covered_and_no_sample_counts_twice(swarm: Swarm) -> None:
+    lengths = [random.Random(i).randrange(12) for i in range(30)]
+    for name in "abc":
+        await swarm.add(name, *lengths)
+    counted: set[SampleId] = set()
+    steps = 0
+    while any(peer.ledger.current_pass == 0 for peer in swarm.peers):
+        for peer in swarm.peers:
+            samples = await peer.draw(5)
+            assert not counted & set(samples)
+            counted.update(samples)
+            peer.count(samples)
+        swarm.end_step()
+        steps += 1
+        assert steps < 100
+    of_pass_0 = {sample for sample in counted if sample.pass_number == 0}
+    assert of_pass_0 == {SampleId(0, i, w) for i, length in enumerate(lengths) for w in range(length)}
+
+
+async def test_what_a_dead_stage_mate_told_a_single_survivor_is_respected(swarm: Swarm, clock: SimpleNamespace) -> None:
+    a, b, c = [await swarm.add(name, *[10] * 12) for name in "abc"]
+    samples = await c.draw(20)
+    c.count(samples)
+    c.tell(b)
+    swarm.kill(c)
+    clock.now += PATIENCE * ANNOUNCEMENT_S + 1
+    rest: set[SampleId] = set()
+    while len(rest) < 120 - 20:
+        for peer in (a, b):
+            with anyio.move_on_after(0.05):
+                drawn = await peer.draw(1)
+                peer.count(drawn)
+                assert not rest & set(drawn)
+                rest.update(sample for sample in drawn if sample.pass_number == 0)
+    assert not rest & set(samples)
+    while {peer.ledger.current_pass for peer in swarm.peers} != {1}:  # the ends of slices come with later counts
+        for peer in (a, b):
+            peer.count(await peer.draw(1))
+        swarm.end_step()
+
+
+async def test_leases_of_a_peer_that_vanished_are_respected_for_a_while(swarm: Swarm, clock: SimpleNamespace) -> None:
+    a = await swarm.add("a", *[10] * 4)
+    theirs = await a.has_leased(4)
+    b = await swarm.add("b", *[10] * 4)
+    first = await b.has_leased(4)
+    assert all(slice_id.pass_number > 0 for slice_id in first), "it reads ahead"
+    swarm.kill(a)
+    b.leases._let_go(first[0])
+    await b.has_leased(5)
+    assert not set(theirs) & set(b.leased)
+    clock.now += PATIENCE * ANNOUNCEMENT_S + 1
+    await until(lambda: set(theirs) <= set(b.leased))
+
+
+async def test_leases_of_a_peer_that_said_goodbye_are_free_at_once(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[10] * 4)
+    theirs = await a.has_leased(4)
+    b = await swarm.add("b", *[10] * 4)
+    swarm.kill(a)
+    b.leases.forget(a.peer_id)
+    await until(lambda: set(theirs) <= set(b.leased))
+
+
+async def test_as_long_as_a_stage_mate_does_not_answer_nothing_is_leased(swarm: Swarm) -> None:
+    fault = swarm.network.fault(op="lease", times=10**6, fail=PeerUnreachable("no way"))
+    a = await swarm.add("a", *[500] * 20)
+    await a.has_leased(8)
+    b = await swarm.add("b", *[500] * 20)
+    await until(lambda: fault.fired > 3)
+    assert b.leases._held == set()
+    assert b.pool.is_read_out
+    fault.times = fault.fired
+    await b.has_leased(8)
+
+
+async def test_hearsay_is_corrected(swarm: Swarm) -> None:
+    """A stage-mate that asked and gave up leaves others believing that it leases a slice."""
+    a = await swarm.add("a", *[500] * 9)
+    mine = await a.has_leased(8)
+    [free] = {SliceId(0, index) for index in range(9)} - set(mine)
+    b = await swarm.add("b", *[500] * 9)
+    assert await b.has_leased(1) == [free]
+    b.leases._let_go(free)
+    b.ledger.release(b.peer_id, [free])
+    assert a.ledger.owner(free) == b.peer_id
+    for slice_id in mine[:2]:
+        a.leases._let_go(slice_id)  # it wants others now
+    await until(lambda: a.ledger.owner(free) == a.peer_id or b.ledger.owner(free) == b.peer_id)
+
+
+async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[200] * 3)
+    b = Peer(swarm, "b", FakeReader(*[200] * 3))
+    a.hidden.add("b")
+    b.hidden.add("a")
+    await b.leases.begin(0, b"")
+    await b.transport.serve(CallDispatcher(RUN, 0, b.leases.calls))
+    swarm.peers.append(b)
+    swarm.announced.append(b)
+    b.start()
+    await a.has_leased(3)
+    await b.has_leased(3)
+    in_flight, counted = await a.draw(1), await a.draw(10)
+    theirs = await b.draw(20)
+    b.count(theirs)
+    a.count(counted)
+    contested = {sample.slice_id for sample in theirs}
+    b.tell(a)
+    assert in_flight[0].slice_id in a.leased or in_flight[0].slice_id not in contested
+    assert not (contested - {in_flight[0].slice_id}) & set(a.leased), "it stops to read them"
+    a.count(in_flight)
+    assert not contested & set(a.leased), "nothing is on its way any more"
+    a.hidden.clear()
+    b.hidden.clear()
+    a.tell(b)
+    again = a.leases.end_step(0)
+    assert a.repeated == len({*in_flight, *counted} & set(theirs))
+    assert decode_ledger(again, 3).uncounted(theirs[0].slice_id).next_window > 0
+
+
+async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> None:
+    peer = await swarm.add("a", 30)
+    before = await peer.draw(10)
+    peer.count(before)
+    after_step = peer.leases.end_step(0)
+    generation = peer.leases.generation
+    drawn = await peer.draw(5)
+    await peer.leases.begin(1, after_step)
+    peer.progress.enter(1)
+    assert peer.leases.generation > generation
+    again = await peer.draw(5)
+    assert again == drawn, "in the ledger that it goes on from they have not counted"
+    await peer.leases.begin(0, b"")
+    assert sorted(await peer.draw(30)) == sorted(windows_of(SliceId(0, 0), 30))
+
+
+async def test_a_newcomer_goes_on_from_the_ledger_that_it_is_given(swarm: Swarm) -> None:
+    a = await swarm.add("a", 30)
+    a.count(await a.draw(12))
+    ledger = a.leases.end_step(0)
+    swarm.kill(a)
+    b = await swarm.add("b", 30, ledger=ledger, step=1)
+    assert sorted(await b.draw(18)) == [SampleId(0, 0, window) for window in range(12, 30)]
+
+
+async def test_samples_given_up_pass_for_counted(swarm: Swarm) -> None:
+    peer = await swarm.add("a", 6)
+    samples = await peer.draw(6)
+    peer.leases.give_up(samples[:2])
+    await until(lambda: peer.pool.is_read_out or len(peer.leased) > 1)
+    peer.count(samples[2:])
+    swarm.end_step()
+    assert peer.ledger.current_pass == 1
+    assert peer.progress.ledger.count_of(0, peer.peer_id).samples == 4
+
+
+async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[10] * 20)
+    b = await swarm.add("b", *[10] * 20)
+    b.count(await b.draw(3))
+    b.tell(a)
+    late = await b.draw(4)
+    b.count(late)
+    a.leases.end_step(0)
+    a.progress.enter(1)
+    b.tell(a)
+    assert set(late) <= {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
+    assert a.repeated == 0
+    a.progress.merge(b.progress.signed_counts())
+    assert a.repeated == 0
+
+
+async def test_what_counts_twice_is_noted(swarm: Swarm) -> None:
+    a = await swarm.add("a", 10)
+    samples = await a.draw(4)
+    a.count(samples)
+    a.leases.end_step(0)
+    a.progress.enter(1)
+    own = a.progress.ledger.count_of(1, a.peer_id)
+    a.progress.count_own(1, StepCount(own.samples + 2, 2, 0.0, ranges_of(samples[:2])))
+    a.leases.end_step(1)
+    assert a.repeated == 2
+
+
+async def test_ranges_that_no_count_can_have_are_refused(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[10] * 3)
+    b = await swarm.add("b", *[10] * 3)
+    b.progress.count_own(0, StepCount(1, 1, 0.0, (WindowRange(0, 0, 0, 3 * GLOBAL_BATCH),)))
+    with pytest.raises(InvalidMessage, match="a progress count of 1 samples with ranges of 30000"):
+        b.tell(a)
+    assert list(a.progress.ledger.ranges_from(0)) == []
+
+
+async def test_only_stage_mates_lease(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[10] * 20)
+    stranger = swarm.network.transport("stranger")
+    call = LeaseCall(manifest=RUN, slices=(SliceId(0, 0),), believed=(), counts=())
+    with pytest.raises(NotServing, match="does not know the caller"):
+        await stranger.call(a.peer_id, call, timeout_s=5)
+    a.leases.welcome("stranger")
+    reply = await stranger.call(a.peer_id, call, timeout_s=5)
+    refused = LeaseReply.model_validate(reply.body).refused
+    assert refused == (((SliceId(0, 0)), a.peer_id),) or a.ledger.owner(SliceId(0, 0)) == "stranger"
+
+
+async def test_no_stage_mate_can_end_many_passes_at_once(swarm: Swarm) -> None:
+    def exaggerate(reply):  # type: ignore[no-untyped-def]
+        reply.body["current_pass"] = 1 << 30
+        return reply
+
+    await swarm.add("a", *[500] * 20)
+    fault = swarm.network.fault(op="lease", tamper=exaggerate)
+    b = await swarm.add("b", *[500] * 20)
+    await until(lambda: fault.fired == 1)
+    await b.has_leased(8)
+    assert b.ledger.current_pass <= 1
+
+
+async def test_a_ledger_of_other_data_is_refused(swarm: Swarm) -> None:
+    with pytest.raises(InvalidMessage, match="of 4 slices, where the data here has 5"):
+        await swarm.add("a", *[10] * 5, ledger=encode_ledger(DataLedger(4)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_swarm_that_comes_and_goes(swarm: Swarm, clock: SimpleNamespace, seed: int) -> None:
+    """Peers join, leave, die and fail to hear of each other's last counts: nothing that survivors know counts twice."""
+    rng = random.Random(seed)
+    lengths = [rng.randrange(9) for _ in range(25)]
+    names = iter("abcdefghijklmnopqrstuvwxyz")
+    await swarm.add(next(names), *lengths)
+    counted: dict[SampleId, str] = {}
+    on_the_way: dict[Peer, list[SampleId]] = {}
+
+    async def draw(peer: Peer) -> None:
+        with anyio.move_on_after(0.2):
+            samples = await peer.draw(rng.randint(1, 4))
+            on_the_way.setdefault(peer, []).extend(samples)
+
+    def count(peer: Peer) -> None:
+        samples = on_the_way.pop(peer, [])
+        for sample in samples:
+            assert sample not in counted, f"{sample} counted by {counted[sample]} and {peer.name}"
+            counted[sample] = peer.name
+        if samples:
+            peer.count(samples)
+
+    def knows(sample: SampleId) -> bool:
+        over = [sample.pass_number < peer.ledger.current_pass for peer in swarm.peers]
+        ranges = [r for peer in swarm.peers for r in (*peer.ledger.counted(sample.slice_id),
+                  *peer.progress.ledger.ranges_from(0))]  # fmt: skip
+        return any(over) or any(r.slice_id == sample.slice_id and r.start <= sample.window < r.end for r in ranges)
+
+    for _ in range(120):
+        peer, dice = rng.choice(swarm.peers), rng.random()
+        if dice < 0.4:
+            await draw(peer)
+        elif dice < 0.7:
+            count(peer)
+        elif dice < 0.8:
+            peer.tell(rng.choice(swarm.peers))
+        elif dice < 0.9:
+            for other in list(on_the_way):
+                if other in swarm.peers:
+                    count(other)
+            swarm.end_step()
+        elif dice < 0.95 and len(swarm.peers) < 4:
+            donor = swarm.peers[0]
+            await swarm.add(next(names), *lengths, ledger=encode_ledger(donor.ledger), step=donor.progress.step)
+        elif len(swarm.peers) > 1:
+            swarm.kill(peer)
+            on_the_way.pop(peer, None)
+            clock.now += rng.choice([0.0, PATIENCE * ANNOUNCEMENT_S + 1])
+            counted = {sample: name for sample, name in counted.items() if knows(sample)}
+    assert len(counted) > 20
