@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import hashlib
 import logging
 import time
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 # Members come from the barrier within milliseconds of each other; a busy machine may take longer.
 START_TIMEOUT_S = 5.0
 START_POLL_S = 0.005
+# What is left of a failed round is as large as the stage, and a garbage collector that counts objects would let it lie
+# for a dozen rounds. After this long, hivemind's tasks of the round have ended.
+COLLECT_AFTER_S = 1.0
 
 
 class AveragingFailed(Exception):
@@ -117,6 +121,8 @@ class _AveragerProcess(DecentralizedAverager):
             outcome = None
         except Exception as error:  # handed to the peer's process, where it is a failed round
             outcome = AveragingFailed(repr(error)[:200])
+            # hivemind's runner and its exceptions hold each other, and the runner holds tensors.
+            asyncio.get_running_loop().call_later(COLLECT_AFTER_S, gc.collect)
         with suppress(concurrent.futures.InvalidStateError):  # the peer has given the round up
             if outcome is None:
                 future.set_result(None)

@@ -9,10 +9,12 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from hivemind.utils import MPFuture
 
 from coordinator.local import LOOPBACK
 from swarm_peer.config import AveragingSection
-from swarm_peer.runtime.averaging import AveragingFailed, GradientAverager
+from swarm_peer.runtime import averaging
+from swarm_peer.runtime.averaging import COLLECT_AFTER_S, AveragingFailed, GradientAverager
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.wire.identity import Identity
@@ -123,3 +125,22 @@ async def test_who_comes_later_is_waited_for_and_who_does_not_come_fails_the_rou
     check_equals_mean(await members.average(0, [0, 1, 2], late_s=1.0), 0, TOLERANCE["none"])
     assert await members.average(1, [0, 2]) == [None, None, None]
     check_equals_mean(await members.average(2, [2, 1, 0]), 2, TOLERANCE["none"])
+
+
+async def _count_runners(self: object, future: MPFuture) -> None:
+    """In the averager's process."""
+    future.set_result(sum(isinstance(known, averaging._ExactAllReduce) for known in gc.get_objects()))
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging._AveragerProcess, "_count_runners", _count_runners, raising=False)
+
+
+@pytest.mark.parametrize("members", ["none"], indirect=True)
+async def test_a_failed_round_leaves_nothing_behind(counting: None, members: Members) -> None:
+    assert await members.average(0, [0, 1]) == [None, None, None]
+    await anyio.sleep(COLLECT_AFTER_S + 1.0)
+    future: MPFuture = MPFuture()
+    members.averagers[0]._process._outer_pipe.send(("_count_runners", [], {"future": future}))
+    assert await future == 0
