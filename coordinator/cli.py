@@ -225,6 +225,102 @@ def status(
 
 
 @app.command
+def plan(
+    config: Path | None = None,
+    *,
+    peers: Path | None = None,
+    initial_peers: Addresses = (),
+    run_id: str | None = None,
+    stages: int | None = None,
+    tokens: int | None = None,
+    dollars_per_hour: float | None = None,
+    dollars_per_gb: float | None = None,
+    upload_mbps: float | None = None,
+    download_mbps: float | None = None,
+    latency_ms: float = 0.0,
+    memory_gb: float | None = None,
+    set_: Overrides = (),
+    json_: Annotated[bool, Parameter(name="--json")] = False,
+) -> None:
+    """Predict what a run would do with certain peers: how many stages, who serves which, tokens/s, days, price.
+
+    Parameters
+    ----------
+    config
+        The run's YAML file; with --initial-peers, the live run's manifest if not given.
+    peers
+        YAML file that describes peers, such as configs/peers/volunteers.yaml.
+    initial_peers
+        Addresses of any peers of a live run, whose peers are then planned with, at the speed that they measured.
+    run_id
+        Which live run, where the addresses lead to several.
+    stages
+        Number of stages to plan for; the fastest if not given.
+    tokens
+        To train on; those of the configuration if not given.
+    dollars_per_hour
+        Price of each peer, whatever the file says.
+    dollars_per_gb
+        Price of each gigabyte that a peer sends, whatever the file says.
+    upload_mbps
+        What each peer of the live run sends, megabits per second.
+    download_mbps
+        What each peer of the live run receives.
+    latency_ms
+        Round trip between peers of the live run.
+    memory_gb
+        Memory of each peer of the live run that training may use.
+    json_
+        Print JSON.
+    """
+    configure_logging("warning")
+    if config is None and not initial_peers:
+        raise UserError("plan needs a run's YAML file, or --initial-peers ADDRESS of a live run")
+    if peers is None and not initial_peers:
+        raise UserError("plan needs peers: describe them with --peers FILE, or name a live run with --initial-peers")
+    numbers = {
+        "--stages": stages, "--tokens": tokens, "--upload-mbps": upload_mbps, "--download-mbps": download_mbps,
+        "--memory-gb": memory_gb,
+    }  # fmt: skip
+    for option, number in numbers.items():
+        if number is not None and not number > 0:
+            raise UserError(f"{option} {number}: expected more than 0")
+    prices = {"--dollars-per-hour": dollars_per_hour, "--dollars-per-gb": dollars_per_gb, "--latency-ms": latency_ms}
+    for option, price in prices.items():
+        if price is not None and not price >= 0:
+            raise UserError(f"{option} {price}: expected 0 or more")
+    manifest = load_manifest(config, set_) if config is not None else None
+
+    from coordinator.peers_file import load_peers
+    from coordinator.plan import LivePeers, live_groups, make_report, read_live_run, resolve_config, with_prices
+
+    groups = []
+    if initial_peers:
+        live_manifest, view = read_live_run(initial_peers, run_id)
+        manifest = manifest or live_manifest
+        assumed = LivePeers(
+            memory_bytes=memory_gb * 1e9 if memory_gb else float("inf"),
+            upload_bytes_per_s=upload_mbps * 1e6 / 8 if upload_mbps else float("inf"),
+            download_bytes_per_s=download_mbps * 1e6 / 8 if download_mbps else float("inf"),
+            latency_s=latency_ms / 1e3,
+        )
+        groups += live_groups(live_manifest, view, assumed)
+    assert manifest is not None
+    if peers is not None:
+        groups += load_peers(peers, manifest.model.precision)
+    groups = with_prices(groups, dollars_per_hour, dollars_per_gb)
+    report = make_report(resolve_config(manifest), groups, stages, tokens)
+    if json_:
+        print(json.dumps(report))
+        return
+    from rich.console import Console
+
+    from coordinator.plan_report import print_report
+
+    print_report(report, Console())
+
+
+@app.command
 def evaluate(
     *,
     initial_peers: Addresses,

@@ -1,0 +1,189 @@
+"""A plan for people: the report of plan.py as tables in a terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.plan import MOST_NAMED, named_counts
+
+# Options that do less than this share of the best one's tokens/s are left out.
+SHOWN = 0.25
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    console.print(_headline(report), highlight=False)
+    for table in (_stages(report), _step(report), _options(report), _changes(report), _square_cube(report)):
+        if table is not None:
+            console.print(table)
+            console.print()
+    console.print(_training(report["training"]), highlight=False)
+    for note in report["notes"]:
+        console.print(f"Note: {note}.", highlight=False)
+
+
+def _headline(report: dict[str, Any]) -> str:
+    configured = report["configured_stages"]
+    other = f" (configured: {configured})" if configured != report["stages"] else ""
+    stages = f"{report['stages']} stage{'s' if report['stages'] > 1 else ''}{other}"
+    return (
+        f"[bold]{report['name']}[/bold], {report['parameters'] / 1e6:,.1f} M parameters: "
+        f"[bold]{stages}, {report['tokens_per_s']:,.0f} tokens/s[/bold]\n"
+        f"What limits it: {report['reason']}.\n"
+    )
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("peers", "limit", "what", "peer") else "right")
+    return table
+
+
+def _stages(report: dict[str, Any]) -> Table:
+    table = _table(
+        "Stages", "stage", "layers", "parameters", "peers", "tokens/s", "busy", "memory", "in flight", "limit",
+        caption="busy: share of a step that devices compute; memory: needed with the microbatches in flight, and there",
+    )  # fmt: skip
+    for _, alike in groupby(report["stage_plans"], key=_kind):
+        run = list(alike)
+        first, last = run[0], run[-1]
+        limit = first["memory_limit_bytes"]
+        table.add_row(
+            _span(first["stage"], last["stage"]),
+            _span(first["first_layer"], last["first_layer"] + last["layers"] - 1),
+            f"{first['parameters'] / 1e6:,.1f} M",
+            named_counts(first["peers"]),
+            f"{min(stage['tokens_per_s'] for stage in run):,.0f}",
+            f"{first['busy_share']:.0%}",
+            f"{max(s['memory_bytes'] for s in run) / 1e9:.1f} of {'?' if limit is None else f'{limit / 1e9:.1f}'} GB",
+            str(max(stage["in_flight"] for stage in run)),
+            first["limit"],
+        )
+    return table
+
+
+def _kind(stage: dict[str, Any]) -> Any:
+    """Stages beside each other that agree in this share a row."""
+    return stage["layers"], stage["parameters"], stage["peers"], stage["limit"]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _step(report: dict[str, Any]) -> Table:
+    step = report["step"]
+    table = _table(f"A global step, {step['mode']}", "what", "seconds", "share")
+    parts = {
+        "microbatches": step["stream_s"],
+        "filling and draining the pipeline": step["fill_s"],
+        "averaging gradients": step["averaging_s"],
+        "updating weights": step["update_s"],
+    }
+    for name, seconds in parts.items():
+        table.add_row(name, _seconds(seconds), f"{seconds / step['seconds']:.0%}")
+    table.add_row("[bold]step", f"[bold]{_seconds(step['seconds'])}", "")
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 10 else f"{seconds:.3f}"
+
+
+def _worth_showing(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Numbers of stages that are not far slower, the configured one, and the largest that is too small to fit."""
+    options = report["options"]
+    possible = [option["stages"] for option in options if option["tokens_per_s"] is not None]
+    shown = {report["stages"], report["configured_stages"]}
+    shown |= {option["stages"] for option in options if (option["tokens_per_s"] or 0) >= SHOWN * report["tokens_per_s"]}
+    shown |= set([option["stages"] for option in options if option["stages"] < possible[0]][-1:])
+    return [option for option in options if option["stages"] in shown]
+
+
+def _options(report: dict[str, Any]) -> Table:
+    table = _table("Numbers of stages", "stages", "tokens/s", "peers a stage", "memory", "averaging", "limit")
+    table.caption = "memory: of the largest stage, with one microbatch; averaging: share of a step"
+    for option in _worth_showing(report):
+        chosen = option["stages"] == report["stages"]
+        possible = option["tokens_per_s"] is not None
+        cells = (
+            str(option["stages"]),
+            f"{option['tokens_per_s']:,.0f}" if possible else "-",
+            _peers_a_stage(option["peers"]) if possible else "-",
+            f"{option['largest_memory_bytes'] / 1e9:.1f} GB",
+            f"{option['averaging_share']:.0%}" if possible else "-",
+            option["limit"] if possible else option["reason"],
+        )
+        table.add_row(*cells, style="bold" if chosen else None if possible else "dim")
+    return table
+
+
+def _peers_a_stage(peers: list[int]) -> str:
+    if len(peers) <= 8:
+        return ", ".join(map(str, peers))
+    return str(min(peers)) if min(peers) == max(peers) else f"{min(peers)} to {max(peers)}"
+
+
+def _changes(report: dict[str, Any]) -> Table:
+    table = _table(
+        "One peer more or fewer, at the same number of stages", "peer", "change", "tokens/s", "difference", "what"
+    )
+    for change in report["changes"]:
+        more = change["difference"] > 0
+        if change["tokens_per_s"] is None:
+            cells = ("-", "-", f"{report['stages']} stages could not be served any more")
+        else:
+            stages = _few(change["stages"])
+            what = "stays without a stage" if more else "had no stage"
+            if stages:
+                what = f"other peers at stage {stages}"
+            cells = (f"{change['tokens_per_s']:,.0f}", f"{change['ratio'] - 1:+.1%}", what)
+        table.add_row(change["group"], "+1" if more else "-1", *cells)
+    return table
+
+
+def _few(stages: list[int]) -> str:
+    return ", ".join(map(str, stages[:MOST_NAMED])) + (", ..." if len(stages) > MOST_NAMED else "")
+
+
+def _square_cube(report: dict[str, Any]) -> Table | None:
+    square_cube = report["square_cube"]
+    if square_cube is None:
+        return None
+    table = _table(
+        f"Square-cube law: share of the time that {square_cube['group']} computes, at "
+        f"{square_cube['bytes_per_s'] * 8 / 1e6:,.0f} Mb/s and {square_cube['latency_s'] * 1e3:.0f} ms",
+        "hidden", "layers", "compute", "fp32 alone", "in flight", "fp16 alone", "in flight", "8-bit alone", "in flight",
+        caption="alone: each microbatch waits for the one before it; in flight: enough of them to hide latency",
+    )  # fmt: skip
+    for row in square_cube["rows"]:
+        shares = [
+            f"{row[codec][key]:.0%}"
+            for codec in ("none", "fp16", "blockwise_8bit")
+            for key in ("share_alone", "share_in_flight")
+        ]
+        table.add_row(str(row["hidden_size"]), str(row["layers"]), f"{row['compute_s'] * 1e3:,.1f} ms", *shares)
+    return table
+
+
+def _training(training: dict[str, Any]) -> str:
+    text = (
+        f"Training on {training['tokens'] / 1e9:,.3g} B tokens: {training['steps']:,.0f} global steps, "
+        f"[bold]{_duration(training['days'])}[/bold], {training['sent_bytes'] / 1e12:,.2f} TB sent"
+    )
+    if training["dollars"]:
+        text += (
+            f", [bold]${training['dollars']:,.2f}[/bold] (${training['peer_dollars']:,.2f} for peers, "
+            f"${training['traffic_dollars']:,.2f} for traffic)"
+        )
+    return text + ". Peers that come and go, and validation, are not counted."
+
+
+def _duration(days: float) -> str:
+    if days >= 1:
+        return f"{days:,.1f} days"
+    return f"{days * 24:.1f} hours" if days * 24 >= 1 else f"{days * 24 * 60:.1f} minutes"

@@ -1,0 +1,373 @@
+"""Planning a run: what GPUs and peers are described as, what stages ask, and the report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from io import StringIO
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from coordinator.cli import app
+from coordinator.gpus import find_gpu, gpus
+from coordinator.peers_file import RESERVED_BYTES, load_peers
+from coordinator.plan import LivePeers, live_groups, make_report, with_prices
+from coordinator.plan_report import print_report
+from coordinator.stage_work import optimizer_bytes, layer_activation_bytes, stage_works, widened_layer_flops
+from swarm_peer.config import RunManifest, load_manifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.partition import cut_stages, stages_of
+from swarm_peer.model.stage import StageModule, initialise
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.prediction import PeerGroup
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PEERS = sorted((CONFIGS / "peers").glob("*.yaml"))
+
+
+def manifest_of(name: str, *overrides: str) -> RunManifest:
+    return load_manifest(CONFIGS / f"{name}.yaml", overrides)
+
+
+# --- GPUs and peers
+
+
+def test_the_table_of_gpus_is_complete() -> None:
+    assert len(gpus()) >= 20
+    for gpu in gpus():
+        assert gpu.source
+        assert gpu.bf16 is None or gpu.bf16 == gpu.fp16
+        assert find_gpu(gpu.name) is gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("t4", "T4"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("nvidia a100-sxm4-80gb", "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_gpu_is_found_by_what_drivers_call_it(name: str, found: str) -> None:
+    assert find_gpu(name).name == found
+
+
+def test_an_unknown_gpu_is_answered_with_its_neighbours() -> None:
+    with pytest.raises(UserError, match=r"gpu 'RTX 3095' is not in the table \(nearest are RTX 3090, .*by hand"):
+        find_gpu("RTX 3095")
+    with pytest.raises(UserError, match=r"\(known are P100, "):
+        find_gpu("abacus")
+
+
+@pytest.mark.parametrize("path", PEERS, ids=lambda path: path.name)
+def test_a_shipped_description_of_peers_loads(path: Path) -> None:
+    groups = load_peers(path, "fp16")
+    assert sum(group.count for group in groups) > 1
+    assert all(0 < group.upload_bytes_per_s < inf for group in groups)
+
+
+def test_there_are_descriptions_of_peers() -> None:
+    assert {path.stem for path in PEERS} >= {"spot-t4", "volunteers"}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "peers.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_description_becomes_numbers(tmp_path: Path) -> None:
+    text = """peers:
+    - {gpu: T4, count: 3, utilisation: 0.5, upload_mbps: 80, download_mbps: 160, latency_ms: 20, dollars_per_gb: 0.1}
+    - {gpu: T4, upload_mbps: 80, download_mbps: 160}
+    - {tflops: 10, memory_gb: 5, name: mine, upload_mbps: 80, download_mbps: 160}
+    """
+    first, second, third = load_peers(write(tmp_path, text), "fp16")
+    assert first == PeerGroup("T4", 3, 32.5e12, 16e9 - RESERVED_BYTES, 10e6, 20e6, 0.02, 0.0, 0.1e-9)
+    assert (second.name, second.flops_per_s) == ("T4 (2)", 65e12 * 0.3)
+    assert (third.name, third.flops_per_s, third.memory_bytes) == ("mine", 3e12, 5e9 - RESERVED_BYTES)
+
+
+LINK = "upload_mbps: 1, download_mbps: 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"peers: [{{gpu: T5, {LINK}}}]", "gpu 'T5' is not in the table"),
+        (f"peers: [{{gpu: T4, {LINK}}}]", "gpu T4 has no bf16: choose another model.precision, or leave that GPU out"),
+        (f"peers: [{{tflops: 3, {LINK}}}]", "peers.0: no gpu and no memory_gb: name a gpu of the table, or give both"),
+        (f"peers: [{{gpu: A100, cuont: 3, {LINK}}}]", "peers.0.cuont: unknown key: remove it or correct its spelling"),
+        ("peers: [{gpu: A100, upload_mbps: 1}]", "peers.0.download_mbps: missing: add it"),
+        (f"peers: [{{gpu: A100, count: 0, {LINK}}}]", "peers.0.count: Input should be greater than or equal to 1"),
+        ("peers: []", "peers: Tuple should have at least 1 item"),
+        ("- gpu: A100", "expected `peers:` and a list of groups"),
+        ("peers: [", "is no valid YAML"),
+    ],
+)
+def test_a_description_that_cannot_work_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_peers(write(tmp_path, text), "bf16")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("--peers: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_description_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*nothing\.yaml: No such file"):
+        load_peers(tmp_path / "nothing.yaml", "fp32")
+
+
+def test_prices_on_the_command_line_replace_those_of_the_file() -> None:
+    groups = [PeerGroup("p", 1, 1.0, dollars_per_hour=2.0, dollars_per_sent_byte=3e-9)]
+    assert with_prices(groups, None, None) == groups
+    (changed,) = with_prices(groups, 0.0, 5.0)
+    assert (changed.dollars_per_hour, changed.dollars_per_sent_byte) == (0.0, 5e-9)
+
+
+# --- what stages ask
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt2-124m", "llama", "swarm-1b-shared"])
+def test_parameters_are_those_of_the_modules(name: str) -> None:
+    manifest = manifest_of(name)
+    config = parse_model_config(manifest.model.config)  # type: ignore[arg-type]
+    modules = [StageModule(config, spec, share_layers=manifest.model.share_layers) for spec in stages_of(manifest)]
+    works = stage_works(manifest, manifest.stages.count)
+    assert [work.parameters for work in works] == [sum(p.numel() for p in module.parameters()) for module in modules]
+
+
+TINY = {"vocab_size": 256, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = TINY | {"model_type": "gpt2", "n_positions": 64, "n_embd": 128, "n_head": 4}
+GPT2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+LLAMA = TINY | {"model_type": "llama", "max_position_embeddings": 64, "hidden_size": 128, "intermediate_size": 384}
+LLAMA |= {"num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2,
+        GPT2 | {"n_inner": 192},
+        LLAMA,
+        LLAMA | {"num_key_value_heads": 1},
+        LLAMA | {"num_key_value_heads": 2, "intermediate_size": 256},
+    ],
+)
+def test_activations_are_those_that_autograd_keeps(config: dict[str, Any]) -> None:
+    """In fp32, which is what a CPU computes in."""
+    kept = [_kept_bytes(config, num_layers) for num_layers in (1, 2)]
+    layers = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
+    predicted = layer_activation_bytes(parse_model_config(config | {layers: 3}), half=False)
+    assert predicted == pytest.approx(kept[1] - kept[0], rel=0.01)
+
+
+def _kept_bytes(config: dict[str, Any], num_layers: int, length: int = 32) -> float:
+    """Per token, of a stage in the middle."""
+    layers = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
+    parsed = parse_model_config(config | {layers: num_layers + 2})
+    module = StageModule(parsed, cut_stages(parsed, 3, length, [1, num_layers, 1])[1])
+    initialise(module, 0)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(torch.randn(2, length, parsed.hidden_size, requires_grad=True))
+    assert output.requires_grad
+    return sum(kept.values()) / (2 * length)
+
+
+@pytest.mark.parametrize("optimizer", ["name=adamw", "name=sgd", "momentum=0.9"])
+def test_optimizer_state_is_as_large_as_said(optimizer: str) -> None:
+    name = () if optimizer.startswith("name") else ("optimizer.name=sgd",)
+    manifest = manifest_of("demo", *name, f"optimizer.{optimizer}")
+    trainer = StageTrainer(manifest, stages_of(manifest)[1])
+    state = trainer.state_template()
+    held = sum(tensor.nbytes for entry, tensor in state.items() if entry.startswith("optimizer/"))
+    parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
+    assert optimizer_bytes(manifest) * parameters == pytest.approx(held, rel=1e-3)
+
+
+def test_operations_and_bytes_of_a_run() -> None:
+    """Six operations per parameter of a layer and token and those of causal attention; four forward passes in all where
+    activations are computed again."""
+    works = stage_works(manifest_of("swarm-1b-shared"), 3)
+    layer, head, tokens = 12 * 4096**2, 50304 * 4096, 2048
+    attention = 2048 * 4096
+    assert works[1].flops == pytest.approx(16 * tokens * 8 * (layer + attention), rel=1e-3)
+    assert works[2].flops - works[1].flops == pytest.approx(tokens * 6 * head, rel=1e-3)
+    # The configuration's comments: 8.4 MB a hop and about 55 TFLOP; weights, gradients and moments take 4 GB.
+    assert works[1].activation_bytes == pytest.approx(8.5e6, rel=0.02)
+    assert works[1].flops == pytest.approx(55e12, rel=0.05)
+    assert max(work.held_bytes for work in works) == pytest.approx(4.2e9, rel=0.02)
+    assert (works[0].gradient_bytes, works[2].activation_bytes) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama"])
+def test_a_layer_of_twice_the_width_costs_four_times_as_much(name: str) -> None:
+    manifest = manifest_of(name, "data.sequence_length=2")
+    hidden, flops = widened_layer_flops(manifest, 1)
+    assert widened_layer_flops(manifest, 2) == (2 * hidden, pytest.approx(4 * flops, rel=0.01))
+    assert len(stage_works(manifest, 3)) == 3
+
+
+# --- the report
+
+FAST = PeerGroup("fast", 4, 20e12, 15e9, 125e6, 125e6, 0.02, 1.0, 1e-10)
+
+
+def test_a_report_adds_up() -> None:
+    manifest = manifest_of("gpt2-124m")
+    report = make_report(manifest, [FAST], num_stages=2)
+    assert json.loads(json.dumps(report)) == report
+    step, training = report["step"], report["training"]
+    assert step["seconds"] == pytest.approx(step["stream_s"] + step["fill_s"] + step["averaging_s"] + step["update_s"])
+    assert report["tokens_per_s"] == pytest.approx(512 * 1024 / step["seconds"])
+    assert [stage["layers"] for stage in report["stage_plans"]] == [8, 4]
+    assert training["tokens"] == 2000 * 512 * 1024
+    assert training["days"] == pytest.approx(training["tokens"] / report["tokens_per_s"] / 86400)
+    assert training["peer_dollars"] == pytest.approx(4 * training["days"] * 24)
+    assert training["traffic_dollars"] == pytest.approx(training["sent_bytes"] * 1e-10)
+    assert [option["stages"] for option in report["options"]] == [1, 2, 3, 4]
+    assert report["square_cube"]["rows"][0]["hidden_size"] == 768
+    half = make_report(manifest, [FAST], num_stages=2, tokens=training["tokens"] // 2)
+    assert half["training"]["dollars"] == pytest.approx(training["dollars"] / 2)
+
+
+def test_a_report_in_words() -> None:
+    for report in (
+        make_report(manifest_of("gpt2-124m"), load_peers(CONFIGS / "peers" / "volunteers.yaml", "bf16")),
+        make_report(manifest_of("swarm-1b-shared"), load_peers(CONFIGS / "peers" / "spot-t4.yaml", "fp16")),
+    ):
+        out = StringIO()
+        print_report(report, Console(file=out, width=200))
+        for words in (
+            "What limits it: ",
+            "Stages",
+            "A global step",
+            "Numbers of stages",
+            "One peer more",
+            "Square-cube",
+        ):
+            assert words in out.getvalue()
+        assert f"{report['tokens_per_s']:,.0f} tokens/s" in out.getvalue()
+
+
+def test_where_layers_share_weights_the_stages_are_part_of_the_model() -> None:
+    report = make_report(manifest_of("swarm-1b-shared"), load_peers(CONFIGS / "peers" / "spot-t4.yaml", "fp16"))
+    assert [option["stages"] for option in report["options"]] == [3]
+    assert any("another model" in note for note in report["notes"])
+
+
+def test_each_stage_has_the_peers_that_the_run_begins_with() -> None:
+    report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [FAST])
+    assert [option["stages"] for option in report["options"]] == [1, 2]
+    assert all(min(option["peers"]) >= 2 for option in report["options"])
+
+
+def test_a_round_longer_than_its_timeout_is_told() -> None:
+    slow = PeerGroup("slow", 2, 20e12, 15e9, 1e5, 1e5)
+    report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [slow], num_stages=1)
+    assert any("longer than averaging.round_timeout_s=120: raise that" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_stages", "overrides", "message"),
+    [
+        (3e9, 2, (), "gpt2-124m does not fit these peers in 2 stages: stage 1 needs 5.2 GB with one microbatch in"),
+        (4.5e9, 2, (), "the largest peer has 4.5 GB; the fewest that do are 3: take --stages 3"),
+        (
+            3.9e9,
+            None,
+            (),
+            "no number of stages makes all of them small enough: try optimizer.name=adamw_8bit, or model.",
+        ),
+        (1.8e9, None, ("training.microbatch_size=1", "model.config.n_layer=24"), "are 5: add at least 1 peer more"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_a_remedy(
+    memory: float, num_stages: int | None, overrides: tuple[str, ...], message: str
+) -> None:
+    peers = [PeerGroup("small", 4, 20e12, memory, 1e7, 1e7)]
+    with pytest.raises(UserError) as caught:
+        make_report(manifest_of("gpt2-124m", *overrides), peers, num_stages)
+    assert message in str(caught.value)
+
+
+def test_peers_of_a_live_run_have_their_measured_speed() -> None:
+    manifest = manifest_of("gpt2-124m")
+    works = stage_works(manifest, 2)
+    peers = (
+        PeerView("a", 0, PeerState.SERVING, samples_per_s=2.0),
+        PeerView("b", 0, PeerState.SERVING, samples_per_s=2.001),
+        PeerView("c", 1, PeerState.SERVING, samples_per_s=8.0),
+        PeerView("d", 1, PeerState.JOINING),
+    )
+    groups = live_groups(manifest, SwarmView(2, peers), LivePeers(download_bytes_per_s=1e6))
+    assert sum(group.count for group in groups) == 4
+    speeds = sorted((group.flops_per_s, group.count) for group in groups)
+    assert speeds[0][0] == pytest.approx(2.0 * works[0].flops, rel=0.05)
+    assert speeds[-1][0] == pytest.approx(8.0 * works[1].flops, rel=0.05)
+    report = make_report(manifest, groups, 2)
+    assert any("give --memory-gb" in note for note in report["notes"])
+    assert report["groups"][0]["memory_bytes"] is None
+    with pytest.raises(UserError, match="none of the 1 peers of run gpt2-124m has measured its speed: wait"):
+        live_groups(manifest, SwarmView(2, peers[3:]), LivePeers())
+
+
+# --- the command
+
+
+def run(*arguments: str) -> None:
+    app(["plan", *arguments], exit_on_error=False, print_error=False, result_action="return_value")
+
+
+def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run(str(CONFIGS / "gpt2-124m.yaml"), "--peers", str(CONFIGS / "peers" / "volunteers.yaml"), "--json",
+        "--stages", "2", "--tokens", "1000000000", "--dollars-per-hour", "0.5", "--dollars-per-gb", "0")  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert (report["stages"], report["training"]["tokens"]) == (2, 10**9)
+    assert report["training"]["traffic_dollars"] == 0.0
+    assert report["training"]["peer_dollars"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "plan needs a run's YAML file, or --initial-peers ADDRESS"),
+        (["demo.yaml"], "plan needs peers: describe them with --peers FILE"),
+        (["demo.yaml", "--peers", "x.yaml", "--stages", "0"], "--stages 0: expected more than 0"),
+        (["demo.yaml", "--peers", "x.yaml", "--tokens", "-5"], "--tokens -5: expected more than 0"),
+        (["demo.yaml", "--peers", "x.yaml", "--dollars-per-gb", "-1"], "--dollars-per-gb -1.0: expected 0 or more"),
+        (["demo.yaml", "--peers", "x.yaml"], "--peers: cannot read x.yaml"),
+        (
+            ["demo.yaml", "--peers", "peers/volunteers.yaml", "--stages", "5"],
+            "stages.count=5 is more than the model's 4",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS)
+    monkeypatch.setattr(sys, "argv", ["swarm-coordinator"])
+    with pytest.raises(UserError) as caught:
+        run(*arguments)
+    assert message in str(caught.value)
