@@ -18,7 +18,7 @@ from coordinator.gpus import find_gpu, gpus
 from coordinator.peers_file import RESERVED_BYTES, load_peers
 from coordinator.plan import LivePeers, live_groups, make_report, with_prices
 from coordinator.plan_report import print_report
-from coordinator.stage_work import optimizer_bytes, layer_activation_bytes, stage_works, widened_layer_flops
+from coordinator.stage_work import layer_activation_bytes, optimizer_bytes, stage_works, widened_layer_flops
 from swarm_peer.config import RunManifest, load_manifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
