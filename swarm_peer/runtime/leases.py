@@ -15,6 +15,7 @@ from swarm_peer.errors import CallError, NotServing
 from swarm_peer.policy.data_ledger import DataLedger, arbiter
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.ranges import SampleId, SliceId, WindowRange, merge_ranges, ranges_of
+from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.data import SliceReader
 from swarm_peer.runtime.metrics import PeerMetrics
@@ -77,6 +78,7 @@ class SliceLeases:
         self._given_up: list[SampleId] = []
         self._told: tuple[WindowRange, ...] = ()  # facts from stage-mates, not in the ledger yet
         self._began = 0
+        self._line = 0  # the global step that the line of updates began with
         self._ended = -1  # the newest step whose counts are in the ledger
         self._seen: dict[str, float] = {}  # when a stage-mate was last known to be there
         progress.on_count = self._heard
@@ -87,8 +89,11 @@ class SliceLeases:
 
     # --- the ledger
 
-    async def begin(self, step: int, data: bytes) -> None:
+    async def begin(self, step: int, origin: Origin, data: bytes) -> None:
         """Go on from a ledger, which belongs to the state that begins `step`; empty bytes are one of nothing counted.
+
+        Args:
+            origin: of the line of updates that the state belongs to
 
         Raises:
             UserError: the training data cannot be read
@@ -108,6 +113,7 @@ class SliceLeases:
         self._told = ()
         self._ledger = ledger
         self._began, self._ended = step, step - 1
+        self._line = origin.step
         self.generation += 1
         self._changed.notify()
 
@@ -128,7 +134,7 @@ class SliceLeases:
         if self._ledger is None:
             return
         ranges = self._progress.ledger.count_of(step, author).ranges
-        if step <= self._ended:
+        if step == self._ended:
             repeated = self._ledger.add(ranges) - sum(item.end - item.start for item in before.ranges)
             if step >= self._began:  # otherwise it may have been in the ledger that this peer began with
                 self._note_repeated(step, repeated)
@@ -227,6 +233,7 @@ class SliceLeases:
         async def ask(peer_id: str) -> None:
             call = LeaseCall(
                 manifest=self._hash,
+                line=self._line,
                 slices=tuple(wanted),
                 believed=tuple(ledger.leases(peer_id)[:MAX_FACTS]),
                 counts=self._progress.signed_counts(),
@@ -256,6 +263,8 @@ class SliceLeases:
 
     async def handle_lease(self, caller: str, call: LeaseCall, tensors: Sequence[memoryview]) -> Reply:
         ledger = self._known()
+        if call.line != self._line:
+            raise NotServing(f"this peer goes on from step {self._line}, where other samples have counted")
         if caller not in self._live():
             raise NotServing("only peers of stage 0 read the data, and this one does not know the caller")
         self._seen[caller] = time.monotonic()

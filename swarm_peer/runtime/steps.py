@@ -123,7 +123,7 @@ class StepLoop:
         # Of other versions of torch, the initial weights may be others: stage-mates compare their lineages.
         weights = await self._compute.run(Priority.STEP, self._trainer.state)
         lineage = await anyio.to_thread.run_sync(checksum, self._hash, list(weights.values()))
-        await self._begin_to_read(origin.step, b"")
+        await self._begin_to_read(origin.step, origin, b"")
         self._enter(origin.step, lineage, origin, b"")
 
     async def join(self, donors: list[str]) -> None:
@@ -336,13 +336,13 @@ class StepLoop:
                 donors = [peer_id for peer_id in serving if peer_id != self._transport.peer_id] or donors
 
     async def _take_over(self, state: StageState, step: int, origin: Origin) -> None:
-        await self._begin_to_read(step, state.ledger)
+        await self._begin_to_read(step, origin, state.ledger)
         await self._compute.run(Priority.STEP, lambda: self._trainer.load_state(state.tensors, state.updates))
         self._enter(step, state.lineage, origin, state.ledger)
 
-    async def _begin_to_read(self, step: int, ledger: bytes) -> None:
+    async def _begin_to_read(self, step: int, origin: Origin, ledger: bytes) -> None:
         if self._leases is not None:
-            await self._leases.begin(step, ledger)
+            await self._leases.begin(step, origin, ledger)
 
     async def _replay(self, donors: list[str]) -> bool:
         """Apply the updates that stage-mates made since this peer's state. Returns whether there was any."""
@@ -362,7 +362,7 @@ class StepLoop:
             except CallError as error:
                 log.info("replayed steps=%d until=%d reason=%s", self.step - before, self.step, error)
                 return self.step > before
-            await self._begin_to_read(self.step + 1, update.ledger)
+            await self._begin_to_read(self.step + 1, self.origin, update.ledger)
             await self._compute.run(Priority.STEP, lambda gradients=gradients: self._trainer.apply(gradients))  # type: ignore[misc]
             self._enter(self.step + 1, update.lineage, self.origin, update.ledger)
 

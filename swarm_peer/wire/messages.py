@@ -248,12 +248,14 @@ class LeaseCall(Body):
     """The caller, of stage 0, wants to read these slices of the data (policy/data_ledger.py).
 
     Attributes:
+        line: the global step that its line of updates began with: after a rewind, other samples have counted
         believed: slices that it believes the callee to lease
     """
 
     op: Literal["lease"] = "lease"
     manifest: Hash
     stage: Literal[0] = 0
+    line: Step
     slices: tuple[SliceName, ...] = Field(max_length=MAX_SLICES_ASKED)
     believed: tuple[SliceName, ...] = Field(max_length=MAX_FACTS)
     counts: SignedCounts

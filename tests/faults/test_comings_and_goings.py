@@ -12,6 +12,9 @@ from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 from coordinator.baseline import Baseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.optimizer import STATE_PREFIX
+from swarm_peer.policy.ranges import SampleId
+from swarm_peer.runtime.data import SliceReader
+from swarm_peer.wire.ledger_codec import decode_ledger
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,6 +41,7 @@ def check_equals_one_process(run: SwarmRun, manifest: RunManifest) -> None:
         seen |= microbatches
         loss, _ = baseline.train_step(counted)
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
+    check_ledger(run, manifest)
     for trainer, states in zip(baseline.trainers, run.states, strict=True):
         assert states, f"nobody serves stage {trainer.spec.index}"
         for name, expected in trainer.state().items():
@@ -48,6 +52,16 @@ def check_equals_one_process(run: SwarmRun, manifest: RunManifest) -> None:
                 assert difference < limit, f"{name} differs by {difference:.2e}"
         for other in states[1:]:
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
+
+
+def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
+    """The data ledger of stage 0 has the samples of the run's line of steps, and no others."""
+    counted = [sample for line in run.lines for sample in run.samples[line["global_step"]]]
+    for state in run.states[0]:
+        ledger = decode_ledger(state.ledger, SliceReader(manifest).num_slices())
+        assert ledger.current_pass == 0
+        windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
+        assert sorted(windows) == sorted(counted), "each once"
 
 
 def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:

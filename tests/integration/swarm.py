@@ -19,6 +19,7 @@ from coordinator.local import LOOPBACK, LocalPeer, LocalPeers, peers_running
 from coordinator.service import RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.ranges import SampleId
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.processes import run_loop
@@ -90,12 +91,14 @@ class SwarmRun:
     Attributes:
         states: by stage, the state of each of its peers
         counted: by global step, the counted microbatches (B, T+1), as stage 0 recorded them
+        samples: by global step, which samples these are
         lines: of metrics.jsonl
         fired: what faults wrote down, by name of the peer
     """
 
     states: list[list[StageState]]
     counted: dict[int, list[torch.Tensor]]
+    samples: dict[int, list[SampleId]]
     lines: list[dict[str, Any]]
     output: Path
     fired: list[str]
@@ -226,14 +229,15 @@ def run_swarm(
         live.check_exit_codes()
     finally:
         dht.shutdown()
-    counted = defaultdict(list)
+    counted, samples = defaultdict(list), defaultdict(list)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             counted[entry["step"]].append(torch.tensor(entry["tokens"]))
+            samples[entry["step"]] += (SampleId(*sample) for sample in entry["samples"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fired = [path.read_text() for path in sorted(records.glob("*.fired"))]
-    return SwarmRun(states, dict(counted), lines, folder, fired)
+    return SwarmRun(states, dict(counted), dict(samples), lines, folder, fired)
 
 
 async def _train_and_fetch(

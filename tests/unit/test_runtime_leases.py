@@ -17,6 +17,7 @@ from swarm_peer.errors import InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.policy.data_ledger import DataLedger
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.ranges import SampleId, SliceId, WindowRange, ranges_of
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import leases as leases_module
 from swarm_peer.runtime.handlers import CallDispatcher
@@ -97,7 +98,7 @@ class Swarm:
     async def add(self, name: str, *lengths: int, ledger: bytes = b"", step: int = 0) -> Peer:
         peer = Peer(self, name, FakeReader(*lengths))
         peer.progress.enter(step)
-        await peer.leases.begin(step, ledger)
+        await peer.leases.begin(step, FIRST_ORIGIN, ledger)
         await peer.transport.serve(CallDispatcher(RUN, 0, peer.leases.calls))
         self.peers.append(peer)
         self.announced.append(peer)
@@ -271,7 +272,7 @@ async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
     b = Peer(swarm, "b", FakeReader(*[200] * 3))
     a.hidden.add("b")
     b.hidden.add("a")
-    await b.leases.begin(0, b"")
+    await b.leases.begin(0, FIRST_ORIGIN, b"")
     await b.transport.serve(CallDispatcher(RUN, 0, b.leases.calls))
     swarm.peers.append(b)
     swarm.announced.append(b)
@@ -303,12 +304,12 @@ async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> No
     after_step = peer.leases.end_step(0)
     generation = peer.leases.generation
     drawn = await peer.draw(5)
-    await peer.leases.begin(1, after_step)
+    await peer.leases.begin(1, FIRST_ORIGIN, after_step)
     peer.progress.enter(1)
     assert peer.leases.generation > generation
     again = await peer.draw(5)
     assert again == drawn, "in the ledger that it goes on from they have not counted"
-    await peer.leases.begin(0, b"")
+    await peer.leases.begin(0, FIRST_ORIGIN, b"")
     assert sorted(await peer.draw(30)) == sorted(windows_of(SliceId(0, 0), 30))
 
 
@@ -319,6 +320,30 @@ async def test_a_newcomer_goes_on_from_the_ledger_that_it_is_given(swarm: Swarm)
     swarm.kill(a)
     b = await swarm.add("b", 30, ledger=ledger, step=1)
     assert sorted(await b.draw(18)) == [SampleId(0, 0, window) for window in range(12, 30)]
+
+
+async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) -> None:
+    """What counted in the line of updates that is given up is to be read again."""
+    a = await swarm.add("a", *[10] * 3)
+    b = await swarm.add("b", *[10] * 3)
+    of_a = await a.draw(10)
+    a.count(of_a)
+    swarm.end_step()
+    nothing = encode_ledger(DataLedger(3))
+    await b.leases.begin(6, Origin(6, 0), nothing)
+    b.progress.enter(6)
+    a.tell(b)
+    await anyio.sleep(0.05)
+    assert b.leases._held == set(), "it waits for its stage-mate"
+    await a.leases.begin(6, Origin(6, 0), nothing)
+    a.progress.enter(6)
+    read: set[SampleId] = set()
+    while not set(of_a) <= read:
+        for peer in (a, b):
+            drawn = await peer.draw(1)
+            assert not read & set(drawn)
+            read.update(drawn)
+            peer.count(drawn)
 
 
 async def test_samples_given_up_pass_for_counted(swarm: Swarm) -> None:
@@ -372,7 +397,7 @@ async def test_ranges_that_no_count_can_have_are_refused(swarm: Swarm) -> None:
 async def test_only_stage_mates_lease(swarm: Swarm) -> None:
     a = await swarm.add("a", *[10] * 20)
     stranger = swarm.network.transport("stranger")
-    call = LeaseCall(manifest=RUN, slices=(SliceId(0, 0),), believed=(), counts=())
+    call = LeaseCall(manifest=RUN, line=0, slices=(SliceId(0, 0),), believed=(), counts=())
     with pytest.raises(NotServing, match="does not know the caller"):
         await stranger.call(a.peer_id, call, timeout_s=5)
     a.leases.welcome("stranger")

@@ -554,9 +554,10 @@ class Follower:
         self.donor = StateDonor(self.trainer, self.compute, changed, 0, folder)
         gossip = Gossip(MANIFEST.hash, transport, progress, group.welcome, lambda peer: None)
         runner = SimpleNamespace(forget_step=lambda: None)
+        handover = SimpleNamespace(enter=lambda step: None)
         self.steps = StepLoop(
-            MANIFEST, self.trainer, self.compute, runner, self.gate, group, self.donor, progress, None, None,
-            transport,            gossip, self.view, self.look, self.metrics, changed, random.Random(0),
+            MANIFEST, self.trainer, self.compute, runner, self.gate, group, self.donor, progress, handover, None,
+            transport, gossip, self.view, self.look, self.metrics, changed, random.Random(0),
         )  # fmt: skip
 
     def view(self):
