@@ -255,7 +255,7 @@ def plan(
     run_id
         Which live run, where the addresses lead to several.
     stages
-        Number of stages to plan for; the fastest if not given.
+        Number of stages to plan for; if not given the fastest, or that of the live run.
     tokens
         To train on; those of the configuration if not given.
     dollars_per_hour
@@ -297,7 +297,8 @@ def plan(
     groups = []
     if initial_peers:
         live_manifest, view = read_live_run(initial_peers, run_id)
-        manifest = manifest or live_manifest
+        if manifest is None:
+            manifest, stages = live_manifest, stages or live_manifest.stages.count
         assumed = LivePeers(
             memory_bytes=memory_gb * 1e9 if memory_gb else float("inf"),
             upload_bytes_per_s=upload_mbps * 1e6 / 8 if upload_mbps else float("inf"),

@@ -172,7 +172,7 @@ def _square_cube(report: dict[str, Any]) -> Table | None:
 
 def _training(training: dict[str, Any]) -> str:
     text = (
-        f"Training on {training['tokens'] / 1e9:,.3g} B tokens: {training['steps']:,.0f} global steps, "
+        f"Training on {_tokens(training['tokens'])} tokens: {training['steps']:,.0f} global steps, "
         f"[bold]{_duration(training['days'])}[/bold], {training['sent_bytes'] / 1e12:,.2f} TB sent"
     )
     if training["dollars"]:
@@ -181,6 +181,10 @@ def _training(training: dict[str, Any]) -> str:
             f"${training['traffic_dollars']:,.2f} for traffic)"
         )
     return text + ". Peers that come and go, and validation, are not counted."
+
+
+def _tokens(number: int) -> str:
+    return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.2f} M"
 
 
 def _duration(days: float) -> str:
