@@ -16,6 +16,10 @@ import yaml
 from swarm import tiny_manifest
 from transformers import AutoModelForCausalLM
 
+from coordinator.checkpoints import find_checkpoint
+from swarm_peer.runtime.data import SliceReader
+from swarm_peer.wire.ledger_codec import decode_ledger
+
 pytestmark = pytest.mark.timeout(300)
 
 COORDINATOR = (sys.executable, "-m", "coordinator.cli")
@@ -84,6 +88,14 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
     assert abs(jump) < 0.5, "the loss goes on where it was"
     assert later[-1]["loss"] < lines[0]["loss"] - 0.5
     AutoModelForCausalLM.from_pretrained(output / "model")
+
+    # Had a sample counted again after the resumption, it would be in the ledger once and in the lines twice.
+    last = checkpoints_of(output)[-1]
+    state = find_checkpoint(str(last)).load_stage(0)
+    ledger = decode_ledger(state.ledger, SliceReader(manifest).num_slices())
+    assert ledger.current_pass == 0
+    num_counted = sum(item.end - item.start for item in ledger.facts())
+    assert num_counted == sum(line["samples"] for line in lines if line["step"] <= int(last.name.removeprefix("step-")))
 
     # The model of any checkpoint that is left can be had, too.
     exported = subprocess.run(

@@ -1,0 +1,70 @@
+"""Stage-0 peers die and come: within a pass over a finite data set no counted sample repeats, and none is left out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from swarm import LiveSwarm, run_swarm, tiny_manifest
+
+from swarm_peer.policy.ranges import SampleId, SliceId
+from swarm_peer.runtime.data import SliceReader
+from swarm_peer.wire.ledger_codec import decode_ledger
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def text_file(folder: Path, num_lines: int) -> Path:
+    rng = random.Random(0)
+    path = folder / "text.txt"
+    path.write_text("\n\n".join(" ".join(rng.choices("abcdefgh", k=rng.randrange(5, 60))) for _ in range(num_lines)))
+    return path
+
+
+def test_passes_over_a_small_data_set_while_stage_0_peers_die_and_come(tmp_path: Path) -> None:
+    manifest = tiny_manifest(
+        data={"dataset": "text", "files": [str(text_file(tmp_path, 300))], "validation_documents": 4},
+        training={"steps": 60, "global_batch_size": 64, "microbatch_size": 2, "validation_every": 0},
+        limits={"hop_timeout_s": 10, "announcement_s": 6},
+        stages={"count": 2, "peers_to_start": 1},
+    )
+    last_step_of_dead: list[int] = []
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(8)
+        last_step_of_dead.append(swarm.service.watch.global_step)
+        swarm.kill("0.1")
+        swarm.start(0, "late.0")
+        await swarm.until(lambda: "serving stage=" in swarm.log("late.0"), "late.0 serves")
+        await swarm.reached(swarm.step + 6)
+        last_step_of_dead.append(swarm.service.watch.global_step)
+        swarm.kill("0.0")
+
+    run = run_swarm(manifest, [2, 1], tmp_path, 270, script=script)
+    assert "samples_repeated" not in run.logs()
+    reader = SliceReader(manifest)
+    lengths = [sum(1 for _ in reader.open(SliceId(0, index))) for index in range(reader.num_slices())]
+    [state] = run.states[0]
+    ledger = decode_ledger(state.ledger, len(lengths))
+    assert ledger.current_pass >= 3, "the run has gone through the data several times"
+    by_step = {step: Counter(samples) for step, samples in run.samples.items()}
+    times = sum(by_step.values(), Counter())
+    # What a peer had counted when it was killed, and told nobody, has not counted: others read it again.
+    in_doubt = {
+        sample
+        for killed_at in last_step_of_dead
+        for step in range(killed_at, killed_at + 4)
+        for sample in by_step.get(step, ())
+    }
+    again = {sample for sample, count in times.items() if count > 1}
+    assert again <= in_doubt, sorted(again - in_doubt)
+    assert len(again) <= 2 * manifest.limits.max_in_flight * manifest.training.microbatch_size * len(last_step_of_dead)
+    everything = {
+        SampleId(pass_number, index, window)
+        for pass_number in range(ledger.current_pass)
+        for index, length in enumerate(lengths)
+        for window in range(length)
+    }
+    assert {sample for sample in times if sample.pass_number < ledger.current_pass} == everything
