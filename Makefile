@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo test unit integration faults soak lint format clean
+.PHONY: help setup demo test unit simulation integration faults soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,11 +28,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
 	$(BIN)/swarm-coordinator local configs/demo.yaml --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
 
-test: $(VENV)/.installed-dev  ## Lint, types, unit and integration tests
+test: $(VENV)/.installed-dev  ## Lint, types, unit, simulation and integration tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit tests/integration
+	$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
+
+simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
+	$(BIN)/python -m pytest tests/simulation
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest tests/unit

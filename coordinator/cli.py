@@ -523,6 +523,95 @@ def export(
     print(f"Hugging Face checkpoint after {updates} global steps: {output}")
 
 
+@app.command
+def simulate(
+    *,
+    stages: int,
+    trace: Path | None = None,
+    peers: int | None = None,
+    hours: float = 24.0,
+    mean_lifetime_s: float = 14400.0,
+    rebalance: str = "events",
+    seed: int = 0,
+    level: Literal["flow", "microbatch"] = "flow",
+    routing: Literal["iwrr", "uniform", "jsed", "po2"] = "iwrr",
+    window: int | None = None,
+    network: Path | None = None,
+    speed: str = "lognormal:1,0.35",
+    bandwidth_mbps: str = "constant:200",
+    memory_gb: str = "constant:0",
+    latency_s: str = "constant:0.05",
+    state_gb: float = 1.0,
+    overhead_s: float = 5.0,
+    stage_costs: Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative="")] = (),
+    stage_memory_gb: Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative="")] = (),
+    min_replicas: int = 1,
+    figure: Path | None = None,
+    json_: Annotated[bool, Parameter(name="--json")] = False,
+) -> None:
+    """Simulate a swarm whose peers come and go, with the policies that run live.
+
+    Distributions are written constant:X, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA or choice:X,Y,...
+
+    Parameters
+    ----------
+    stages
+        Pipeline stages.
+    trace
+        File of comings and goings: time_ms,add|remove,machine or date, time, live count. Without it, one is drawn.
+    peers
+        How many peers a drawn trace has, on the average.
+    hours
+        How long a drawn trace lasts.
+    mean_lifetime_s
+        Of the peers of a drawn trace.
+    rebalance
+        none, events (what runs live), or the seconds between two moves of the paper's protocol, such as 300 or 60.
+    seed
+        Draws the trace and the machines; the same seed gives the same result.
+    level
+        flow for up to thousands of peers, microbatch for tens.
+    routing
+        Of microbatches: iwrr (what runs live), uniform, jsed (shortest expected delay), po2 (two random choices).
+    window
+        Microbatches in flight per stage-0 peer; if not given, by the live rule.
+    network
+        Latencies (and bandwidths) of places: a table of regions, or a matrix of round trips in seconds.
+    speed
+        Work per second of a machine; a stage of cost 1 takes 1 for a sample.
+    bandwidth_mbps
+        Of a machine, in Mb/s.
+    memory_gb
+        Of a machine; 0 for enough.
+    latency_s
+        Of a machine, half at either end of a link.
+    state_gb
+        Weights and optimizer state of a stage, which a newcomer or mover downloads.
+    overhead_s
+        What joining or moving takes besides.
+    stage_costs
+        One for each stage; all 1 if not given.
+    stage_memory_gb
+        What a peer needs to serve each stage.
+    min_replicas
+        Peers that go on serving a stage when one of them moves away.
+    figure
+        PNG to draw throughput and optimum into.
+    json_
+        Print JSON.
+    """
+    from coordinator.simulator.command import Options, run_command
+
+    options = Options(
+        level=level, rebalance=rebalance, routing=routing, window=window, network=network, figure=figure, json=json_
+    )
+    run_command(
+        options, trace=trace, num_peers=peers or 0, num_stages=stages, hours=hours, mean_lifetime_s=mean_lifetime_s,
+        seed=seed, state_gb=state_gb, overhead_s=overhead_s, stage_costs=stage_costs, stage_memory_gb=stage_memory_gb,
+        min_replicas=min_replicas, machines=(speed, bandwidth_mbps, memory_gb, latency_s),
+    )  # fmt: skip
+
+
 run = run_app(app)
 
 if __name__ == "__main__":

@@ -69,7 +69,11 @@ class FlowSwarm:
         params: RebalancingParameters,
         rebalancer: Rebalancer,
         options: FlowOptions,
+        env: simpy.Environment | None = None,
     ):
+        """Args:
+        env: the clock, if others go by it, too
+        """
         self._trace = trace
         self._population = population
         self._seed = seed
@@ -77,9 +81,8 @@ class FlowSwarm:
         self._rebalancer = rebalancer
         self._options = options
         self._num_stages = len(params.stage_costs)
-        self._env = simpy.Environment()
-        self._peers: dict[str, PeerView] = {}  # as announced; in order of the ids
-        self._ids: list[str] = []
+        self.env = env or simpy.Environment()
+        self._ids: list[str] = []  # in order, and beside them what is announced
         self._views: list[PeerView] = []
         self._machines: dict[str, Machine] = {}
         self._alive: dict[str, str] = {}  # machine -> peer id
@@ -94,12 +97,16 @@ class FlowSwarm:
         self.bytes_migrated = 0.0
         self.bytes_joined = 0.0
         self.num_joined = 0
+        self.version = 0  # rises with each change of who serves what
 
     def run(self) -> None:
-        self._env.process(self._replay())
+        self.start()
+        self.env.run(until=self._trace.duration_s)
+
+    def start(self) -> None:
+        self.env.process(self._replay())
         if self._rebalancer.every_s is not None:
-            self._env.process(self._decide_periodically(self._rebalancer.every_s))
-        self._env.run(until=self._trace.duration_s)
+            self.env.process(self._decide_periodically(self._rebalancer.every_s))
 
     # --- what happens
 
@@ -108,8 +115,8 @@ class FlowSwarm:
         position = 0
         while position < len(changes):
             time_s = changes[position].time_s
-            if time_s > self._env.now:
-                yield self._env.timeout(time_s - self._env.now)
+            if time_s > self.env.now:
+                yield self.env.timeout(time_s - self.env.now)
             behind = position
             while behind < len(changes) and changes[behind].time_s == time_s:
                 behind += 1
@@ -147,10 +154,10 @@ class FlowSwarm:
         self._ids.insert(index, peer_id)
         self._views.insert(index, peer)
         choice = choose_stage(
-            self._view(), self._params.stage_costs, peer_id, stage_memory_bytes=self._params.stage_memory_bytes
+            self.view(), self._params.stage_costs, peer_id, stage_memory_bytes=self._params.stage_memory_bytes
         )
         self.num_joined += 1
-        peer = replace(peer, stage=choice.stage, since_s=self._env.now)
+        peer = replace(peer, stage=choice.stage, since_s=self.env.now)
         self._set(peer)
         self._count(peer, 1)
         if self._begun:
@@ -162,16 +169,17 @@ class FlowSwarm:
         peer = self._views[self._index(peer_id)]
         self._count(peer, -1)
         del self._machines[peer_id]
-        self._env.process(self._detect(peer_id))
+        self.env.process(self._detect(peer_id))
 
     def _detect(self, peer_id: str):
-        yield self._env.timeout(self._options.detection_s)
+        yield self.env.timeout(self._options.detection_s)
         index = self._index(peer_id)
         del self._ids[index], self._views[index]
+        self.version += 1
         self._something_changed()
 
     def _download(self, peer: PeerView) -> None:
-        self._env.process(self._downloading(peer))
+        self.env.process(self._downloading(peer))
 
     def _downloading(self, peer: PeerView):
         """From stage-mates, who share their bandwidth among those who ask; of a stage without any, from snapshots."""
@@ -185,7 +193,7 @@ class FlowSwarm:
         bandwidth = machine.bandwidth_bytes_per_s
         if donors:
             bandwidth = min(bandwidth, sum(donors) / max(1, asking))
-        yield self._env.timeout(self._params.overhead_s + self._params.state_bytes[peer.stage] / bandwidth)
+        yield self.env.timeout(self._params.overhead_s + self._params.state_bytes[peer.stage] / bandwidth)
         if peer.peer_id in self._machines:
             self._serve(peer.peer_id)
             self._record()
@@ -195,7 +203,7 @@ class FlowSwarm:
         self._count(peer, -1)
         speed = self._machines[peer_id].work_per_s / self._params.stage_costs[peer.stage]
         peer = replace(
-            peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self._env.now, moved_from=UNDECIDED
+            peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now, moved_from=UNDECIDED
         )  # fmt: skip
         self._set(peer)
         self._count(peer, 1)
@@ -206,30 +214,30 @@ class FlowSwarm:
     def _something_changed(self) -> None:
         if self._rebalancer.every_s is None and not self._decision_due and self._begun:
             self._decision_due = True
-            self._env.process(self._decide_soon())
+            self.env.process(self._decide_soon())
 
     def _decide_soon(self):
-        yield self._env.timeout(self._options.decision_s)
+        yield self.env.timeout(self._options.decision_s)
         self._decision_due = False
         self._decide()
 
     def _decide_periodically(self, every_s: float):
         while True:
-            yield self._env.timeout(every_s)
+            yield self.env.timeout(every_s)
             if self._begun:
                 self._decide()
 
     def _decide(self) -> None:
-        moves = self._rebalancer.decide(self._view(), self._env.now).moves
+        moves = self._rebalancer.decide(self.view(), self.env.now).moves
         for move in moves:
             if move.peer_id not in self._machines:
                 continue  # it has died, and nobody knows yet
-            self.decisions.append(Decision(self._env.now, move))
+            self.decisions.append(Decision(self.env.now, move))
             peer = self._views[self._index(move.peer_id)]
             self._count(peer, -1)
             # It is as fast there as here, in work, so that much is known of it.
             peer = replace(
-                peer, stage=move.to_stage, state=PeerState.JOINING, since_s=self._env.now, moved_from=move.from_stage,
+                peer, stage=move.to_stage, state=PeerState.JOINING, since_s=self.env.now, moved_from=move.from_stage,
                 samples_per_s=self._machines[move.peer_id].work_per_s / self._params.stage_costs[move.to_stage],
             )  # fmt: skip
             self._set(peer)
@@ -244,11 +252,22 @@ class FlowSwarm:
     def _index(self, peer_id: str) -> int:
         return bisect.bisect_left(self._ids, peer_id)
 
-    def _set(self, peer: PeerView) -> None:
-        self._views[self._index(peer.peer_id)] = peer
+    def machine(self, peer_id: str) -> Machine | None:
+        """None of one that has gone, whether the others know it or not."""
+        return self._machines.get(peer_id)
 
-    def _view(self) -> SwarmView:
+    def peer(self, peer_id: str) -> PeerView:
+        return self._views[self._index(peer_id)]
+
+    def stage_cost(self, stage: int) -> float:
+        return self._params.stage_costs[stage]
+
+    def view(self) -> SwarmView:
         return SwarmView(self._num_stages, tuple(self._views))
+
+    def _set(self, peer: PeerView) -> None:
+        self.version += 1
+        self._views[self._index(peer.peer_id)] = peer
 
     def _count(self, peer: PeerView, sign: int) -> None:
         kind = 0 if peer.state is PeerState.SERVING else 1 if peer.moved_from != UNDECIDED else 2
@@ -264,7 +283,7 @@ class FlowSwarm:
         capacity = [serving[k] / costs[k] for k in stages]
         throughput = min(capacity)
         sample = Sample(
-            self._env.now,
+            self.env.now,
             throughput,
             min((serving[k] + moving[k]) / costs[k] for k in stages),
             min((serving[k] + moving[k] + joining[k]) / costs[k] for k in stages),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from swarm_peer.policy.churn import ChurnMeter
 from swarm_peer.policy.exchange import RebalancingParameters
 from swarm_peer.policy.forecast import fits, work_per_s
 from swarm_peer.policy.rebalancing import Move, Rebalancing, rebalance
@@ -47,7 +48,7 @@ class PeriodicRebalancing:
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
         costs = self.params.stage_costs
-        work = work_per_s(view, costs)
+        work = work_per_s(view.peers, costs)
         capacity = [0.0] * view.num_stages
         for peer in view.peers:
             if peer.stage != UNDECIDED and peer.state is not PeerState.DRAINING:
@@ -70,9 +71,12 @@ class EventRebalancing:
 
     params: RebalancingParameters
     every_s: float | None = None
+    churn: ChurnMeter = field(default_factory=ChurnMeter)
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
-        return rebalance(view, self.params, now_s)
+        self.churn.observe(view, now_s)
+        horizon_s = self.churn.horizon_s(view.num_stages, now_s)
+        return rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
 
 
 def make_rebalancer(name: str, params: RebalancingParameters) -> Rebalancer:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -148,8 +147,3 @@ def draw_trace(num_peers: int, duration_s: float, mean_lifetime_s: float, rng: r
         if end < duration_s:
             changes.append(Change(end, False, f"machine{number:06d}"))
     return Trace(tuple(sorted(changes, key=lambda change: change.time_s)), duration_s)
-
-
-def machines(changes: Iterable[Change]) -> list[str]:
-    """All that ever come, in the order of their first coming."""
-    return list(dict.fromkeys(change.machine for change in changes if change.joins))

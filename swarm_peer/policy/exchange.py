@@ -8,6 +8,7 @@ which movers do nothing included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,13 @@ from swarm_peer.policy.view import PeerView
 Floats = npt.NDArray[np.float64]
 
 # Peers of one stage that are tried as movers, from the slowest to the fastest: all in a swarm of tens.
-TRIED_PER_STAGE = 24
+TRIED_PER_STAGE = 12
 # First steps that are each followed up by a plan.
-BEAM = 4
+BEAM = 3
+# Above so many peers in the stages, single moves alone even them out well enough, and swaps take long to look through.
+MANY_PEERS = 120
+# A plan that has got worse so many steps in a row is given up.
+PATIENCE = 3
 # The higher, the more the least stage counts in the shortfall and the less the others.
 SHORTFALL_POWER = 3.0
 
@@ -39,7 +44,8 @@ class RebalancingParameters:
         bandwidth_bytes_per_s: of a peer whose own has not been measured
         overhead_s: what a move takes besides the download: to leave, to build the stage's module
         horizon_s: how long an advantage lasts, roughly, until comings and goings have changed the stages anyway
-        gain_s_per_move: how many seconds of the swarm's work each move must gain at least; what keeps it at rest
+        payback: a move must bring this many times the work that the mover leaves undone meanwhile; what bounds the
+            bytes that are moved, and keeps a swarm at rest
         least_gain: by how much of itself the swarm's throughput must rise; above the noise of measured speeds
     """
 
@@ -49,8 +55,8 @@ class RebalancingParameters:
     min_replicas: tuple[int, ...] = ()
     bandwidth_bytes_per_s: float = 25e6
     overhead_s: float = 5.0
-    horizon_s: float = 600.0
-    gain_s_per_move: float = 3.0
+    horizon_s: float = 900.0
+    payback: float = 12.0
     least_gain: float = 0.01
 
     def replicas(self, stage: int) -> int:
@@ -111,6 +117,7 @@ class _Search:
         self._num_stages = len(params.stage_costs)
         tried = sorted(self._tried())
         self._movers = [situation.movers[number] for number in tried]
+        self._numbers = {peer.peer_id: number for number, peer in enumerate(self._movers)}
         self._stages = np.array([peer.stage for peer in self._movers], dtype=np.intp)
         self._work = np.array([situation.work[number] for number in tried], dtype=np.float64)
         self._fits = np.array(
@@ -137,28 +144,41 @@ class _Search:
     def best(self) -> Plan:
         empty = self._evaluate(())
         best = empty
-        if not self._movers:
-            return best
-        for first in self._steps(empty, BEAM):
+        if not self._movers or not self._may_pay(empty):
+            return empty
+        many = sum(self._situation.num_serving) > MANY_PEERS
+        for first in self._steps(empty, 1 if many else BEAM):
             plan = self._evaluate(first)
+            worse = 0
             while True:
+                worse = 0 if self._merit(plan) > self._merit(best) else worse + 1
                 best = max(best, plan, key=self._merit)
+                if worse > PATIENCE:
+                    break
                 following = self._steps(plan, 1) if len(plan.moves) < 2 * self._num_stages else []
                 if not following:
                     break
                 plan = self._evaluate([*self._pairs(plan), *following[0]])
-        return self._pruned(best)
+        best = self._pruned(best)
+        return best if min(best.capacity) > min(empty.capacity) * (1 + self._params.least_gain) else empty
+
+    def _may_pay(self, empty: Plan) -> bool:
+        """Whether even an ideal move would pay: the least a move costs, and the most that can be had after it."""
+        params = self._params
+        move_s = min(params.move_s(peer, k) for peer in self._movers[:1] for k in range(self._num_stages))
+        most = (self._situation.ideal - min(empty.capacity)) * params.horizon_s * math.exp(-move_s / params.horizon_s)
+        return most > params.payback * move_s * float(self._work.min()) / sum(params.stage_costs)
 
     def _merit(self, plan: Plan) -> float:
         """Samples, less what the plan's moves must bring at least."""
-        price = self._params.gain_s_per_move * min(plan.capacity)
-        return plan.samples - price * len(plan.moves)
+        undone = sum((move.arrival_s - move.start_s) * move.work_per_s for move in plan.moves)
+        return plan.samples - self._params.payback * undone / sum(self._params.stage_costs)
 
     def _pairs(self, plan: Plan) -> list[tuple[int, int]]:
         return [(self._number(move), move.to_stage) for move in plan.moves]
 
     def _number(self, move: PlannedMove) -> int:
-        return next(number for number, peer in enumerate(self._movers) if peer is move.peer)
+        return self._numbers[move.peer.peer_id]
 
     def _pruned(self, plan: Plan) -> Plan:
         """Without the moves that the plan is better off without."""
@@ -218,21 +238,27 @@ class _Search:
             row, to_stage = divmod(int(flat), self._num_stages)
             steps.append((float(change[row, to_stage]), [(int(numbers[row]), to_stage)]))
 
-        # Swaps: row's peer goes to column's stage and the other way round.
-        here, there = stages[:, None], stages[None, :]
-        net = work[None, :] - work[:, None]
+        if sum(self._situation.num_serving) > MANY_PEERS:
+            return [pairs for gain, pairs in steps if gain < -1e-9]
+
+        # Swaps: the row's peer, of a stage that falls short, and the column's change places.
+        rows = np.flatnonzero((capacity < self._situation.ideal)[stages])
+        here, there = stages[rows][:, None], stages[None, :]
+        net = work[None, :] - work[rows][:, None]
         swapped = (
             self._shortfall(capacity[here] + net / self._costs[here])
             - shortfall[here]
             + self._shortfall(capacity[there] - net / self._costs[there])
             - shortfall[there]
         )
-        possible = self._fits[numbers][:, stages]
-        swapped[~(possible & possible.T) | (net >= 0)] = np.inf
+        fits_there = self._fits[numbers[rows]][:, stages]
+        fits_here = self._fits[numbers][:, stages[rows]].T
+        swapped[~(fits_there & fits_here) | (net <= 0)] = np.inf
         for flat in np.argsort(swapped, axis=None, kind="stable")[:limit]:
             row, column = divmod(int(flat), len(numbers))
+            row = int(rows[row])
             pair = [(int(numbers[row]), int(stages[column])), (int(numbers[column]), int(stages[row]))]
-            steps.append((float(swapped[row, column]), pair))
+            steps.append((float(swapped.flat[flat]), pair))
         steps = [(gain, pairs) for gain, pairs in steps if gain < -1e-9]
         # Per move, so that a swap must bring more than one move does.
         return [pairs for _, pairs in sorted(steps, key=lambda step: step[0] / len(step[1]))]

@@ -22,15 +22,20 @@ class Shift:
     samples_per_s: float
 
 
-def work_per_s(view: SwarmView, stage_costs: Sequence[float]) -> dict[str, float]:
+def work_per_s(peers: Iterable[PeerView], stage_costs: Sequence[float]) -> dict[str, float]:
     """What each peer does: as measured, or as it expects, or like the typical of those that are measured."""
-    work = {
-        peer.peer_id: peer.samples_per_s * stage_costs[peer.stage]
-        for peer in view.peers
-        if peer.samples_per_s > 0 and peer.stage != UNDECIDED
-    }
-    typical = sorted(work.values())[len(work) // 2] if work else 1.0
-    return {peer.peer_id: work.get(peer.peer_id) or peer.work_per_s or typical for peer in view.peers}
+    work = {}
+    unmeasured = []
+    for peer in peers:
+        if peer.samples_per_s > 0 and peer.stage != UNDECIDED:
+            work[peer.peer_id] = peer.samples_per_s * stage_costs[peer.stage]
+        else:
+            unmeasured.append(peer)
+    if unmeasured:
+        typical = sorted(work.values())[len(work) // 2] if work else 1.0
+        for peer in unmeasured:
+            work[peer.peer_id] = peer.work_per_s or typical
+    return work
 
 
 def fits(peer: PeerView, stage: int, stage_memory_bytes: Sequence[float]) -> bool:

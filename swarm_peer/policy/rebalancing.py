@@ -30,16 +30,17 @@ def choose_stage(
         stage_memory_bytes: what each stage takes; a peer goes where it fits, and to the smallest if it fits nowhere
     """
     stages = range(view.num_stages)
-    work = work_per_s(SwarmView(view.num_stages, tuple(peer for peer in view.peers if peer.peer_id != me)), stage_costs)
+    others = [peer for peer in view.peers if peer.peer_id != me]
     myself = view.peer(me) or PeerView(me, UNDECIDED, PeerState.JOINING)
+    work = work_per_s(others, stage_costs)
     capacity = [0.0] * view.num_stages  # samples/s that each stage can take
     num_peers = [0] * view.num_stages
-    for peer in view.peers:
-        if peer.peer_id != me and peer.stage != UNDECIDED and peer.state is not PeerState.DRAINING:
+    for peer in others:
+        if peer.stage != UNDECIDED and peer.state is not PeerState.DRAINING:
             capacity[peer.stage] += work[peer.peer_id] / stage_costs[peer.stage]
             num_peers[peer.stage] += 1
 
-    undecided = [peer for peer in view.peers if peer.stage == UNDECIDED and peer.peer_id != me]
+    undecided = [peer for peer in others if peer.stage == UNDECIDED]
     for peer in sorted([*undecided, myself], key=lambda peer: peer.peer_id):
         fitting = [k for k in stages if fits(peer, k, stage_memory_bytes)]
         smallest = min(stages, key=lambda k: stage_memory_bytes[k]) if not fitting else 0
@@ -79,7 +80,7 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     To be called whenever something has changed; that costs little where there is nothing to do.
     """
     costs = params.stage_costs
-    work = work_per_s(view, costs)
+    work = work_per_s(view.peers, costs)
     now = serving_capacity(view, work, costs)
     arrivals, leaving_s, coming_s = [], [0.0] * view.num_stages, [0.0] * view.num_stages
     for peer in view.peers:
@@ -98,7 +99,7 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     total = sum(capacity * cost for capacity, cost in zip(planned, costs, strict=True))
     ideal = total / sum(costs)
     least = min(planned)
-    if ideal - least < max(params.least_gain * least, params.gain_s_per_move / params.horizon_s * least) or ideal <= 0:
+    if ideal - least <= params.least_gain * ideal:
         return Rebalancing((), f"in balance: the least stage will take {least:.3g} of at most {ideal:.3g} samples/s")
 
     num_serving = [0] * view.num_stages

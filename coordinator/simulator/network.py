@@ -1,0 +1,92 @@
+"""Links between peers: one latency and bandwidth for each peer, or matrices of places."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from coordinator.simulator.world import Machine
+from swarm_peer.errors import UserError
+
+# Latencies in seconds and bandwidths in bytes/s, from each place to each.
+Places = tuple[list[list[float]], list[list[float]]]
+
+
+class Network:
+    """How long things take from peer to peer.
+
+    Args:
+        machine: of a peer
+        places: latencies in seconds and bandwidths in bytes/s (infinite: what the peers have) between places; a peer is
+            in the place that its name and the seed give. None: each peer's own latency counts, half at either end.
+    """
+
+    def __init__(
+        self,
+        machine: Callable[[str], Machine | None],
+        places: Places | None = None,
+        seed: int = 0,
+    ):
+        self._machine = machine
+        self._places = places
+        self._seed = seed
+
+    def transfer_s(self, sender: str, receiver: str, num_bytes: float) -> float:
+        ends = [machine for machine in (self._machine(sender), self._machine(receiver)) if machine is not None]
+        bandwidth = min((machine.bandwidth_bytes_per_s for machine in ends), default=float("inf"))
+        latency_s = sum(machine.latency_s for machine in ends) / 2
+        if self._places is not None:
+            latencies, bandwidths = self._places
+            here, there = self._place(sender, len(latencies)), self._place(receiver, len(latencies))
+            latency_s, bandwidth = latencies[here][there], min(bandwidth, bandwidths[here][there])
+        return latency_s + num_bytes / bandwidth
+
+    def _place(self, peer_id: str, num_places: int) -> int:
+        return zlib.crc32(f"{self._seed} {peer_id}".encode()) % num_places
+
+
+def read_places(path: Path) -> Places:
+    """Of a table `region_a,region_b,delay_ms,bandwidth_gbps`, or a square matrix of round trips in seconds.
+
+    In a matrix 0 off the diagonal means not measured, and the median is taken. Within a place there is no latency in a
+    table, and the least measured one in a matrix, of which each row is one person's device.
+
+    Raises:
+        UserError: it is neither
+    """
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        if lines and "," in lines[0]:
+            return _from_table([line.split(",") for line in lines[1:]])
+        return _from_matrix([[float(value) for value in line.split()] for line in lines])
+    except (OSError, ValueError, IndexError) as error:
+        raise UserError(
+            f"--network {path}: {error}; expected region_a,region_b,delay_ms,bandwidth_gbps, or a square matrix of "
+            "round trips in seconds"
+        ) from error
+
+
+def _from_table(rows: list[list[str]]) -> Places:
+    names = sorted({row[0] for row in rows} | {row[1] for row in rows})
+    latencies = [[0.0] * len(names) for _ in names]
+    bandwidths = [[float("inf")] * len(names) for _ in names]
+    for row in rows:
+        a, b = names.index(row[0]), names.index(row[1])
+        latencies[a][b] = latencies[b][a] = float(row[2]) / 1000
+        bandwidths[a][b] = bandwidths[b][a] = float(row[3]) * 1e9 / 8
+    return latencies, bandwidths
+
+
+def _from_matrix(rows: list[list[float]]) -> Places:
+    if not rows or any(len(row) != len(rows) for row in rows):
+        raise ValueError(f"{len(rows)} rows, and not all as long")
+    known = sorted(value for row in rows for value in row if value > 0)
+    if not known:
+        raise ValueError("nothing above 0")
+    median = known[len(known) // 2]
+    latencies = [
+        [(known[0] if i == j else value if value > 0 else median) / 2 for j, value in enumerate(row)]
+        for i, row in enumerate(rows)
+    ]
+    return latencies, [[float("inf")] * len(rows) for _ in rows]
