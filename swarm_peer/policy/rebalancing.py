@@ -136,8 +136,8 @@ def _announced(plan: Plan, rest: Plan, situation: Situation) -> Rebalancing:
         if move.start_s <= 0
     )
     later = len(plan.moves) - len(moves)
-    waiting = f"; {later} more wait for movers under way" if later else ""
+    moves_words = f"{len(plan.moves)} move{'s' * (len(plan.moves) > 1)}"
+    waiting = f"; {later} more wait{'s' * (later == 1)} for movers under way" if later else ""
     return Rebalancing(
-        moves,
-        f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {len(plan.moves)} moves{waiting}",
+        moves, f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {moves_words}{waiting}"
     )
