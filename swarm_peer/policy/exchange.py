@@ -44,8 +44,8 @@ class RebalancingParameters:
         bandwidth_bytes_per_s: of a peer whose own has not been measured
         overhead_s: what a move takes besides the download: to leave, to build the stage's module
         horizon_s: how long an advantage lasts, roughly, until comings and goings have changed the stages anyway
-        payback: a move must bring this many times the work that the mover leaves undone meanwhile; what bounds the
-            bytes that are moved, and keeps a swarm at rest
+        payback: the swarm must gain this many times the samples that the mover would have done in its stage while it
+            moves; what bounds the bytes that are moved, and keeps a swarm at rest
         least_gain: by how much of itself the swarm's throughput must rise; above the noise of measured speeds
     """
 
@@ -56,7 +56,7 @@ class RebalancingParameters:
     bandwidth_bytes_per_s: float = 25e6
     overhead_s: float = 5.0
     horizon_s: float = 900.0
-    payback: float = 12.0
+    payback: float = 2.2
     least_gain: float = 0.01
 
     def replicas(self, stage: int) -> int:
@@ -167,12 +167,13 @@ class _Search:
         params = self._params
         move_s = min(params.move_s(peer, k) for peer in self._movers[:1] for k in range(self._num_stages))
         most = (self._situation.ideal - min(empty.capacity)) * params.horizon_s * math.exp(-move_s / params.horizon_s)
-        return most > params.payback * move_s * float(self._work.min()) / sum(params.stage_costs)
+        return most > params.payback * move_s * float((self._work / self._costs[self._stages]).min())
 
     def _merit(self, plan: Plan) -> float:
         """Samples, less what the plan's moves must bring at least."""
-        undone = sum((move.arrival_s - move.start_s) * move.work_per_s for move in plan.moves)
-        return plan.samples - self._params.payback * undone / sum(self._params.stage_costs)
+        costs = self._params.stage_costs
+        undone = sum((move.arrival_s - move.start_s) * move.work_per_s / costs[move.peer.stage] for move in plan.moves)
+        return plan.samples - self._params.payback * undone
 
     def _pairs(self, plan: Plan) -> list[tuple[int, int]]:
         return [(self._number(move), move.to_stage) for move in plan.moves]

@@ -87,7 +87,7 @@ def test_who_leaves_is_drawn_from_the_seed():
 def test_what_is_no_trace_is_refused(tmp_path, text):
     path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(UserError, match="time_ms,add|date, time, live count"):
+    with pytest.raises(UserError, match=r"time_ms,add|date, time, live count"):
         read_trace(path, random.Random(0))
 
 
