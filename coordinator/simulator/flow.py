@@ -7,7 +7,7 @@ level (microbatches.py) checks what this leaves out: latency, queues, uneven rou
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import simpy
@@ -70,10 +70,13 @@ class FlowSwarm:
         rebalancer: Rebalancer,
         options: FlowOptions,
         env: simpy.Environment | None = None,
+        pinned: Mapping[str, int] | None = None,
     ):
         """Args:
         env: the clock, if others go by it, too
+        pinned: stages of machines that are to serve these and no others
         """
+        self._pinned = pinned or {}
         self._trace = trace
         self._population = population
         self._seed = seed
@@ -145,7 +148,7 @@ class FlowSwarm:
             peer_id,
             UNDECIDED,
             PeerState.JOINING,
-            movable=True,
+            movable=name not in self._pinned,
             work_per_s=machine.work_per_s if self._options.newcomers_know_speed else 0.0,
             memory_bytes=int(machine.memory_bytes),
             bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
@@ -153,15 +156,16 @@ class FlowSwarm:
         index = bisect.bisect(self._ids, peer_id)
         self._ids.insert(index, peer_id)
         self._views.insert(index, peer)
-        choice = choose_stage(
-            self.view(), self._params.stage_costs, peer_id, stage_memory_bytes=self._params.stage_memory_bytes
-        )
+        stage = self._pinned.get(name)
+        if stage is None:
+            memory_bytes = self._params.stage_memory_bytes
+            stage = choose_stage(self.view(), self._params.stage_costs, peer_id, stage_memory_bytes=memory_bytes).stage
         self.num_joined += 1
-        peer = replace(peer, stage=choice.stage, since_s=self.env.now)
+        peer = replace(peer, stage=stage, since_s=self.env.now)
         self._set(peer)
         self._count(peer, 1)
         if self._begun:
-            self.bytes_joined += self._params.state_bytes[choice.stage]
+            self.bytes_joined += self._params.state_bytes[stage]
             self._download(peer)
 
     def _leave(self, name: str) -> None:
