@@ -60,6 +60,8 @@ def serve(
     checkpoint_every: CheckpointEvery = None,
     keep_checkpoints: int = 3,
     resume: str | None = None,
+    rebalance: bool = True,
+    min_replicas: int = 1,
     log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "info",
@@ -92,12 +94,17 @@ def serve(
         How many of them are kept.
     resume
         Checkpoint folder or URL to go on from: its newest good one, or one of them.
+    rebalance
+        Move peers that joined with --stage auto to where the run needs them.
+    min_replicas
+        Peers that each stage keeps while one of its own moves elsewhere.
     """
     configure_logging(log_level)
     check_installed(log_to)
     manifest = _load(config, set_, None, cache_dir)
 
     from coordinator.checkpointing import plan_checkpoints
+    from coordinator.rebalancer import RebalancingOptions
     from coordinator.serve import run_serve
 
     output = output or Path("runs") / manifest.name
@@ -116,6 +123,7 @@ def serve(
         log_to=log_to,
         plan=plan,
         cache_dir=cache_dir,
+        rebalancing=RebalancingOptions(min_replicas) if rebalance else None,
     )
 
 

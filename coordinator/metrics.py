@@ -21,6 +21,7 @@ class CoordinatorMetrics:
         self._validation_loss = gauge("validation_loss", "Last validation loss, nats per token")
         self._tokens_per_s = gauge("tokens_per_second", "Throughput of the last global step")
         self._peers = gauge("stage_peers", "Peers of a stage", "stage", "state")
+        self.migrations = gauge("migrations", "Moves between stages that this coordinator has ordered")
         self._samples_per_s = gauge("stage_samples_per_second", "Announced throughput of a stage's peers", "stage")
         self._queue = gauge("stage_queue_microbatches", "Microbatches that a stage's peers hold", "stage")
 

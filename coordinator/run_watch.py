@@ -16,6 +16,7 @@ from swarm_peer.wire.records import ProgressRecord, StepReport
 VALIDATION_WAIT_S = 20.0
 # What is asked of older ones is in metrics.jsonl.
 LINES_KEPT = 1024
+RECENT_STEPS = 3
 
 
 def step_line(
@@ -72,6 +73,11 @@ class RunWatch:
     def step(self) -> int:
         """Finished steps: updates that the weights have had."""
         return int(self.lines[-1]["step"]) if self.lines else 0
+
+    def delivered(self) -> tuple[int, float]:
+        """Samples of the last few steps, and the seconds that these took."""
+        last = self.lines[-RECENT_STEPS:]
+        return sum(line["samples"] for line in last), sum(line["seconds"] for line in last)
 
     @property
     def global_step(self) -> int:

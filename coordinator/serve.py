@@ -15,6 +15,7 @@ import anyio
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
 from coordinator.loggers import LoggerName, open_loggers
+from coordinator.rebalancer import EVEN_OUT, RebalancingOptions
 from coordinator.run_watch import RunWatch
 from coordinator.service import RunService, check_output, join_command, observe
 from swarm_peer.config import RunManifest
@@ -48,6 +49,7 @@ def run_serve(
     log_to: Sequence[LoggerName] = (),
     plan: CheckpointPlan = NO_CHECKPOINTS,
     cache_dir: Path | None = None,
+    rebalancing: RebalancingOptions | None = EVEN_OUT,
 ) -> None:
     """Coordinate a run until its end or a signal. Training goes on without us.
 
@@ -80,7 +82,7 @@ def run_serve(
         ):
             service = RunService(
                 manifest, dht, output, live.update, resume=True, on_line=on_line, plan=plan, on_ready=be_ready,
-                cache_dir=cache_dir,
+                cache_dir=cache_dir, rebalancing=rebalancing,
             )  # fmt: skip
             if metrics_port is not None:
                 log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))

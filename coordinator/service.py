@@ -20,9 +20,10 @@ from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan, Checkpoint
 from coordinator.export import export_states
 from coordinator.fetching import fetch_states, open_transport
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.rebalancer import EVEN_OUT, Rebalancer, RebalancingOptions
 from coordinator.run_watch import MetricsFile, RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, UserError
 from swarm_peer.model.architecture import parse_model_config, resolve_model
 from swarm_peer.model.partition import stages_of
 from swarm_peer.policy.view import SwarmView
@@ -33,11 +34,22 @@ from swarm_peer.runtime.p2p_transport import P2PTransport
 from swarm_peer.runtime.recovery import STEPS_BETWEEN_LINES
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.tokenizers import load_tokenizer
-from swarm_peer.wire.records import MANIFESTS_KEY, EndRecord, ManifestRecord, ProgressRecord, end_key, progress_key
+from swarm_peer.wire.messages import KeptCall
+from swarm_peer.wire.records import (
+    MANIFESTS_KEY,
+    AssignmentsRecord,
+    EndRecord,
+    ManifestRecord,
+    ProgressRecord,
+    assignments_key,
+    end_key,
+    progress_key,
+)
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+PROBE_TIMEOUT_S = 3.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 MANIFEST_LIFETIME_S = 24 * 3600.0
 PUBLISH_MANIFEST_S = 60.0
@@ -77,6 +89,7 @@ class RunService:
         on_line: told each line that is new in metrics.jsonl
         plan: which checkpoints to write, and which to go on from
         on_ready: called when peers may join
+        rebalancing: how peers are moved between stages; None for not at all
     """
 
     def __init__(
@@ -90,6 +103,7 @@ class RunService:
         plan: CheckpointPlan = NO_CHECKPOINTS,
         on_ready: Callable[[], None] = lambda: None,
         cache_dir: Path | None = None,
+        rebalancing: RebalancingOptions | None = EVEN_OUT,
     ):
         self.manifest = manifest
         self.watch = RunWatch(manifest, SwarmView(manifest.stages.count))
@@ -103,6 +117,7 @@ class RunService:
         self._plan = plan
         self._on_ready = on_ready
         self._cache_dir = cache_dir
+        self._rebalancing = rebalancing
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -131,10 +146,18 @@ class RunService:
                     view = lambda: self._directory.view  # noqa: E731
                     writer = CheckpointWriter(self.manifest, self._plan, lambda: self.watch.step, view)
                     tasks.start_soon(writer.run, transport)
+                tasks.start_soon(self._drop_who_is_gone, transport)
+                rebalancer = None
+                if self._rebalancing is not None:
+                    now_s = anyio.current_time()
+                    rebalancer = Rebalancer(self.manifest, self._rebalancing, self._publish_assignments, now_s)
                 while self.watch.step < self.manifest.training.steps:
                     for line in await observe(self._dht, self._directory, self.watch):
                         if metrics_file.write(line):
                             self._on_line(line)
+                    if rebalancer is not None:
+                        await rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
+                        self.metrics.migrations.set(rebalancer.migrations)
                     self.metrics.update(self.watch)
                     self._on_update(self.watch)
                     await anyio.sleep(POLL_S)
@@ -160,6 +183,27 @@ class RunService:
         resumption = Resumption(self.manifest, checkpoint, step, self._dht, folder)
         await resumption.prepare(transport)
         tasks.start_soon(resumption.run)
+
+    async def _drop_who_is_gone(self, transport: P2PTransport) -> None:
+        """Call peers that have missed an announcement: waiting for the end of the last one would take longer."""
+        call = KeptCall(manifest=self.manifest.hash)
+
+        async def ask(peer_id: str) -> None:
+            try:
+                await transport.call(peer_id, call, timeout_s=PROBE_TIMEOUT_S)
+            except (PeerUnreachable, CallTimeout):
+                self._directory.drop(peer_id)
+            except CallError:
+                return  # it answers
+
+        while True:
+            await anyio.sleep(POLL_S)
+            async with anyio.create_task_group() as tasks:
+                for peer_id in self._directory.overdue():
+                    tasks.start_soon(ask, peer_id)
+
+    async def _publish_assignments(self, record: AssignmentsRecord, lifetime_s: float) -> None:
+        await self._dht.store(assignments_key(self._run_id), record, self._run_id, lifetime_s)
 
     async def _publish_manifest(self) -> None:
         record = ManifestRecord(manifest=self.manifest.canonical_json().decode())

@@ -31,6 +31,8 @@ class PeerView:
         bandwidth_bytes_per_s: at which it has downloaded; 0 if not measured
         since_s: when it came to be in this state, on the clock of `now_s`; None if not known
         moved_from: the stage that it has left for this one, as long as it does not serve here; else UNDECIDED
+        formerly: its id before it moved
+        announced: serial number of the announcement that this was read from
     """
 
     peer_id: str
@@ -47,6 +49,8 @@ class PeerView:
     bandwidth_bytes_per_s: float = 0.0
     since_s: float | None = None
     moved_from: int = UNDECIDED
+    formerly: str = ""
+    announced: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 # Announcements of an announcement's lifetime; one or two may be lost on the way.
 ANNOUNCEMENTS_PER_LIFETIME = 4
+# Announcements do not come to the second.
+OVERDUE_ANNOUNCEMENTS = 1.5
 # How often to look for others: quickly while peers are missing, then at leisure.
 FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
@@ -79,14 +81,20 @@ class Directory:
             del self._authors[peer_id]
         self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
         peers = {
-            peer_id: announcement.view(peer_id)
-            for peer_id, (announcement, _) in self._peers.items()
+            peer_id: announcement.view(peer_id, arrived_s)
+            for peer_id, (announcement, arrived_s) in self._peers.items()
             if announcement.serial > self._dropped.get(peer_id, -1)
         }
         if self._describe_self is not None:
             peers[self._dht.identity.peer_id] = self._describe_self()
         self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()))
         self._changed.notify()
+
+    def overdue(self) -> list[str]:
+        """Peers that have missed an announcement: they may be gone."""
+        lifetime_s = self._manifest.limits.announcement_s
+        oldest = time.monotonic() - OVERDUE_ANNOUNCEMENTS * lifetime_s / ANNOUNCEMENTS_PER_LIFETIME
+        return [peer.peer_id for peer in self.view.peers if self._peers[peer.peer_id][1] < oldest]
 
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
@@ -118,6 +126,11 @@ class Directory:
             queue=me.queue,
             version=__version__,
             device=self._device,
+            state_s=0.0 if me.since_s is None else time.monotonic() - me.since_s,
+            memory_bytes=me.memory_bytes,
+            bandwidth_bytes_per_s=me.bandwidth_bytes_per_s,
+            moved_from=me.moved_from,
+            formerly=me.formerly,
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()

@@ -43,8 +43,9 @@ from swarm_peer.runtime.preparation import (
     make_averager,
     microbatch_capacity,
     stage_costs,
+    stage_memory,
 )
-from swarm_peer.runtime.processes import restarted_in, run_loop, start_anew
+from swarm_peer.runtime.processes import Restart, restarted_with, run_loop, start_anew
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.recovery import Recovery, Start
 from swarm_peer.runtime.samples import SamplePool
@@ -57,7 +58,16 @@ from swarm_peer.runtime.steps import StepLoop
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
-from swarm_peer.wire.records import EndRecord, OriginRecord, ProgressRecord, end_key, origin_key, progress_key
+from swarm_peer.wire.records import (
+    AssignmentsRecord,
+    EndRecord,
+    OriginRecord,
+    ProgressRecord,
+    assignments_key,
+    end_key,
+    origin_key,
+    progress_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +77,7 @@ PUBLISH_PROGRESS_S = 1.0
 # Between tries to join a stage that nobody serves.
 JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
+LOOK_FOR_ORDERS_S = 1.0
 # To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
 LAST_REPLIES_S = 3.0
 # The state's index and the headroom of a frame.
@@ -102,11 +113,11 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         )
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses()))
         try:
-            next_stage = _run_in_swarm(options, addresses, device, dht, metrics, Path(folder), counted)
+            restart = _run_in_swarm(options, addresses, device, dht, metrics, Path(folder), counted)
         finally:
             dht.shutdown()
-    if next_stage is not None:
-        start_anew(next_stage)
+    if restart is not None:
+        start_anew(restart)
 
 
 def _run_in_swarm(
@@ -117,9 +128,10 @@ def _run_in_swarm(
     metrics: PeerMetrics,
     folder: Path,
     counted: CountedHook | None,
-) -> int | None:
-    """Returns the stage to start anew in, if any."""
-    run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics)
+) -> Restart | None:
+    """Returns how to start anew, if at all."""
+    before = restarted_with()
+    run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics, before)
     spec = stages_of(manifest)[stage]
     check_pretrained(manifest, options.data_dir)
     if spec.is_first:
@@ -128,31 +140,31 @@ def _run_in_swarm(
     # Forked before anything computes here, and before CUDA.
     averager = make_averager(manifest, spec, dht)
     try:
-        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, folder, counted)
+        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, folder, counted, before)
         run_loop(peer.run)
     finally:
         averager.shutdown()
-    return peer.next_stage
+    return peer.restart
 
 
 async def _choose_run_and_stage(
-    dht: SwarmDHT, options: PeerOptions, addresses: list[str], metrics: PeerMetrics
+    dht: SwarmDHT, options: PeerOptions, addresses: list[str], metrics: PeerMetrics, before: Restart | None
 ) -> tuple[str, RunManifest, int]:
     run_id, manifest = await find_manifest(dht, addresses, options.run_id)
     count = manifest.stages.count
-    if (stage := restarted_in()) is not None:
-        return run_id, manifest, stage
+    if before is not None:
+        return run_id, manifest, before.stage
     if options.stage != "auto":
         if int(options.stage) >= count:
             raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
         return run_id, manifest, int(options.stage)
     me = dht.identity.peer_id
-    myself = PeerView(me, UNDECIDED, PeerState.JOINING)
+    myself = PeerView(me, UNDECIDED, PeerState.JOINING, memory_bytes=options.max_memory or 0)
     directory = Directory(manifest, dht, options.device, lambda: myself, metrics, Signal())
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
     view = await directory.refresh([*range(count), UNDECIDED])
-    choice = choose_stage(view, stage_costs(manifest), me)
+    choice = choose_stage(view, stage_costs(manifest), me, stage_memory_bytes=stage_memory(manifest))
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return run_id, manifest, choice.stage
 
@@ -172,10 +184,13 @@ class Peer:
         metrics: PeerMetrics,
         folder: Path,
         counted: CountedHook | None,
+        before: Restart | None,
     ):
         """Args:
         folder: for snapshots; removed when the process ends
+        before: its life before this one
         """
+        self._before = before
         self._folder = folder
         self._run_id = run_id
         self._manifest = manifest
@@ -188,8 +203,9 @@ class Peer:
         self._counted = counted
         self._me = dht.identity.peer_id
         self._state = PeerState.JOINING
+        self._state_since_s = time.monotonic()
         self._note = ""
-        self.next_stage: int | None = None  # to go on with after `run`
+        self.restart: Restart | None = None  # to go on with after `run`
         self._changed = Signal()
         self._stop = anyio.Event()
         self._rng = random.Random(f"{manifest.seed} {self._me}")
@@ -210,7 +226,15 @@ class Peer:
         )
         metrics.stage.set(spec.index)
 
+    def _enter_state(self, state: PeerState) -> None:
+        self._state, self._state_since_s, self._note = state, time.monotonic(), ""
+
     def _describe(self) -> PeerView:
+        moved_from, formerly = UNDECIDED, ""
+        if self._before is not None and self._before.from_stage != self._spec.index:
+            formerly = self._before.peer_id
+            if self._state is PeerState.JOINING:
+                moved_from = self._before.from_stage
         return PeerView(
             self._me,
             self._spec.index,
@@ -221,6 +245,11 @@ class Peer:
             self._steps.updates,
             self._options.stage == "auto",
             self._note,
+            memory_bytes=self._options.max_memory or 0,
+            bandwidth_bytes_per_s=self._steps.download_bytes_per_s,
+            since_s=self._state_since_s,
+            moved_from=moved_from,
+            formerly=formerly,
         )
 
     async def run(self) -> None:
@@ -318,7 +347,7 @@ class Peer:
         await self._directory.announce()
         start = await self._begin()
         # Stored first, looked up second: of two peers that begin at the same time, at least one sees the other.
-        self._state, self._note = PeerState.SERVING, ""
+        self._enter_state(PeerState.SERVING)
         await self._directory.announce()
         view = await self._directory.refresh(self._stages_of_interest())
         mates = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
@@ -331,6 +360,8 @@ class Peer:
             tasks.start_soon(self._directory.run_polling, self._stages_of_interest())
             tasks.start_soon(self._recovery.run_snapshots)
             tasks.start_soon(self._move_when_needed)
+            if self._options.stage == "auto":
+                tasks.start_soon(self._obey)
             tasks.start_soon(self._look_for_end)
             if self._source is not None and self._leases is not None:
                 tasks.start_soon(self._leases.run)
@@ -374,8 +405,26 @@ class Peer:
     def _move_to(self, stage: int) -> None:
         """Leave, and have this process start anew in another stage."""
         log.warning("moving from=%d to=%d", self._spec.index, stage)
-        self.next_stage = stage
+        self.restart = Restart(stage, self._spec.index, self._me)
         self._stop.set()
+
+    async def _obey(self) -> None:
+        """Move when the run's coordinator says so, but for the last peer of a stage."""
+        began = self._directory.serial
+        while True:
+            await anyio.sleep(LOOK_FOR_ORDERS_S)
+            records = await self._dht.fetch(assignments_key(self._run_id), AssignmentsRecord, self._run_id)
+            for order in records[self._run_id].assignments if self._run_id in records else ():
+                meant = order.peer == self._me and order.from_stage == self._spec.index
+                if not meant or not began <= order.announced <= self._directory.serial:
+                    continue
+                others = [peer for peer in self._directory.view.serving(self._spec.index) if peer.peer_id != self._me]
+                if not others or order.to_stage == self._spec.index or order.to_stage >= self._manifest.stages.count:
+                    log.info("order_not_obeyed to=%d reason=%d others serve this stage", order.to_stage, len(others))
+                    continue
+                log.warning("assigned stage=%d reason=%s", order.to_stage, order.reason)
+                self._move_to(order.to_stage)
+                return
 
     async def _first_origin(self) -> Origin:
         records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
@@ -413,7 +462,7 @@ class Peer:
         """Finish what is in flight, hand over what it has accumulated, and tell the others."""
         with anyio.move_on_after(self._options.grace_s / 2):
             await self._changed.wait_for(lambda: not self._is_awaited())
-        self._state = PeerState.DRAINING
+        self._enter_state(PeerState.DRAINING)
         if self._source is not None:
             self._source.stop()
         self._gate.leave()

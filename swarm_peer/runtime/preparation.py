@@ -27,6 +27,25 @@ def stage_costs(manifest: RunManifest) -> list[float]:
     return [float(stage_cost(costs, spec, manifest.model.share_layers).forward_flops) for spec in stages_of(manifest)]
 
 
+def stage_memory(manifest: RunManifest) -> list[float]:
+    """Bytes that each stage takes at least, with one microbatch."""
+    assert isinstance(manifest.model.config, dict)
+    costs = model_costs(parse_model_config(manifest.model.config), manifest.data.sequence_length)
+    return [
+        float(sum(_memory_bytes(manifest, spec, stage_cost(costs, spec, manifest.model.share_layers).parameters)))
+        for spec in stages_of(manifest)
+    ]
+
+
+def _memory_bytes(manifest: RunManifest, spec: StageSpec, num_parameters: int) -> tuple[int, int]:
+    """What a stage takes, roughly, and what each microbatch adds to it."""
+    assert isinstance(manifest.model.config, dict)
+    hidden_size = parse_model_config(manifest.model.config).hidden_size
+    hidden = 4 * manifest.training.microbatch_size * manifest.data.sequence_length * hidden_size
+    each = hidden * (2 if manifest.model.activation_checkpointing else KEPT_TENSORS_PER_LAYER) * len(spec.layers)
+    return 4 * VALUES_PER_PARAMETER * num_parameters, each
+
+
 def make_averager(manifest: RunManifest, spec: StageSpec, dht: SwarmDHT) -> GradientAverager:
     assert isinstance(manifest.model.config, dict)
     module = StageModule(
@@ -76,11 +95,7 @@ def microbatch_capacity(manifest: RunManifest, spec: StageSpec, num_parameters: 
     """
     if max_memory is None:
         return manifest.limits.max_in_flight
-    assert isinstance(manifest.model.config, dict)
-    hidden_size = parse_model_config(manifest.model.config).hidden_size
-    fixed = 4 * VALUES_PER_PARAMETER * num_parameters
-    hidden = 4 * manifest.training.microbatch_size * manifest.data.sequence_length * hidden_size
-    each = hidden * (2 if manifest.model.activation_checkpointing else KEPT_TENSORS_PER_LAYER) * len(spec.layers)
+    fixed, each = _memory_bytes(manifest, spec, num_parameters)
     if fixed + each > max_memory:
         raise UserError(
             f"--max-memory {max_memory / 2**30:.1f}GiB is too little: stage {spec.index} needs about "

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -17,7 +20,22 @@ if sys.version_info < (3, 11):
 
 _PR_SET_PDEATHSIG = 1
 # From one life of a peer's process to the next; nothing that a user sets.
-_RESTART_STAGE = "SWARM_RESTART_STAGE"
+_RESTART = "SWARM_RESTART"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What a peer that starts anew knows of its life before.
+
+    Attributes:
+        stage: to serve now
+        from_stage: that it served
+        peer_id: that it had
+    """
+
+    stage: int
+    from_stage: int
+    peer_id: str
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
@@ -59,17 +77,17 @@ def run_loop(function: Callable[..., Any], *args: object) -> Any:
         raise error from group
 
 
-def start_anew(stage: int) -> None:
-    """Replace this process by a new one of the same command, which serves `stage`. Does not return.
+def start_anew(restart: Restart) -> None:
+    """Replace this process by a new one of the same command, which serves `restart.stage`. Does not return.
 
     A new averager has to be forked before anything computes and before CUDA, so a peer that changes its stage begins
     from the beginning; its process id stays.
     """
-    os.environ[_RESTART_STAGE] = str(stage)
+    os.environ[_RESTART] = json.dumps(dataclasses.asdict(restart))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def restarted_in() -> int | None:
-    """The stage that `start_anew` named; None after an ordinary start. Once."""
-    stage = os.environ.pop(_RESTART_STAGE, None)
-    return None if stage is None else int(stage)
+def restarted_with() -> Restart | None:
+    """What `start_anew` was given; None after an ordinary start. Once."""
+    restart = os.environ.pop(_RESTART, None)
+    return None if restart is None else Restart(**json.loads(restart))

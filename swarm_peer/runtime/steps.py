@@ -99,6 +99,7 @@ class StepLoop:
         self._rewind_to: Origin | None = None
         self.step = 0
         self.origin = Origin()
+        self.download_bytes_per_s = 0.0  # of the last state; 0 if none was downloaded
         self.reports: deque[StepReport] = deque(maxlen=32)
 
     @property
@@ -322,9 +323,12 @@ class StepLoop:
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_step=min_step)
         for attempt in range(1, DOWNLOAD_TRIES + 1):
             try:
+                begin = time.monotonic()
                 state = await fetch_state(
                     self._transport, donors, call, max_bytes=self._max_state_bytes(), rng=self._rng
                 )
+                num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+                self.download_bytes_per_s = num_bytes / (time.monotonic() - begin)
                 await self._take_over(state, state.step, state.origin)
                 return
             except CallError as error:

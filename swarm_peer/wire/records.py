@@ -67,6 +67,11 @@ class Announcement(Record):
         updates: the optimizer updates in its weights, which are fewer after a rewind
         movable: it may be moved to another stage
         note: what keeps it from serving
+        state_s: for how long it has been in this state
+        memory_bytes: what it has for a stage; 0 if that is no limit
+        bandwidth_bytes_per_s: at which it downloaded its state; 0 if it did not
+        moved_from: the stage that it has left for this one, until it serves
+        formerly: its id before that: a peer that moves starts anew
     """
 
     kind = "announcement"
@@ -81,8 +86,16 @@ class Announcement(Record):
     queue: int = Field(ge=0, lt=2**20)
     version: str = Field(max_length=32)
     device: str = Field(max_length=64)
+    state_s: NonNegativeFloat = 0.0
+    memory_bytes: int = Field(0, ge=0, lt=2**60)
+    bandwidth_bytes_per_s: NonNegativeFloat = 0.0
+    moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
+    formerly: str = Field("", max_length=64)
 
-    def view(self, peer_id: str) -> PeerView:
+    def view(self, peer_id: str, arrived_s: float) -> PeerView:
+        """Args:
+        arrived_s: when this announcement came, on the reader's clock
+        """
         return PeerView(
             peer_id,
             self.stage,
@@ -93,7 +106,37 @@ class Announcement(Record):
             self.updates,
             self.movable,
             self.note,
+            memory_bytes=self.memory_bytes,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            since_s=arrived_s - self.state_s,
+            moved_from=self.moved_from,
+            formerly=self.formerly,
+            announced=self.serial,
         )
+
+
+class Assignment(Record):
+    """A peer is to serve another stage.
+
+    Attributes:
+        announced: serial of the announcement that this was decided upon; the order means the peer as it was then, and
+            is void once it has started anew
+        reason: in words
+    """
+
+    kind = "assignment"
+    peer: str = Field(max_length=64)
+    announced: int = Field(ge=0)
+    from_stage: int = Field(ge=0, lt=256)
+    to_stage: int = Field(ge=0, lt=256)
+    reason: str = Field(max_length=300)
+
+
+class AssignmentsRecord(Record):
+    """All orders of the coordinator that may still be under way. Signed with the run key, stored under the run's id."""
+
+    kind = "assignments"
+    assignments: tuple[Assignment, ...] = Field(max_length=128)
 
 
 class Progress(Record):
@@ -219,6 +262,10 @@ def origin_key(run_id: str) -> str:
 
 def end_key(run_id: str) -> str:
     return f"swarm/{run_id}/end"
+
+
+def assignments_key(run_id: str) -> str:
+    return f"swarm/{run_id}/assignments"
 
 
 def stage_key(manifest_hash: str, stage: int) -> str:

@@ -9,6 +9,7 @@ NUMBER says at which occurrence, from 1. Kinds:
 * garbage: all replies from then on carry noise of the right size and NaNs
 * stall: SIGSTOP of the whole peer for SECONDS
 * partition: calls to other stages get no answer for SECONDS
+* slow: the device takes SECONDS for a sample, forward and backward, in a stage of average cost
 * clock: the wall clock is off by SECONDS, from the beginning
 """
 
@@ -32,6 +33,7 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime import p2p_transport
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.p2p_transport import P2PTransport
+from swarm_peer.runtime.preparation import stage_costs
 from swarm_peer.wire.messages import PREFIX, FrameType
 
 
@@ -179,6 +181,32 @@ def _partition(number: int, seconds: float, strike: Strike, die: Strike) -> None
     P2PTransport.call = call  # type: ignore[method-assign]
 
 
+def _slow(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    """Nothing computes while it waits, so peers that share cores here are as many devices."""
+
+    def last_until(trainer: StageTrainer, begin: float, share: float, num_samples: int) -> None:
+        costs = stage_costs(trainer.manifest)
+        relative = costs[trainer.spec.index] * len(costs) / sum(costs)
+        time.sleep(max(0.0, begin + share * seconds * relative * num_samples - time.perf_counter()))
+
+    forward, backward = StageTrainer.forward, StageTrainer.backward
+
+    def slow_forward(self: Any, tokens_BS: Any, *args: Any) -> Any:
+        begin = time.perf_counter()
+        result = forward(self, tokens_BS, *args)
+        last_until(self, begin, 1 / 3, len(tokens_BS))
+        return result
+
+    def slow_backward(self: Any, forward_pass: Any, *args: Any) -> Any:
+        begin, num_samples = time.perf_counter(), len(forward_pass._result)
+        result = backward(self, forward_pass, *args)
+        last_until(self, begin, 2 / 3, num_samples)
+        return result
+
+    StageTrainer.forward, StageTrainer.backward = slow_forward, slow_backward  # type: ignore[method-assign]
+    strike(f"{seconds} s a sample")
+
+
 def _clock(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
@@ -199,5 +227,6 @@ _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "garbage": _garbage,
     "stall": _stall,
     "partition": _partition,
+    "slow": _slow,
     "clock": _clock,
 }

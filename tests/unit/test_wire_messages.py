@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, StepClosed
 from swarm_peer.runtime.transport import check_body, error_body, error_from_body, pack_fields, unpack_fields
 from swarm_peer.wire.messages import (
+    MAX_COUNT_BYTES,
     MAX_HEADER_BYTES,
     MAX_LEDGER_BYTES,
     MAX_TENSORS,
@@ -224,7 +225,7 @@ def test_bodies_survive_the_wire():
         {"timeout_s": 86401.0},
         {"counts": (("author",),)},
         {"counts": (("a" * 65, b""),)},
-        {"counts": (("a", b"e" * 513),)},
+        {"counts": (("a", b"e" * (MAX_COUNT_BYTES + 1)),)},
         {"counts": (("a", b""),) * 1025},
         {"counts": 5},
     ],

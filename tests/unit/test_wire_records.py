@@ -13,6 +13,8 @@ from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import (
     MAX_RECORD_BYTES,
     Announcement,
+    Assignment,
+    AssignmentsRecord,
     EndRecord,
     ManifestRecord,
     OriginRecord,
@@ -42,13 +44,20 @@ ANNOUNCEMENT = Announcement(
     queue=4,
     version="0.1.0",
     device="cpu",
+    state_s=1.5,
+    memory_bytes=1 << 30,
+    bandwidth_bytes_per_s=5e6,
+    moved_from=0,
+    formerly="b",
 )
+ASSIGNMENT = Assignment(peer="a", announced=7, from_stage=0, to_stage=1, reason="stage 1 is slow")
 RECORDS = [
     PROGRESS,
     ANNOUNCEMENT,
     ManifestRecord(manifest='{"name":"x"}'),
     EndRecord(reason="done"),
     OriginRecord(step=9, updates=5),
+    AssignmentsRecord(assignments=(ASSIGNMENT,)),
     ProgressRecord(
         current=PROGRESS,
         finished=(StepReport(step=1, updates=1, samples=8, loss=2.5, seconds=1.5),),
@@ -71,7 +80,10 @@ def test_records_survive_their_envelope(record):
 
 def test_records_become_what_policies_use():
     assert PROGRESS.count() == StepCount(8, 12, 20.5)
-    assert ANNOUNCEMENT.view("a") == PeerView("a", 1, PeerState.SERVING, 3, 2.5, 4, 2, True, "waits")
+    assert ANNOUNCEMENT.view("a", 10.0) == PeerView(
+        "a", 1, PeerState.SERVING, 3, 2.5, 4, 2, True, "waits",
+        memory_bytes=1 << 30, bandwidth_bytes_per_s=5e6, since_s=8.5, moved_from=0, formerly="b", announced=7,
+    )  # fmt: skip
 
 
 def test_undecided_peers_have_a_key_of_their_own():

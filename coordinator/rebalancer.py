@@ -1,0 +1,205 @@
+"""Moves peers of a live run between stages: looks at what they announce, decides, and signs the orders.
+
+The decision itself is swarm_peer/policy/rebalancing.py. Here is what it needs to see of a live run: peers that are on
+their way from one stage to another, and speeds that can be believed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from swarm_peer.config import RunManifest
+from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.churn import ChurnMeter
+from swarm_peer.policy.exchange import RebalancingParameters
+from swarm_peer.policy.rebalancing import Move, rebalance
+from swarm_peer.policy.trust import believed
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.directory import ANNOUNCEMENTS_PER_LIFETIME
+from swarm_peer.runtime.preparation import stage_costs, stage_memory
+from swarm_peer.wire.records import Assignment, AssignmentsRecord
+
+log = logging.getLogger(__name__)
+
+# Measured speeds wander by some percent. What is smaller than this is not worth a move.
+LEAST_GAIN = 0.1
+# To drain, end the process, start anew, and build the stage's module.
+MOVE_OVERHEAD_S = 20.0
+# Announced speeds are means over about so long.
+SETTLING_S = 15.0
+# In a large swarm somebody comes or goes all the time.
+LONGEST_WAIT_S = 30.0
+# A mover that has not shown up in its new stage after so many times the time that it should take is given up.
+MOVE_PATIENCE = 3.0
+# A peer that did not obey is not asked again for this long.
+REFUSAL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancingOptions:
+    """What the operator says about it.
+
+    Attributes:
+        min_replicas: peers that each stage keeps while one of them moves
+        horizon_s: how long an advantage is expected to last; None to learn it from how often peers come and go
+    """
+
+    min_replicas: int = 1
+    horizon_s: float | None = None
+
+
+EVEN_OUT = RebalancingOptions()
+
+
+@dataclass(slots=True)
+class _Order:
+    """A move under way, from its announcement to the moment that the peer serves its new stage."""
+
+    move: Move
+    peer: PeerView  # as it was
+    work_per_s: float
+    given_s: float
+    patience_s: float
+    is_obeyed: bool = False  # the peer was seen to drain
+
+
+class Rebalancer:
+    """Belongs to the event loop's thread.
+
+    Args:
+        publish: signs the orders and stores them for so many seconds
+    """
+
+    def __init__(
+        self,
+        manifest: RunManifest,
+        options: RebalancingOptions,
+        publish: Callable[[AssignmentsRecord, float], Awaitable[object]],
+        begun_s: float,
+    ):
+        count = manifest.stages.count
+        self._announcement_s = manifest.limits.announcement_s
+        self._interval_s = self._announcement_s / ANNOUNCEMENTS_PER_LIFETIME
+        self._settled_s = begun_s + self._announcement_s
+        self._publish = publish
+        self._options = options
+        self._params = RebalancingParameters(
+            stage_costs=tuple(stage_costs(manifest)),
+            state_bytes=tuple(float(max_state_bytes(manifest, stage)) for stage in range(count)),
+            stage_memory_bytes=tuple(stage_memory(manifest)),
+            min_replicas=(options.min_replicas,) * count,
+            overhead_s=MOVE_OVERHEAD_S,
+            least_gain=LEAST_GAIN,
+        )
+        self._churn = ChurnMeter()
+        self._orders: dict[str, _Order] = {}  # by the id of the peer, as it was
+        self._arrived: dict[str, float] = {}  # by the id that a mover has now: its work per second before
+        self._refused_s: dict[str, float] = {}
+        self._reported: frozenset[str] = frozenset()
+        self._serving: frozenset[tuple[str, int]] = frozenset()
+        self._serving_since_s = begun_s
+        self._decided_s = begun_s
+        self.reason = ""
+        self.migrations = 0
+
+    async def look(self, view: SwarmView, delivered: int, seconds: float, now_s: float) -> None:
+        """Order moves, if there are any to make.
+
+        Args:
+            delivered: samples that the run has done
+            seconds: in these last seconds
+        """
+        view = self._with_movers(view, now_s)
+        serving = frozenset((peer.peer_id, peer.stage) for peer in view.peers if peer.state is PeerState.SERVING)
+        if serving != self._serving:
+            self._serving, self._serving_since_s = serving, now_s
+        # What was done by others says nothing of those that are here now.
+        is_theirs = seconds > 0 and now_s - self._serving_since_s > seconds + SETTLING_S
+        view, findings = believed(view, self._params.stage_costs, delivered / seconds if is_theirs else 0.0)
+        reported = frozenset(finding.peer_id or finding.reason[:10] for finding in findings)
+        for finding in findings if reported - self._reported else ():
+            log.warning("speed_not_believed peer=%s reason=%s", finding.peer_id, finding.reason)
+        self._reported = reported
+        self._churn.observe(view, now_s)
+        if now_s < self._settled_s or not delivered:
+            return  # not all have been heard of yet, nor those whom another coordinator moves; nobody is measured
+        if any(self._is_being_measured(peer, now_s) for peer in view.peers):
+            return
+        # Of peers that vanish together, one is missed sooner than the other.
+        if now_s - self._serving_since_s < self._interval_s and now_s - self._decided_s < LONGEST_WAIT_S:
+            return
+        self._decided_s = now_s
+        horizon_s = self._options.horizon_s or self._churn.horizon_s(view.num_stages, now_s)
+        decision = rebalance(view, replace(self._params, horizon_s=horizon_s), now_s)
+        if decision.reason != self.reason:
+            log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)
+            self.reason = decision.reason
+        for move in decision.moves:
+            peer = view.peer(move.peer_id)
+            assert peer is not None
+            patience_s = MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)
+            work_per_s = peer.samples_per_s * self._params.stage_costs[move.from_stage] or peer.work_per_s
+            self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
+            self.migrations += 1
+            log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)
+        if decision.moves:
+            lifetime_s = max(order.patience_s for order in self._orders.values())
+            await self._publish(AssignmentsRecord(assignments=self._assignments()), lifetime_s)
+
+    def _is_being_measured(self, peer: PeerView, now_s: float) -> bool:
+        """Whether it serves, and will know in a moment how fast."""
+        unknown = peer.state is PeerState.SERVING and not (peer.samples_per_s or peer.work_per_s)
+        return unknown and peer.since_s is not None and now_s - peer.since_s < self._announcement_s
+
+    def _assignments(self) -> tuple[Assignment, ...]:
+        return tuple(
+            Assignment(
+                peer=peer_id,
+                announced=order.peer.announced,
+                from_stage=order.move.from_stage,
+                to_stage=order.move.to_stage,
+                reason=order.move.reason[:300],
+            )
+            for peer_id, order in sorted(self._orders.items())
+        )
+
+    def _with_movers(self, view: SwarmView, now_s: float) -> SwarmView:
+        """The view with movers where they are going, each once: a peer that moves gets a new id on the way."""
+        peers = {peer.peer_id: peer for peer in view.peers}
+        for peer in view.peers:
+            order = self._orders.get(peer.formerly)
+            if order is not None and peer.stage == order.move.to_stage:
+                del self._orders[peer.formerly]
+                self._arrived[peer.peer_id] = order.work_per_s
+                log.info("peer_moved peer=%s from=%d to=%d", peer.peer_id, order.move.from_stage, peer.stage)
+        self._arrived = {peer_id: work for peer_id, work in self._arrived.items() if peer_id in peers}
+        former = {peers[peer_id].formerly for peer_id in self._arrived}
+        for peer_id, order in list(self._orders.items()):
+            seen = peers.get(peer_id)
+            order.is_obeyed |= seen is not None and seen.state is PeerState.DRAINING
+            if seen is None and not order.is_obeyed:
+                del self._orders[peer_id]
+                log.warning("order_void peer=%s reason=it is gone", peer_id)
+            elif now_s - order.given_s > order.patience_s:
+                del self._orders[peer_id]
+                self._refused_s[peer_id] = now_s
+                log.warning("order_given_up peer=%s to=%d reason=it did not come", peer_id, order.move.to_stage)
+        self._refused_s = {peer: at for peer, at in self._refused_s.items() if now_s - at < REFUSAL_S}
+        for peer_id, order in self._orders.items():
+            peers[peer_id] = replace(
+                order.peer,
+                stage=order.move.to_stage,
+                state=PeerState.JOINING,
+                samples_per_s=0.0,
+                work_per_s=order.work_per_s,
+                since_s=order.given_s,
+                moved_from=order.move.from_stage,
+            )
+        for peer_id, work in self._arrived.items():
+            if not peers[peer_id].samples_per_s:
+                peers[peer_id] = replace(peers[peer_id], work_per_s=work)
+        for peer_id in self._refused_s.keys() & peers.keys():
+            peers[peer_id] = replace(peers[peer_id], movable=False)
+        return SwarmView(view.num_stages, tuple(peer for peer in peers.values() if peer.peer_id not in former))
