@@ -64,7 +64,10 @@ class Scenario:
     def read_trace(self) -> Trace:
         rng = random.Random(f"trace {self.seed}")
         if self.trace is not None:
-            return read_trace(self.trace, rng)
+            trace = read_trace(self.trace, rng)
+            if not trace.duration_s:
+                raise UserError(f"--trace {self.trace}: all of it is at one moment, so there is nothing to simulate")
+            return trace
         return draw_trace(self.num_peers, self.hours * HOUR_S, self.mean_lifetime_s, rng)
 
     def parameters(self) -> RebalancingParameters:

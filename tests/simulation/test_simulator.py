@@ -243,6 +243,13 @@ def test_hundreds_of_peers():
     assert result["share_of_optimum"]["overall"] > 0.93
 
 
+def test_a_trace_of_one_moment_is_refused(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text("2026-01-01, 10:00:00, 7\n")
+    with pytest.raises(UserError, match="nothing to simulate"):
+        Scenario(2, trace=path).read_trace()
+
+
 # --- microbatches
 
 
