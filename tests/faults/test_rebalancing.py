@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
 
+from coordinator.baseline import Baseline, train
 from swarm_peer.runtime.preparation import stage_costs
 from swarm_peer.runtime.processes import _RESTART
 
@@ -42,6 +43,7 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
         model={"config": GPT2 | {"n_layer": 9}},
         stages={"count": 3, "layers": [3, 3, 3], "peers_to_start": 2},
         training={"steps": steps, "global_batch_size": 128, "microbatch_size": 2, "validation_every": 0},
+        optimizer={"learning_rate": 0.03},
         limits={"hop_timeout_s": 20, "announcement_s": 6},
     )
     costs = stage_costs(manifest)
@@ -75,7 +77,9 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
     assert [line["step"] for line in run.lines] == list(range(1, steps + 1))
     assert all(line["samples"] >= 128 for line in run.lines)
     for before, after in itertools.pairwise(run.lines):
-        assert after["loss"] - before["loss"] < 0.2, "the loss goes on where it was"
+        assert after["loss"] - before["loss"] < 0.15, "the loss goes on where it was"
+    undisturbed = [step.loss for step in train(Baseline(manifest), steps)]
+    assert run.lines[-1]["loss"] == pytest.approx(undisturbed[-1], abs=0.15)
 
     achieved = throughput(run.lines[recovered_at[0] + 2 :])
 
