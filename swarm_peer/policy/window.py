@@ -6,6 +6,11 @@ import math
 from collections import deque
 
 
+# Twice what fills an idle pipeline: microbatches meet others in the later stages' queues, and with none to spare this
+# device waits whenever one is late. Measured with 3 stages that are just balanced: 10 % more samples/s than with 1.
+SPARE = 2.0
+
+
 class InFlightWindow:
     """Little's law on the *shortest* round trip of late: one that waited in queues would ask for longer queues.
 
@@ -35,8 +40,8 @@ class InFlightWindow:
         self._compute_s = compute_s if self._compute_s is None else 0.9 * self._compute_s + 0.1 * compute_s
 
     def size(self) -> int:
-        """Microbatches to keep in flight: one that is computed here, and those that fit into a round trip."""
+        """Microbatches to keep in flight: one that is computed here, and SPARE times those that fit a round trip."""
         if not self._round_trips or not self._compute_s:
             return min(2, self.limit)
-        away = math.ceil(self._round_trips[0][1] / self._compute_s)
+        away = math.ceil(SPARE * self._round_trips[0][1] / self._compute_s)
         return max(1, min(1 + away, self.limit))
