@@ -35,6 +35,7 @@ from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.leases import SliceLeases
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
+from swarm_peer.runtime.orders import wait_for_order
 from swarm_peer.runtime.p2p_transport import P2PTransport
 from swarm_peer.runtime.preemption import wait_for_notice
 from swarm_peer.runtime.preparation import (
@@ -77,7 +78,6 @@ PUBLISH_PROGRESS_S = 1.0
 # Between tries to join a stage that nobody serves.
 JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
-LOOK_FOR_ORDERS_S = 1.0
 # To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
 LAST_REPLIES_S = 3.0
 # The state's index and the headroom of a frame.
@@ -323,7 +323,6 @@ class Peer:
         )  # fmt: skip
         microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
         self._source = None
-        self._leases = leases
         if leases is not None:
             cache = self._options.cache_dir
             load_tokenizer(manifest.data, self._trainer.module.config.vocab_size, cache)  # complain early
@@ -363,8 +362,7 @@ class Peer:
             if self._options.stage == "auto":
                 tasks.start_soon(self._obey)
             tasks.start_soon(self._look_for_end)
-            if self._source is not None and self._leases is not None:
-                tasks.start_soon(self._leases.run)
+            if self._source is not None:
                 tasks.start_soon(self._source.run)
                 tasks.start_soon(self._publish_progress)
             try:
@@ -409,22 +407,17 @@ class Peer:
         self._stop.set()
 
     async def _obey(self) -> None:
-        """Move when the run's coordinator says so, but for the last peer of a stage."""
-        began = self._directory.serial
-        while True:
-            await anyio.sleep(LOOK_FOR_ORDERS_S)
-            records = await self._dht.fetch(assignments_key(self._run_id), AssignmentsRecord, self._run_id)
-            for order in records[self._run_id].assignments if self._run_id in records else ():
-                meant = order.peer == self._me and order.from_stage == self._spec.index
-                if not meant or not began <= order.announced <= self._directory.serial:
-                    continue
-                others = [peer for peer in self._directory.view.serving(self._spec.index) if peer.peer_id != self._me]
-                if not others or order.to_stage == self._spec.index or order.to_stage >= self._manifest.stages.count:
-                    log.info("order_not_obeyed to=%d reason=%d others serve this stage", order.to_stage, len(others))
-                    continue
-                log.warning("assigned stage=%d reason=%s", order.to_stage, order.reason)
-                self._move_to(order.to_stage)
-                return
+        """Move when the run's coordinator says so."""
+        order = await wait_for_order(
+            self._me,
+            self._spec.index,
+            self._run_id,
+            lambda: self._dht.fetch(assignments_key(self._run_id), AssignmentsRecord, self._run_id),
+            lambda: self._directory.view,
+            lambda: self._directory.serial,
+        )
+        log.warning("assigned stage=%d reason=%s", order.to_stage, order.reason)
+        self._move_to(order.to_stage)
 
     async def _first_origin(self) -> Origin:
         records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)

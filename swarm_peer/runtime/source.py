@@ -111,6 +111,7 @@ class MicrobatchSource:
     async def run(self) -> None:
         """Launch microbatches until `stop`."""
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._leases.run)
             tasks.start_soon(self._tell_when_idle)
             while True:
                 await self._changed.wait_for(lambda: self.stopping or self._may_launch())

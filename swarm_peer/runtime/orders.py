@@ -1,0 +1,48 @@
+"""Orders of the run's coordinator: which of them mean this peer, and whether it follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+import anyio
+
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.wire.records import Assignment, AssignmentsRecord
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+
+
+async def wait_for_order(
+    me: str,
+    stage: int,
+    run_id: str,
+    fetch: Callable[[], Awaitable[Mapping[str, AssignmentsRecord]]],
+    view: Callable[[], SwarmView],
+    serial: Callable[[], int],
+) -> Assignment:
+    """Wait until the run's key orders this peer to another stage.
+
+    An order is void if it was decided upon an announcement of this peer's life before: it has been played back. And the
+    last peer of a stage stays, whatever it is told.
+
+    Args:
+        stage: that this peer serves
+        fetch: the orders that are stored, by the id of who has signed them
+        serial: of this peer's last announcement
+    """
+    began, refused = serial(), None
+    while True:
+        await anyio.sleep(POLL_S)
+        record = (await fetch()).get(run_id)
+        for order in record.assignments if record is not None else ():
+            if (order.peer, order.from_stage) != (me, stage) or not began <= order.announced <= serial():
+                continue
+            others = [peer for peer in view().serving(stage) if peer.peer_id != me]
+            if others and order.to_stage != stage and order.to_stage < view().num_stages:
+                return order
+            if order != refused:
+                log.warning("order_refused to=%d others=%d reason=%s", order.to_stage, len(others), order.reason)
+                refused = order
