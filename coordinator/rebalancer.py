@@ -7,6 +7,7 @@ their way from one stage to another, and speeds that can be believed.
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 LEAST_GAIN = 0.1
 # To drain, end the process, start anew, and build the stage's module.
 MOVE_OVERHEAD_S = 20.0
+# A peer's speed is the median of so many announcements: two lifetimes of one.
+ANNOUNCEMENTS_COUNTED = 2 * ANNOUNCEMENTS_PER_LIFETIME
 # Announced speeds are means over about so long.
 SETTLING_S = 15.0
 # In a large swarm somebody comes or goes all the time.
@@ -97,6 +100,7 @@ class Rebalancer:
         self._orders: dict[str, _Order] = {}  # by the id of the peer, as it was
         self._arrived: dict[str, float] = {}  # by the id that a mover has now: its work per second before
         self._refused_s: dict[str, float] = {}
+        self._speeds: dict[str, dict[int, float]] = {}  # by peer and serial number of its announcement
         self._reported: frozenset[str] = frozenset()
         self._serving: frozenset[tuple[str, int]] = frozenset()
         self._serving_since_s = begun_s
@@ -111,7 +115,7 @@ class Rebalancer:
             delivered: samples that the run has done
             seconds: in these last seconds
         """
-        view = self._with_movers(view, now_s)
+        view = self._with_movers(self._smoothed(view), now_s)
         serving = frozenset((peer.peer_id, peer.stage) for peer in view.peers if peer.state is PeerState.SERVING)
         if serving != self._serving:
             self._serving, self._serving_since_s = serving, now_s
@@ -133,9 +137,10 @@ class Rebalancer:
         self._decided_s = now_s
         horizon_s = self._options.horizon_s or self._churn.horizon_s(view.num_stages, now_s)
         decision = rebalance(view, replace(self._params, horizon_s=horizon_s), now_s)
-        if decision.reason != self.reason:
+        kind = decision.reason.partition(":")[0]
+        if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
             log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)
-            self.reason = decision.reason
+        self.reason = decision.reason
         for move in decision.moves:
             peer = view.peer(move.peer_id)
             assert peer is not None
@@ -147,6 +152,20 @@ class Rebalancer:
         if decision.moves:
             lifetime_s = max(order.patience_s for order in self._orders.values())
             await self._publish(AssignmentsRecord(assignments=self._assignments()), lifetime_s)
+
+    def _smoothed(self, view: SwarmView) -> SwarmView:
+        """Speeds as they have been announced of late: one odd measurement moves nobody."""
+        self._speeds = {peer.peer_id: self._speeds.get(peer.peer_id, {}) for peer in view.peers}
+        peers = []
+        for peer in view.peers:
+            known = self._speeds[peer.peer_id]
+            if peer.samples_per_s > 0:
+                known[peer.announced] = peer.samples_per_s
+                for oldest in sorted(known)[:-ANNOUNCEMENTS_COUNTED]:
+                    del known[oldest]
+                peer = replace(peer, samples_per_s=statistics.median(known.values()))
+            peers.append(peer)
+        return SwarmView(view.num_stages, tuple(peers))
 
     def _is_being_measured(self, peer: PeerView, now_s: float) -> bool:
         """Whether it serves, and will know in a moment how fast."""

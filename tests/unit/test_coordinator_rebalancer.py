@@ -151,6 +151,27 @@ async def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
     assert await run.look(patience_s + 1) == [] or run.now_s > 100 + REFUSAL_S
 
 
+async def test_one_odd_measurement_moves_nobody() -> None:
+    run = Run()
+    for name in "abc":
+        del run.peers[name]
+    run.add("f", 1)
+    run.add("g", 1)
+    assert await run.look(60) == [], "in balance"
+    for serial in range(8, 20):
+        odd = 2.0 if serial == 15 else 10.0
+        for name, peer in run.peers.items():
+            run.peers[name] = replace(peer, announced=serial, samples_per_s=odd if name in "fg" else 10.0)
+        assert await run.look(ANNOUNCEMENT_S / 4) == []
+    run.add("e", 0)
+    asked: list[str] = []
+    for serial in range(20, 30):
+        for name, peer in run.peers.items():
+            run.peers[name] = replace(peer, announced=serial, samples_per_s=2.0 if name in "fg" else 10.0)
+        asked += await run.look(ANNOUNCEMENT_S / 4)
+    assert asked, "that they have become slower for good"
+
+
 async def test_pinned_peers_stay() -> None:
     run = Run()
     for name in "abcde":
