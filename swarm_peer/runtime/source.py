@@ -168,8 +168,9 @@ class MicrobatchSource:
         return self._progress.ledger.may_claim(step, self._me, live, self._manifest.training.microbatch_size)
 
     async def _draw(self) -> _Batch:
-        generation = self._leases.generation
         samples = await self._leases.draw(self._manifest.training.microbatch_size)
+        # Not before the wait: these would pass for an older generation's then, and nobody would read them again.
+        generation = self._leases.generation
         tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         return _Batch(tokens_BS, tuple(sample.id for sample in samples), generation)
 
@@ -227,7 +228,8 @@ class MicrobatchSource:
         if batch.launches >= MAX_LAUNCHES:
             self._metrics.lost_samples.inc(len(batch.tokens_BS))
             log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
-            self._leases.give_up(batch.samples)
+            if batch.generation == self._leases.generation:
+                self._leases.give_up(batch.samples)
             # Another takes its place in the global batch, which would stay unfilled otherwise.
             claimed_step, batch = batch.claimed_step, await self._draw()
             batch.claimed_step = claimed_step
