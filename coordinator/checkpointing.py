@@ -112,9 +112,11 @@ class CheckpointWriter:
         plan: CheckpointPlan,
         finished: Callable[[], int],
         view: Callable[[], SwarmView],
+        acts: Callable[[], bool] = lambda: True,
     ):
         """Args:
         finished: how many global steps the run has finished
+        acts: whether this coordinator is the one that acts
         """
         assert plan.store is not None
         self._manifest = manifest
@@ -122,13 +124,14 @@ class CheckpointWriter:
         self._every = plan.every
         self._finished = finished
         self._view = view
+        self._acts = acts
         self._saved = finished() // plan.every * plan.every
 
     async def run(self, transport: Transport) -> None:
         """For ever."""
         while True:
             due = self._finished() // self._every * self._every
-            if due > 0 and due != self._saved:
+            if due > 0 and due != self._saved and self._acts():
                 self._saved = due
                 await self._save(transport, due)
             await anyio.sleep(RETRY_S)

@@ -60,6 +60,7 @@ def serve(
     checkpoint_every: CheckpointEvery = None,
     keep_checkpoints: int = 3,
     resume: str | None = None,
+    standby: bool = False,
     rebalance: bool = True,
     min_replicas: int = 1,
     log_to: LogTo = (),
@@ -94,6 +95,8 @@ def serve(
         How many of them are kept.
     resume
         Checkpoint folder or URL to go on from: its newest good one, or one of them.
+    standby
+        Watch the coordinator of a run that is under way, and take over when it falls silent.
     rebalance
         Move peers that joined with --stage auto to where the run needs them.
     min_replicas
@@ -124,6 +127,7 @@ def serve(
         plan=plan,
         cache_dir=cache_dir,
         rebalancing=RebalancingOptions(min_replicas) if rebalance else None,
+        standby=standby,
     )
 
 

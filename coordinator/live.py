@@ -77,6 +77,7 @@ def summary_table(title: str, summary: dict[str, Any]) -> Table:
             f"({summary['samples_in_step']}/{summary['global_batch_size']} samples of the next)   "
             f"loss {_number(summary['loss'], '.4f')}   validation loss {_number(summary['validation_loss'], '.4f')}   "
             f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s"
+            f"{_coordination(summary['coordinator'])}"
         ),
     )
     for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "step"):
@@ -93,6 +94,16 @@ def summary_table(title: str, summary: dict[str, Any]) -> Table:
             str(max((peer["step"] for peer in peers), default="-")),
         )
     return table
+
+
+def _coordination(coordinator: dict[str, Any] | None) -> str:
+    """What the coordinator thinks of the stages, and who moves."""
+    if coordinator is None:
+        return ""
+    moves = [
+        f"peer {move['peer'][-8:]} moves from stage {move['from']} to {move['to']}" for move in coordinator["moves"]
+    ]
+    return "".join(f"\n{line}" for line in (coordinator["decision"], *moves) if line)
 
 
 def _number(value: float | None, form: str) -> str:

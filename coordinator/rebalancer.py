@@ -1,4 +1,4 @@
-"""Moves peers of a live run between stages: looks at what they announce, decides, and signs the orders.
+"""Moves peers of a live run between stages: looks at what they announce, and decides on orders.
 
 The decision itself is swarm_peer/policy/rebalancing.py. Here is what it needs to see of a live run: peers that are on
 their way from one stage to another, and speeds that can be believed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarm_peer.config import RunManifest
@@ -20,7 +20,7 @@ from swarm_peer.policy.trust import believed
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.directory import ANNOUNCEMENTS_PER_LIFETIME
 from swarm_peer.runtime.preparation import stage_costs, stage_memory
-from swarm_peer.wire.records import Assignment, AssignmentsRecord
+from swarm_peer.wire.records import Assignment
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +72,26 @@ class Rebalancer:
     """Belongs to the event loop's thread.
 
     Args:
-        publish: signs the orders and stores them for so many seconds
+        inherited: orders of the coordinator before this one, which may still be under way
+
+    Attributes:
+        reason: of the last decision
+        migrations: moves ordered so far
     """
 
     def __init__(
         self,
         manifest: RunManifest,
         options: RebalancingOptions,
-        publish: Callable[[AssignmentsRecord, float], Awaitable[object]],
         begun_s: float,
+        inherited: Sequence[Assignment] = (),
     ):
         count = manifest.stages.count
         self._announcement_s = manifest.limits.announcement_s
         self._interval_s = self._announcement_s / ANNOUNCEMENTS_PER_LIFETIME
         self._settled_s = begun_s + self._announcement_s
-        self._publish = publish
+        self._inherited = {order.peer for order in inherited}
+        self._inherited_until_s = begun_s + MOVE_PATIENCE * MOVE_OVERHEAD_S
         self._options = options
         self._params = RebalancingParameters(
             stage_costs=tuple(stage_costs(manifest)),
@@ -108,7 +113,7 @@ class Rebalancer:
         self.reason = ""
         self.migrations = 0
 
-    async def look(self, view: SwarmView, delivered: int, seconds: float, now_s: float) -> None:
+    def look(self, view: SwarmView, delivered: int, seconds: float, now_s: float) -> None:
         """Order moves, if there are any to make.
 
         Args:
@@ -129,6 +134,8 @@ class Rebalancer:
         self._churn.observe(view, now_s)
         if now_s < self._settled_s or not delivered:
             return  # not all have been heard of yet, nor those whom another coordinator moves; nobody is measured
+        if self._is_awaiting_inherited(view, now_s):
+            return
         if any(self._is_being_measured(peer, now_s) for peer in view.peers):
             return
         # Of peers that vanish together, one is missed sooner than the other.
@@ -149,9 +156,6 @@ class Rebalancer:
             self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
             self.migrations += 1
             log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)
-        if decision.moves:
-            lifetime_s = max(order.patience_s for order in self._orders.values())
-            await self._publish(AssignmentsRecord(assignments=self._assignments()), lifetime_s)
 
     def _smoothed(self, view: SwarmView) -> SwarmView:
         """Speeds as they have been announced of late: one odd measurement moves nobody."""
@@ -172,7 +176,17 @@ class Rebalancer:
         unknown = peer.state is PeerState.SERVING and not (peer.samples_per_s or peer.work_per_s)
         return unknown and peer.since_s is not None and now_s - peer.since_s < self._announcement_s
 
-    def _assignments(self) -> tuple[Assignment, ...]:
+    def _is_awaiting_inherited(self, view: SwarmView, now_s: float) -> bool:
+        """Whether somebody who moves at the former coordinator's word is in neither stage yet."""
+        if self._inherited and now_s < self._inherited_until_s:
+            serving = {peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING}
+            self._inherited -= serving | {peer.formerly for peer in view.peers}
+        else:
+            self._inherited = set()
+        return bool(self._inherited)
+
+    def assignments(self) -> tuple[Assignment, ...]:
+        """The orders that are under way, the latest last."""
         return tuple(
             Assignment(
                 peer=peer_id,
@@ -181,7 +195,7 @@ class Rebalancer:
                 to_stage=order.move.to_stage,
                 reason=order.move.reason[:300],
             )
-            for peer_id, order in sorted(self._orders.items())
+            for peer_id, order in self._orders.items()
         )
 
     def _with_movers(self, view: SwarmView, now_s: float) -> SwarmView:

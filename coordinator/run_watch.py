@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from swarm_peer.config import RunManifest
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.wire.records import ProgressRecord, StepReport
+from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, StepReport
 
 # A step's line waits this long for the validation of its weights.
 VALIDATION_WAIT_S = 20.0
@@ -58,6 +59,7 @@ class RunWatch:
 
     Attributes:
         lines: the newest ones; complete, in order, one a finished step; rewinds take some back
+        coordination: what the coordinator of the newest term said last
     """
 
     manifest: RunManifest
@@ -65,6 +67,7 @@ class RunWatch:
     lines: list[dict[str, Any]] = field(default_factory=list)
     current_samples: int = 0
     current_step: int = 0
+    coordination: tuple[Term, CoordinationRecord] | None = None
     _reports: dict[int, tuple[StepReport, list[int], float]] = field(default_factory=dict)
     _validations: dict[int, dict[str, tuple[int, float]]] = field(default_factory=dict)
     _older_validation_loss: float | None = None  # the last one of lines that are not kept any more
@@ -159,6 +162,7 @@ class RunWatch:
                 (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line),
                 self._older_validation_loss,
             ),
+            "coordinator": None if self.coordination is None else _coordinator(*self.coordination),
             "stages": [
                 {
                     "stage": stage,
@@ -178,6 +182,18 @@ class RunWatch:
                 for stage in range(self.manifest.stages.count)
             ],
         }
+
+
+def _coordinator(term: Term, record: CoordinationRecord) -> dict[str, Any]:
+    return {
+        "peer": term.coordinator,
+        "term": term.number,
+        "decision": record.reason,
+        "moves": [
+            {"peer": order.peer, "from": order.from_stage, "to": order.to_stage, "reason": order.reason}
+            for order in record.assignments
+        ],
+    }
 
 
 class MetricsFile:

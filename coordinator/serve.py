@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import anyio
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
 from coordinator.loggers import LoggerName, open_loggers
+from coordinator.onlooker import onlooker
 from coordinator.rebalancer import EVEN_OUT, RebalancingOptions
 from coordinator.run_watch import RunWatch
 from coordinator.service import RunService, check_output, join_command, observe
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # Peers look for the end every few seconds, and find it in the DHT only while somebody keeps it there.
 LINGER_S = 15.0
+# Of a standby, below its output.
+STANDBY_IDENTITY = "standby-identity"
 
 
 def run_serve(
@@ -50,28 +52,37 @@ def run_serve(
     plan: CheckpointPlan = NO_CHECKPOINTS,
     cache_dir: Path | None = None,
     rebalancing: RebalancingOptions | None = EVEN_OUT,
+    standby: bool = False,
 ) -> None:
     """Coordinate a run until its end or a signal. Training goes on without us.
+
+    Args:
+        identity_path: of the run's key
+        standby: watch the coordinator of a run under way, and take over when it falls silent
 
     Raises:
         UserError: something that the user can mend
     """
     check_output(output)
-    identity = Identity.load_or_create(identity_path)
+    if standby:
+        _check_standby(identity_path, initial_peers, plan)
+    run_key = Identity.load_or_create(identity_path)
+    # Two nodes of one identity would be one to libp2p.
+    own_path = output / STANDBY_IDENTITY if standby else identity_path
     dht = SwarmDHT.start(
         initial_peers=read_addresses(initial_peers),
         host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs,
-        identity=identity,
-        identity_path=identity_path,
+        identity=Identity.load_or_create(own_path),
+        identity_path=own_path,
         metrics=PeerMetrics(),
     )
     try:
-        run_loop(_check_known_run, dht, manifest, plan.resume is not None)
+        run_loop(_check_known_run, dht, run_key.peer_id, manifest, plan.resume is not None, standby)
         addresses = dht.addresses()
 
         def be_ready() -> None:
-            print(f"Run {manifest.name} ({identity.peer_id}), manifest {manifest.hash}")
+            print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
             print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
             if address_file is not None:
                 _write_atomically(address_file, "\n".join(addresses) + "\n")
@@ -82,7 +93,7 @@ def run_serve(
         ):
             service = RunService(
                 manifest, dht, output, live.update, resume=True, on_line=on_line, plan=plan, on_ready=be_ready,
-                cache_dir=cache_dir, rebalancing=rebalancing,
+                cache_dir=cache_dir, rebalancing=rebalancing, run_key=run_key, standby=standby,
             )  # fmt: skip
             if metrics_port is not None:
                 log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))
@@ -91,10 +102,23 @@ def run_serve(
         dht.shutdown()
 
 
-async def _check_known_run(dht: SwarmDHT, manifest: RunManifest, resume: bool) -> None:
+def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: CheckpointPlan) -> None:
+    if not initial_peers:
+        raise UserError("--standby watches a run that is under way: name an address of it with --initial-peers")
+    if not identity_path.exists():
+        raise UserError(
+            f"--standby acts with the run's key, and {identity_path} is not there: copy the identity file of the "
+            f"coordinator that began the run, and name it with --identity-path"
+        )
+    if plan.resume is not None:
+        raise UserError("--standby watches a run that is under way, --resume begins one: leave one of them out")
+
+
+async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, resume: bool, standby: bool) -> None:
     """A run's manifest never changes: peers of two manifests would refuse each other's calls."""
-    run_id = dht.identity.peer_id
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
+    if known is None and standby:
+        raise UserError(f"--standby: no run {run_id} is under way there; check --identity-path and --initial-peers")
     if known is not None and (other := parse_manifest(known).hash) != manifest.hash:
         raise UserError(
             f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
@@ -115,10 +139,12 @@ async def _serve(service: RunService) -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop_on_signal)
-        await service.run()
-        await service.end("the run has reached its steps, and its model is saved")
-        print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
-        await anyio.sleep(LINGER_S)
+        if await service.run():
+            await service.end("the run has reached its steps, and its model is saved")
+            print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
+            await anyio.sleep(LINGER_S)
+        else:
+            print("The run has ended; its model is where the coordinator ran that acted at its end.", flush=True)
         tasks.cancel_scope.cancel()
 
 
@@ -136,25 +162,14 @@ def look_at_run(initial_peers: Sequence[str], run_id: str | None) -> dict[str, A
         UserError: nobody answers, or there is no such run
     """
     addresses = read_addresses(initial_peers)
-    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        identity = Identity.load_or_create(Path(folder) / "identity")
-        dht = SwarmDHT.start(
-            initial_peers=addresses,
-            host_maddrs=("/ip4/0.0.0.0/tcp/0",),
-            announce_maddrs=(),
-            identity=identity,
-            identity_path=Path(folder) / "identity",
-            metrics=PeerMetrics(),
-        )
-        try:
-            return run_loop(_look, dht, addresses, run_id)
-        finally:
-            dht.shutdown()
+    with onlooker(addresses) as dht:
+        return run_loop(_look, dht, addresses, run_id)
 
 
 async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> dict[str, Any]:
-    _, manifest = await find_manifest(dht, addresses, run_id)
+    run_id, manifest = await find_manifest(dht, addresses, run_id)
     directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
     watch = RunWatch(manifest, SwarmView(manifest.stages.count))
     await observe(dht, directory, watch)
+    watch.coordination = max((await dht.fetch_coordination(run_id)).items(), default=None, key=lambda said: said[0])
     return watch.summary()

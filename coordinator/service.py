@@ -17,6 +17,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, Resumption
+from coordinator.coordination import Coordination
 from coordinator.export import export_states
 from coordinator.fetching import fetch_states, open_transport
 from coordinator.metrics import CoordinatorMetrics
@@ -34,14 +35,14 @@ from swarm_peer.runtime.p2p_transport import P2PTransport
 from swarm_peer.runtime.recovery import STEPS_BETWEEN_LINES
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.tokenizers import load_tokenizer
+from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import KeptCall
 from swarm_peer.wire.records import (
     MANIFESTS_KEY,
-    AssignmentsRecord,
     EndRecord,
     ManifestRecord,
     ProgressRecord,
-    assignments_key,
+    Record,
     end_key,
     progress_key,
 )
@@ -90,6 +91,8 @@ class RunService:
         plan: which checkpoints to write, and which to go on from
         on_ready: called when peers may join
         rebalancing: how peers are moved between stages; None for not at all
+        run_key: which the run is named after; this node's identity if not given
+        standby: leave the run to another coordinator for as long as there is one
     """
 
     def __init__(
@@ -104,12 +107,16 @@ class RunService:
         on_ready: Callable[[], None] = lambda: None,
         cache_dir: Path | None = None,
         rebalancing: RebalancingOptions | None = EVEN_OUT,
+        run_key: Identity | None = None,
+        standby: bool = False,
     ):
         self.manifest = manifest
         self.watch = RunWatch(manifest, SwarmView(manifest.stages.count))
         self.metrics = CoordinatorMetrics()
         self._dht = dht
-        self._run_id = dht.identity.peer_id
+        self._run_key = run_key or dht.identity
+        self._run_id = self._run_key.peer_id
+        self._standby = standby
         self._output = output
         self._on_update = on_update
         self._resume = resume
@@ -118,6 +125,7 @@ class RunService:
         self._on_ready = on_ready
         self._cache_dir = cache_dir
         self._rebalancing = rebalancing
+        self._rebalancer: Rebalancer | None = None
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -125,8 +133,11 @@ class RunService:
     def model_folder(self) -> Path:
         return self._output / "model"
 
-    async def run(self) -> None:
+    async def run(self) -> bool:
         """Until the run has reached its steps and its model is saved.
+
+        Returns:
+            whether it is saved here; False if another coordinator acts and has done it
 
         Raises:
             SwarmError: the model could not be saved
@@ -142,29 +153,46 @@ class RunService:
                 await self._publish_manifest()
                 tasks.start_soon(self._keep_manifest)
                 self._on_ready()
+                lease_s = self.manifest.limits.announcement_s
+                coordination = Coordination(self._dht, self._run_key, lease_s, self._standby)
+                tasks.start_soon(coordination.run)
                 if self._plan.store is not None:
                     view = lambda: self._directory.view  # noqa: E731
-                    writer = CheckpointWriter(self.manifest, self._plan, lambda: self.watch.step, view)
+                    acts = lambda: coordination.acts  # noqa: E731
+                    writer = CheckpointWriter(self.manifest, self._plan, lambda: self.watch.step, view, acts)
                     tasks.start_soon(writer.run, transport)
                 tasks.start_soon(self._drop_who_is_gone, transport)
-                rebalancer = None
-                if self._rebalancing is not None:
-                    now_s = anyio.current_time()
-                    rebalancer = Rebalancer(self.manifest, self._rebalancing, self._publish_assignments, now_s)
-                while self.watch.step < self.manifest.training.steps:
+                saved = False
+                while not saved and (coordination.acts or not await self._is_ended()):
                     for line in await observe(self._dht, self._directory, self.watch):
                         if metrics_file.write(line):
                             self._on_line(line)
-                    if rebalancer is not None:
-                        await rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
-                        self.metrics.migrations.set(rebalancer.migrations)
+                    self.watch.coordination = coordination.newest
+                    await self._rebalance(coordination)
                     self.metrics.update(self.watch)
                     self._on_update(self.watch)
-                    await anyio.sleep(POLL_S)
-                await self._export(transport)
+                    if coordination.acts and self.watch.step >= self.manifest.training.steps:
+                        await self._export(transport)
+                        saved = True
+                    await anyio.sleep(0 if saved else POLL_S)
                 tasks.cancel_scope.cancel()
         finally:
             metrics_file.close()
+        return saved
+
+    async def _rebalance(self, coordination: Coordination) -> None:
+        if self._rebalancing is None or not coordination.acts:
+            self._rebalancer = None
+            return
+        if self._rebalancer is None:
+            now_s = anyio.current_time()
+            self._rebalancer = Rebalancer(self.manifest, self._rebalancing, now_s, coordination.inherited)
+        self._rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
+        await coordination.order(self._rebalancer.assignments(), self._rebalancer.reason)
+        self.metrics.migrations.set(self._rebalancer.migrations)
+
+    async def _is_ended(self) -> bool:
+        return self._run_id in await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
 
     async def look(self, stages: Sequence[int]) -> SwarmView:
         """Look up who announces these stages now."""
@@ -172,7 +200,7 @@ class RunService:
 
     async def end(self, reason: str) -> None:
         """Tell the peers that they may go."""
-        await self._dht.store(end_key(self._run_id), EndRecord(reason=reason), self._run_id, END_LIFETIME_S)
+        await self._store_for_run(end_key(self._run_id), EndRecord(reason=reason), END_LIFETIME_S)
 
     async def _resume_run(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> None:
         checkpoint = self._plan.resume
@@ -202,12 +230,12 @@ class RunService:
                 for peer_id in self._directory.overdue():
                     tasks.start_soon(ask, peer_id)
 
-    async def _publish_assignments(self, record: AssignmentsRecord, lifetime_s: float) -> None:
-        await self._dht.store(assignments_key(self._run_id), record, self._run_id, lifetime_s)
-
     async def _publish_manifest(self) -> None:
         record = ManifestRecord(manifest=self.manifest.canonical_json().decode())
-        await self._dht.store(MANIFESTS_KEY, record, self._run_id, MANIFEST_LIFETIME_S)
+        await self._store_for_run(MANIFESTS_KEY, record, MANIFEST_LIFETIME_S)
+
+    async def _store_for_run(self, key: str, record: Record, lifetime_s: float) -> None:
+        await self._dht.store(key, record, self._run_id, lifetime_s, signer=self._run_key)
 
     async def _keep_manifest(self) -> None:
         while True:

@@ -17,10 +17,19 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.errors import InvalidMessage, SwarmError, UserError
+from swarm_peer.policy.leadership import Term
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.processes import die_with_parent, prepare_to_fork
 from swarm_peer.wire.identity import Identity, is_peer_id
-from swarm_peer.wire.records import AnyRecord, Record, open_envelope, seal, unseal
+from swarm_peer.wire.records import (
+    AnyRecord,
+    CoordinationRecord,
+    Record,
+    coordination_key,
+    open_envelope,
+    seal,
+    unseal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +157,17 @@ class SwarmDHT:
                 self._metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", key, error)
         return records
+
+    async def fetch_coordination(self, run_id: str) -> dict[Term, CoordinationRecord]:
+        """What coordinators say that the run key has let act. What others say in their place is dropped and counted."""
+        found: dict[Term, CoordinationRecord] = {}
+        for author, record in (await self.fetch(coordination_key(run_id), CoordinationRecord, run_id)).items():
+            try:
+                found[record.term(run_id, author)] = record
+            except InvalidMessage as error:
+                self._metrics.invalid_messages.labels("record").inc()
+                log.warning("invalid_record key=%s reason=%s", coordination_key(run_id), error)
+        return found
 
     async def _request(self, name: str, key: str, future: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Orders of the run's coordinator: which of them mean this peer, and whether it follows."""
+"""Orders of the run's coordinators: which of them mean this peer, and whether it follows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.wire.records import Assignment, AssignmentsRecord
+from swarm_peer.wire.records import Assignment, CoordinationRecord
 
 log = logging.getLogger(__name__)
 
@@ -18,25 +19,27 @@ POLL_S = 1.0
 async def wait_for_order(
     me: str,
     stage: int,
-    run_id: str,
-    fetch: Callable[[], Awaitable[Mapping[str, AssignmentsRecord]]],
+    fetch: Callable[[], Awaitable[Mapping[Term, CoordinationRecord]]],
     view: Callable[[], SwarmView],
     serial: Callable[[], int],
 ) -> Assignment:
-    """Wait until the run's key orders this peer to another stage.
+    """Wait until the run's coordinator orders this peer to another stage.
 
-    An order is void if it was decided upon an announcement of this peer's life before: it has been played back. And the
-    last peer of a stage stays, whatever it is told.
+    An order is void if it was decided upon an announcement of this peer's life before: it has been played back. So is
+    one of an older term than this peer has heard of. And the last peer of a stage stays, whatever it is told.
 
     Args:
         stage: that this peer serves
-        fetch: the orders that are stored, by the id of who has signed them
+        fetch: the orders that are stored
         serial: of this peer's last announcement
     """
     began, refused = serial(), None
+    newest: Term | None = None
     while True:
         await anyio.sleep(POLL_S)
-        record = (await fetch()).get(run_id)
+        known = await fetch()
+        newest = max((*known, *([newest] if newest else [])), default=None)
+        record = known.get(newest) if newest else None
         for order in record.assignments if record is not None else ():
             if (order.peer, order.from_stage) != (me, stage) or not began <= order.announced <= serial():
                 continue

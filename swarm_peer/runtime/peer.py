@@ -59,16 +59,7 @@ from swarm_peer.runtime.steps import StepLoop
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
-from swarm_peer.wire.records import (
-    AssignmentsRecord,
-    EndRecord,
-    OriginRecord,
-    ProgressRecord,
-    assignments_key,
-    end_key,
-    origin_key,
-    progress_key,
-)
+from swarm_peer.wire.records import EndRecord, OriginRecord, ProgressRecord, end_key, origin_key, progress_key
 
 log = logging.getLogger(__name__)
 
@@ -411,8 +402,7 @@ class Peer:
         order = await wait_for_order(
             self._me,
             self._spec.index,
-            self._run_id,
-            lambda: self._dht.fetch(assignments_key(self._run_id), AssignmentsRecord, self._run_id),
+            lambda: self._dht.fetch_coordination(self._run_id),
             lambda: self._directory.view,
             lambda: self._directory.serial,
         )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm_peer.config import describe
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.wire.identity import Identity, verify
@@ -132,11 +133,36 @@ class Assignment(Record):
     reason: str = Field(max_length=300)
 
 
-class AssignmentsRecord(Record):
-    """All orders of the coordinator that may still be under way. Signed with the run key, stored under the run's id."""
+class Warrant(Record):
+    """A coordinator may act for the run in this term (see policy/leadership.py). Signed with the run key."""
 
-    kind = "assignments"
-    assignments: tuple[Assignment, ...] = Field(max_length=128)
+    kind = "warrant"
+    coordinator: str = Field(max_length=64)
+    term: int = Field(ge=1, lt=2**40)
+
+
+class CoordinationRecord(Record):
+    """A coordinator's sign of life, and its orders. Signed by itself: each coordinator has an identity of its own.
+
+    Attributes:
+        warrant: by which it acts, sealed
+        beat: grows for as long as it lives
+        assignments: all orders that may still be under way
+        reason: of its last decision, in words
+    """
+
+    kind = "coordination"
+    warrant: bytes = Field(max_length=1024)
+    beat: int = Field(ge=0, lt=2**40)
+    assignments: tuple[Assignment, ...] = Field((), max_length=128)
+    reason: str = Field("", max_length=300)
+
+    def term(self, run_id: str, author: str) -> Term:
+        """Raises InvalidMessage: it has no valid warrant"""
+        warrant = unseal(Warrant, self.warrant, run_id, run_id)
+        if warrant.coordinator != author:
+            raise InvalidMessage(f"coordination of {author[:60]}: a warrant of {warrant.coordinator}")
+        return Term(warrant.term, author)
 
 
 class Progress(Record):
@@ -264,8 +290,8 @@ def end_key(run_id: str) -> str:
     return f"swarm/{run_id}/end"
 
 
-def assignments_key(run_id: str) -> str:
-    return f"swarm/{run_id}/assignments"
+def coordination_key(run_id: str) -> str:
+    return f"swarm/{run_id}/coordination"
 
 
 def stage_key(manifest_hash: str, stage: int) -> str:

@@ -417,8 +417,24 @@ class FakeDHT:
     async def watch(self):
         await anyio.sleep_forever()
 
-    async def store(self, *_):
+    async def store(self, *_, **__):
+        return True
+
+    async def fetch(self, *_):
+        return {}
+
+
+class Acting:
+    acts, newest, inherited = True, None, ()
+
+    def __init__(self, *_):
         pass
+
+    async def run(self):
+        await anyio.sleep_forever()
+
+    async def order(self, assignments, reason):
+        assert not assignments
 
 
 @pytest.mark.parametrize(("resume", "expected"), [(False, [1, 2, 3]), (True, [3])])
@@ -441,11 +457,12 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
     monkeypatch.setattr(service, "observe", observe)
     monkeypatch.setattr(service, "open_transport", open_transport)
     monkeypatch.setattr(service, "POLL_S", 0.0)
+    monkeypatch.setattr(service, "Coordination", Acting)
     monkeypatch.setattr(RunService, "_export", export)
     run = RunService(
         MANIFEST, FakeDHT(tmp_path), tmp_path, resume=resume, on_line=lambda line: told.append(line["step"])
     )
-    await run.run()
+    assert await run.run()
     assert told == expected
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rebalancer import MOVE_PATIENCE, REFUSAL_S, SETTLING_S, Rebalancer, RebalancingOptions
+from coordinator.rebalancer import MOVE_OVERHEAD_S, MOVE_PATIENCE, REFUSAL_S, SETTLING_S, Rebalancer, RebalancingOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.wire.records import Assignment
 
 ANNOUNCEMENT_S = 10.0
 CONFIG = {
@@ -32,175 +33,190 @@ MANIFEST = RunManifest.model_validate(
 class Run:
     """A run's announcements, and what its coordinator makes of them."""
 
-    def __init__(self, options: RebalancingOptions = RebalancingOptions(horizon_s=3600)):  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        options: RebalancingOptions = RebalancingOptions(horizon_s=3600),  # noqa: B008 (frozen)
+        inherited: tuple[Assignment, ...] = (),
+    ):
         self.now_s = 100.0
-        self.published: list[tuple[list[tuple[str, int]], float]] = []
         self.peers: dict[str, PeerView] = {}
-        self.rebalancer = Rebalancer(MANIFEST, options, self.publish, self.now_s)
+        self.rebalancer = Rebalancer(MANIFEST, options, self.now_s, inherited)
         self.delivered = 100
         for name, stage in zip("abcdef", (0, 0, 0, 0, 0, 1), strict=True):
             self.add(name, stage)
-
-    async def publish(self, record, lifetime_s):  # type: ignore[no-untyped-def]
-        orders = [(order.peer, order.to_stage) for order in record.assignments]
-        self.published.append((orders, lifetime_s))
 
     def add(self, name: str, stage: int, **fields: object) -> None:
         peer = PeerView(name, stage, PeerState.SERVING, 1, 10.0, movable=True, since_s=self.now_s, announced=7)
         self.peers[name] = replace(peer, **fields)
 
-    async def look(self, after_s: float = 1.0) -> list[str]:
+    def look(self, after_s: float = 1.0) -> list[str]:
         """Those who are newly ordered."""
         self.now_s += after_s
         before = set(self.rebalancer._orders)
-        await self.rebalancer.look(SwarmView(2, tuple(self.peers.values())), self.delivered, 10.0, self.now_s)
+        self.rebalancer.look(SwarmView(2, tuple(self.peers.values())), self.delivered, 10.0, self.now_s)
         return sorted(set(self.rebalancer._orders) - before)
 
 
-async def test_nobody_is_moved_before_the_coordinator_has_heard_of_all() -> None:
+def test_nobody_is_moved_before_the_coordinator_has_heard_of_all() -> None:
     run = Run()
-    assert await run.look(ANNOUNCEMENT_S - 1) == []
-    assert len(await run.look(3)) == 1
+    assert run.look(ANNOUNCEMENT_S - 1) == []
+    assert len(run.look(3)) == 1
 
 
-async def test_nobody_is_moved_before_the_run_has_begun() -> None:
+def test_movers_of_the_coordinator_before_this_one_are_waited_for() -> None:
+    run = Run(inherited=(Assignment(peer="m", announced=3, from_stage=0, to_stage=1, reason=""),))
+    assert run.look(30) == [], "it is between its lives"
+    run.add("n", 1, formerly="m", samples_per_s=40.0)
+    assert run.look(ANNOUNCEMENT_S) == []
+    assert run.look(ANNOUNCEMENT_S) == [], "with it the stages are in balance"
+
+
+def test_movers_of_the_coordinator_before_this_one_are_not_waited_for_for_ever() -> None:
+    run = Run(inherited=(Assignment(peer="m", announced=3, from_stage=0, to_stage=1, reason=""),))
+    assert run.look(30) == []
+    assert len(run.look(MOVE_OVERHEAD_S * MOVE_PATIENCE)) == 1
+
+
+def test_who_did_not_follow_the_coordinator_before_this_one_is_not_waited_for() -> None:
+    run = Run(inherited=(Assignment(peer="a", announced=3, from_stage=0, to_stage=1, reason=""),))
+    assert len(run.look(30)) == 1
+
+
+def test_nobody_is_moved_before_the_run_has_begun() -> None:
     run = Run()
     run.delivered = 0
-    assert await run.look(60) == []
+    assert run.look(60) == []
     run.delivered = 100
-    assert len(await run.look()) == 1
+    assert len(run.look()) == 1
 
 
-async def test_who_serves_and_is_not_measured_yet_is_waited_for() -> None:
+def test_who_serves_and_is_not_measured_yet_is_waited_for() -> None:
     run = Run()
     run.add("new", 1, samples_per_s=0.0, since_s=130.0)
-    assert await run.look(31) == []
-    assert await run.look(ANNOUNCEMENT_S) != [], "it had time enough"
+    assert run.look(31) == []
+    assert run.look(ANNOUNCEMENT_S) != [], "it had time enough"
 
 
-async def test_an_order_says_who_where_and_why() -> None:
+def test_an_order_says_who_where_and_why() -> None:
     run = Run()
-    [mover] = await run.look(60)
+    [mover] = run.look(60)
     assert mover in "abcde"
-    [(orders, lifetime_s)] = run.published
-    assert orders == [(mover, 1)]
-    assert lifetime_s > 60
-    [order] = run.rebalancer._assignments()
-    assert (order.announced, order.from_stage) == (7, 0)
+    [order] = run.rebalancer.assignments()
+    assert (order.peer, order.announced, order.from_stage, order.to_stage) == (mover, 7, 0, 1)
     assert order.reason.startswith("stage 0 will take")
     assert run.rebalancer.migrations == 1
 
 
-async def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile() -> None:
+def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile() -> None:
     run = Run()
-    [mover] = await run.look(60)
-    assert await run.look() == [], "not obeyed yet"
+    [mover] = run.look(60)
+    assert run.look() == [], "not obeyed yet"
     run.peers[mover] = replace(run.peers[mover], state=PeerState.DRAINING)
-    assert await run.look() == []
+    assert run.look() == []
     del run.peers[mover]
-    assert await run.look() == [], "between its lives"
+    assert run.look() == [], "between its lives"
     run.add("reborn", 1, state=PeerState.JOINING, samples_per_s=0.0, moved_from=0, formerly=mover)
     run.add(mover, 0)  # its last announcement may come back from a stale DHT node
-    assert await run.look() == []
+    assert run.look() == []
     assert mover not in run.rebalancer._orders
     del run.peers[mover]
     run.add("reborn", 1, samples_per_s=0.0, formerly=mover, since_s=run.now_s)
     run.now_s += 5
-    assert await run.look(ANNOUNCEMENT_S) == [], "the stages have just changed"
-    second = await run.look(ANNOUNCEMENT_S)
+    assert run.look(ANNOUNCEMENT_S) == [], "the stages have just changed"
+    second = run.look(ANNOUNCEMENT_S)
     assert len(second) == 1, "stage 0 has four, stage 1 two: one more moves"
     assert second != ["reborn"]
 
 
-async def test_who_dies_before_it_obeys_is_not_waited_for() -> None:
+def test_who_dies_before_it_obeys_is_not_waited_for() -> None:
     run = Run()
-    [mover] = await run.look(60)
+    [mover] = run.look(60)
     del run.peers[mover]
-    assert await run.look(0.1) == []
+    assert run.look(0.1) == []
     assert run.rebalancer._orders == {}
-    [another] = await run.look(ANNOUNCEMENT_S)
+    [another] = run.look(ANNOUNCEMENT_S)
     assert another != mover
 
 
-async def test_peers_that_vanish_one_after_the_other_make_one_decision() -> None:
+def test_peers_that_vanish_one_after_the_other_make_one_decision() -> None:
     run = Run()
     for name in "abc":
         del run.peers[name]
     run.add("f", 1)
     run.add("g", 1)
-    assert await run.look(60) == [], "in balance"
+    assert run.look(60) == [], "in balance"
     del run.peers["g"]
-    assert await run.look(1) == []
+    assert run.look(1) == []
     del run.peers["d"]
-    assert await run.look(1) == [], "who else is gone shows within an announcement's interval"
-    assert await run.look(ANNOUNCEMENT_S) == []
+    assert run.look(1) == [], "who else is gone shows within an announcement's interval"
+    assert run.look(ANNOUNCEMENT_S) == []
 
 
-async def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
+def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
     run = Run()
     asked: list[str] = []
-    [mover] = await run.look(60)
+    [mover] = run.look(60)
     patience_s = run.rebalancer._orders[mover].patience_s
     assert patience_s >= MOVE_PATIENCE * 20
-    [other] = await run.look(patience_s + 1)
+    [other] = run.look(patience_s + 1)
     assert other != mover
     asked = [mover, other]
     while len(asked) < 5:
-        asked += await run.look(patience_s + 1)
+        asked += run.look(patience_s + 1)
     assert sorted(asked) == list("abcde"), "each once"
-    assert await run.look(patience_s + 1) == [] or run.now_s > 100 + REFUSAL_S
+    assert run.look(patience_s + 1) == [] or run.now_s > 100 + REFUSAL_S
 
 
-async def test_one_odd_measurement_moves_nobody() -> None:
+def test_one_odd_measurement_moves_nobody() -> None:
     run = Run()
     for name in "abc":
         del run.peers[name]
     run.add("f", 1)
     run.add("g", 1)
-    assert await run.look(60) == [], "in balance"
+    assert run.look(60) == [], "in balance"
     for serial in range(8, 20):
         odd = 2.0 if serial == 15 else 10.0
         for name, peer in run.peers.items():
             run.peers[name] = replace(peer, announced=serial, samples_per_s=odd if name in "fg" else 10.0)
-        assert await run.look(ANNOUNCEMENT_S / 4) == []
+        assert run.look(ANNOUNCEMENT_S / 4) == []
     run.add("e", 0)
     asked: list[str] = []
     for serial in range(20, 30):
         for name, peer in run.peers.items():
             run.peers[name] = replace(peer, announced=serial, samples_per_s=2.0 if name in "fg" else 10.0)
-        asked += await run.look(ANNOUNCEMENT_S / 4)
+        asked += run.look(ANNOUNCEMENT_S / 4)
     assert asked, "that they have become slower for good"
 
 
-async def test_pinned_peers_stay() -> None:
+def test_pinned_peers_stay() -> None:
     run = Run()
     for name in "abcde":
         run.peers[name] = replace(run.peers[name], movable=False)
-    assert await run.look(60) == []
+    assert run.look(60) == []
 
 
-async def test_a_stage_keeps_its_replicas() -> None:
+def test_a_stage_keeps_its_replicas() -> None:
     run = Run(RebalancingOptions(min_replicas=5, horizon_s=3600))
-    assert await run.look(60) == []
+    assert run.look(60) == []
 
 
-async def test_what_is_not_believed_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_believed_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     run = Run()
     run.peers["f"] = replace(run.peers["f"], samples_per_s=1e9)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            await run.look(20)
+            run.look(20)
     assert [record.getMessage() for record in caplog.records if "speed_not_believed peer=f" in record.getMessage()] == [
         "speed_not_believed peer=f reason=announces 1e+09 samples/s; more than 192 is not believed"
     ]
 
 
-async def test_what_was_delivered_before_a_peer_left_says_nothing_of_the_others() -> None:
+def test_what_was_delivered_before_a_peer_left_says_nothing_of_the_others() -> None:
     run = Run()
     run.delivered = 200  # 20 a second; "f" alone announces 10 for stage 1
     run.peers = {name: replace(peer, movable=False) for name, peer in run.peers.items()}
-    await run.look(60)
+    run.look(60)
     reported = run.rebalancer._reported
     assert reported == frozenset(), "who is here has just come"
-    await run.look(10 + SETTLING_S + 1)
+    run.look(10 + SETTLING_S + 1)
     assert run.rebalancer._reported != frozenset()

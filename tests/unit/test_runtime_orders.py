@@ -8,31 +8,34 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import orders
 from swarm_peer.runtime.orders import wait_for_order
-from swarm_peer.wire.records import Assignment, AssignmentsRecord
+from swarm_peer.wire.records import Assignment, CoordinationRecord
 
 ORDER = Assignment(peer="me", announced=10, from_stage=0, to_stage=1, reason="stage 1 is slow")
 
 
 @dataclass
 class World:
-    signed: dict[str, AssignmentsRecord] = field(default_factory=dict)
+    said: dict[Term, CoordinationRecord] = field(default_factory=dict)
     mates: list[PeerView] = field(default_factory=lambda: [PeerView("mate", 0, PeerState.SERVING)])
     serial: int = 10
     looks: int = 0
+    hidden_after: int = 100  # looks after which the newest term is not found any more
 
-    async def fetch(self) -> dict[str, AssignmentsRecord]:
+    async def fetch(self) -> dict[Term, CoordinationRecord]:
         self.looks += 1
-        return self.signed
+        newest = max(self.said, default=None)
+        return {term: said for term, said in self.said.items() if term != newest or self.looks <= self.hidden_after}
 
-    def order(self, *given: Assignment, by: str = "run") -> None:
-        self.signed[by] = AssignmentsRecord(assignments=given)
+    def order(self, *given: Assignment, term: int = 1, by: str = "leader") -> None:
+        self.said[Term(term, by)] = CoordinationRecord(warrant=b"", beat=0, assignments=given)
 
     async def wait(self) -> Assignment:
         view = SwarmView(2, (PeerView("me", 0, PeerState.SERVING), *self.mates))
-        return await wait_for_order("me", 0, "run", self.fetch, lambda: view, lambda: self.serial)
+        return await wait_for_order("me", 0, self.fetch, lambda: view, lambda: self.serial)
 
     async def is_refused(self) -> bool:
         async with anyio.create_task_group() as tasks:
@@ -59,9 +62,24 @@ async def test_the_runs_order_is_followed(world: World) -> None:
     assert await world.wait() == ORDER
 
 
-async def test_nobody_else_gives_orders(world: World) -> None:
-    world.order(ORDER, by="stranger")
+@pytest.mark.parametrize("newer", [Term(2, "another"), Term(1, "stronger")])
+async def test_an_older_term_is_over(world: World, newer: Term) -> None:
+    world.order(ORDER, term=1, by="leader")
+    world.order(term=newer.number, by=newer.coordinator)
     assert await world.is_refused()
+
+
+async def test_a_newer_term_is_remembered_where_it_cannot_be_found_any_more(world: World) -> None:
+    world.order(ORDER, term=1)
+    world.order(term=2)
+    world.hidden_after = 1
+    assert await world.is_refused()
+
+
+async def test_the_newest_term_is_obeyed(world: World) -> None:
+    world.order(ORDER.model_copy(update={"to_stage": 0}), term=1)
+    world.order(ORDER, term=2, by="another")
+    assert await world.wait() == ORDER
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.coordination import MAX_ASSIGNMENTS
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.wire.identity import Identity
@@ -14,7 +16,7 @@ from swarm_peer.wire.records import (
     MAX_RECORD_BYTES,
     Announcement,
     Assignment,
-    AssignmentsRecord,
+    CoordinationRecord,
     EndRecord,
     ManifestRecord,
     OriginRecord,
@@ -22,6 +24,7 @@ from swarm_peer.wire.records import (
     ProgressRecord,
     StepReport,
     Validation,
+    Warrant,
     _signed_bytes,
     seal,
     stage_key,
@@ -57,7 +60,8 @@ RECORDS = [
     ManifestRecord(manifest='{"name":"x"}'),
     EndRecord(reason="done"),
     OriginRecord(step=9, updates=5),
-    AssignmentsRecord(assignments=(ASSIGNMENT,)),
+    CoordinationRecord(warrant=b"w", beat=3, assignments=(ASSIGNMENT,), reason="stage 1 is slow"),
+    Warrant(coordinator="a", term=2),
     ProgressRecord(
         current=PROGRESS,
         finished=(StepReport(step=1, updates=1, samples=8, loss=2.5, seconds=1.5),),
@@ -232,3 +236,32 @@ def test_the_complaint_about_hostile_text_is_short():
     with pytest.raises(InvalidMessage) as caught:
         unseal(Progress, sealed_fields(PROGRESS.model_dump() | {"samples": "x" * 10_000}), RUN, ME.peer_id)
     assert len(str(caught.value)) < 400
+
+
+WARRANT = seal(Warrant(coordinator=OTHER.peer_id, term=3), ME.peer_id, ME)
+
+
+def test_a_coordinator_acts_by_a_warrant_of_the_run_key():
+    record = CoordinationRecord(warrant=WARRANT, beat=0)
+    assert record.term(ME.peer_id, OTHER.peer_id) == Term(3, OTHER.peer_id)
+
+
+@pytest.mark.parametrize(
+    ("warrant", "author", "complaint"),
+    [
+        (WARRANT, ME.peer_id, "a warrant of"),  # another one's
+        (b"", OTHER.peer_id, "no msgpack"),
+        (seal(Warrant(coordinator=OTHER.peer_id, term=3), ME.peer_id, OTHER), OTHER.peer_id, "signature"),
+        (seal(Warrant(coordinator=OTHER.peer_id, term=3), RUN, ME), OTHER.peer_id, "of run"),  # of another run
+        (seal(EndRecord(reason="done"), ME.peer_id, ME), OTHER.peer_id, "expected warrant"),
+    ],
+)
+def test_warrants_are_checked(warrant, author, complaint):
+    with pytest.raises(InvalidMessage, match=complaint):
+        CoordinationRecord(warrant=warrant, beat=0).term(ME.peer_id, author)
+
+
+def test_all_orders_fit_into_a_record():
+    order = Assignment(peer="p" * 52, announced=2**41, from_stage=254, to_stage=255, reason="r" * 300)
+    record = CoordinationRecord(warrant=WARRANT, beat=2**39, assignments=(order,) * MAX_ASSIGNMENTS, reason="r" * 300)
+    assert len(seal(record, ME.peer_id, ME)) < MAX_RECORD_BYTES
