@@ -1,24 +1,30 @@
 """Does the simulator say what a real swarm does? Throughput predicted against measured, of six peers on this machine.
 
-The demo model, each peer a process of its own with one compute thread, over real libp2p on loopback. What peers
-announce as their speed while the swarm runs goes into the microbatch level of the simulator, with the run's own window
-rule and no latency; it then says how many samples a second come back to stage 0. Measured is what the coordinator
-counts over the same time.
+A tiny model, each peer a process of its own over real libp2p on loopback. Six peers here share two cores, which is not
+what is simulated; so each peer's device takes a time of its own for a sample (drawn from the seed, the slowest up to
+four times as long as the fastest) and sleeps for what it did not compute of it. The machine must have a core to spare;
+`cores_used` says what the whole swarm took.
 
-The processes share the machine's cores, and global steps end with an averaging round, which the simulator knows nothing
-of. So the machine must have nothing else to do, and what is predicted is the most there can be. The aim is a prediction
-within 15 %.
+Told to the microbatch level of the simulator is what the run announces: each peer's stage and speed, as the coordinator
+saw them while the swarm ran; the manifest's global batch and limits; no latency. And one thing that is measured in the
+run, `step_end_s`: from the last gradient of a global step that came back to stage 0 until a stage-0 peer is in the next
+step, read off the peers' records and logs; that is the barrier, the averaging round, the vote and the optimizer's step.
+Measured is the time between the last gradients of two global steps, and the samples that counted between them. The aim
+is a prediction within 15 %.
 
-    python benchmarks/simulation_check.py --peers 3,3 --seconds 60
+    python benchmarks/simulation_check.py --peers 2,2,2 --seed 1
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,9 +33,9 @@ import anyio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from swarm import LiveSwarm, SwarmStopped, run_swarm
+from processes import cpu_seconds
+from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
 
-from coordinator.service import resolve_manifest
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
 from coordinator.simulator.network import Network
@@ -37,35 +43,65 @@ from coordinator.simulator.rebalancers import NoRebalancing
 from coordinator.simulator.simulate import Scenario
 from coordinator.simulator.traces import Change, Trace
 from coordinator.simulator.world import Machine
-from swarm_peer.config import RunManifest, load_manifest
+from swarm_peer.config import RunManifest
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.preparation import stage_costs
 
-CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
-# Checkpoints and validation are no part of what is predicted.
-SETTINGS = ("training.steps=1000000", "training.validation_every=0", "recovery.snapshot_every=1000")
 LOOK_S = 1.0
-SIMULATED_S = 120.0
+# Global steps before anything is measured: speeds and windows settle.
+WARM_UP_STEPS = 4
+SIMULATED_S = 1200.0
+MICROBATCH_SIZE = 2
+# Of one microbatch, in a stage of average cost.
+FASTEST_S, SLOWEST_S = 0.1, 0.4
+STEP_DONE = re.compile(r"^(\S+ \S+) INFO step_done updates=(\d+) ", re.MULTILINE)
 
 
 class Measurement:
-    """The script; afterwards, `samples_per_s` is what was measured, and `views` what was announced meanwhile."""
+    """The script; afterwards, `views` is what was announced while it measured."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, peers: list[int], devices_s: list[float]):
         self._seconds = seconds
-        self.samples_per_s = 0.0
+        self._peers = peers
+        self._devices_s = devices_s
+        self.first_step = self.last_step = 0
+        self.cores_used = 0.0
         self.views: list[SwarmView] = []
 
     async def __call__(self, swarm: LiveSwarm) -> None:
-        await swarm.reached(10)
-        begun, first = time.monotonic(), swarm.step
+        devices = iter(self._devices_s)
+        for stage, count in enumerate(self._peers):
+            for number in range(count):
+                swarm.start(stage, f"{stage}.{number}", f"slow:1:{next(devices) / MICROBATCH_SIZE}")
+        await swarm.reached(WARM_UP_STEPS)
+        begun, cpu_s = time.monotonic(), cpu_seconds()
+        self.first_step = swarm.step
         while time.monotonic() < begun + self._seconds:
             await anyio.sleep(LOOK_S)
             self.views.append(swarm.service.watch.view)
-        steps = swarm.step - first
-        batch = swarm.service.manifest.training.global_batch_size
-        self.samples_per_s = steps * batch / (time.monotonic() - begun)
+        self.last_step = swarm.step
+        self.cores_used = (cpu_seconds() - cpu_s) / (time.monotonic() - begun)
         raise SwarmStopped
+
+
+def counted(folder: Path) -> dict[int, list[tuple[float, int]]]:
+    """By global step, when gradients came back to stage 0 and of how many samples."""
+    found: dict[int, list[tuple[float, int]]] = {}
+    for path in (folder / "records").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            found.setdefault(entry["step"], []).append((entry["time"], len(entry["samples"])))
+    return found
+
+
+def step_ends_s(folder: Path, last_gradient: dict[int, float], stage: int) -> list[float]:
+    """How long after a step's last gradient the peers of a stage were in the next one."""
+    ends = []
+    for path in (folder / "logs").glob(f"peer-{stage}.*.log"):
+        for text, updates in STEP_DONE.findall(path.read_text()):
+            if (moment := last_gradient.get(int(updates) - 1)) is not None:
+                ends.append(datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp() - moment)
+    return ends
 
 
 class _Fixed:
@@ -78,8 +114,8 @@ class _Fixed:
         return self._machines[name]
 
 
-def predict(views: list[SwarmView], manifest: RunManifest) -> float:
-    """Samples per second by the microbatch level."""
+def predict(views: list[SwarmView], manifest: RunManifest, step_end_s: float | None) -> float:
+    """Samples per second by the microbatch level; without global steps if `step_end_s` is None."""
     costs = stage_costs(manifest)
     speeds: dict[str, list[float]] = {}
     stages: dict[str, int] = {}
@@ -96,7 +132,13 @@ def predict(views: list[SwarmView], manifest: RunManifest) -> float:
     trace = Trace(tuple(Change(0.0, True, name) for name in sorted(machines)), SIMULATED_S)
     scenario = Scenario(len(costs), num_peers=len(machines), stage_costs=tuple(costs))
     flow = FlowSwarm(trace, _Fixed(machines), 0, scenario.parameters(), NoRebalancing(), scenario.flow, pinned=stages)
-    swarm = MicrobatchSwarm(flow, Network(flow.machine), MicrobatchOptions(activation_bytes=0.0), 0)
+    limit = manifest.limits.max_in_flight
+    options = MicrobatchOptions(
+        window_limit=limit, capacity=limit, activation_bytes=0.0,
+        global_batch=None if step_end_s is None else manifest.training.global_batch_size // size,
+        averaging_s=step_end_s or 0.0,
+    )  # fmt: skip
+    swarm = MicrobatchSwarm(flow, Network(flow.machine), options, 0)
     swarm.run(SIMULATED_S)
     late = [moment for moment in swarm.completed if moment > SIMULATED_S / 4]
     return len(late) * size / (SIMULATED_S * 3 / 4)
@@ -104,21 +146,49 @@ def predict(views: list[SwarmView], manifest: RunManifest) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", default="3,3")
+    parser.add_argument("--peers", default="2,2,2")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     peers = [int(number) for number in options.peers.split(",")]
-    settings = (*SETTINGS, f"stages.peers_to_start={min(peers)}", f"stages.count={len(peers)}")
-    manifest = resolve_manifest(load_manifest(CONFIG, settings))
-    measurement = Measurement(options.seconds)
-    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        run_swarm(manifest, peers, Path(folder), 200 + options.seconds, script=measurement)
-    predicted = predict(measurement.views, manifest)
+    rng = random.Random(f"devices {options.seed}")
+    devices_s = [rng.uniform(FASTEST_S, SLOWEST_S) for _ in range(sum(peers))]
+    manifest = tiny_manifest(
+        name="check",
+        model={"config": GPT2 | {"n_layer": 3 * len(peers)}},
+        stages={"count": len(peers), "layers": [3] * len(peers), "peers_to_start": min(peers)},
+        # Checkpoints and validation are no part of what is predicted.
+        training={
+            "steps": 1_000_000, "global_batch_size": options.global_batch, "microbatch_size": MICROBATCH_SIZE,
+            "validation_every": 0,
+        },
+        recovery={"snapshot_every": 1000},
+    )  # fmt: skip
+    measurement = Measurement(options.seconds, peers, devices_s)
+    with tempfile.TemporaryDirectory(prefix="swarm-") as name:
+        folder = Path(name)
+        run_swarm(manifest, [0] * len(peers), folder, 240 + options.seconds, script=measurement)
+        steps = counted(folder)
+        # Steps are counted by updates there and by their number here: `first` has just ended when it began.
+        first, last = measurement.first_step - 1, measurement.last_step - 1
+        last_gradient = {step: max(steps[step])[0] for step in range(first, last + 1)}
+        ends = [step_ends_s(folder, last_gradient, stage) for stage in range(len(peers))]
+    samples = sum(number for step in range(first + 1, last + 1) for _, number in steps[step])
+    measured = samples / (last_gradient[last] - last_gradient[first])
+    predicted = predict(measurement.views, manifest, mean(ends[0]))
+    without_steps = predict(measurement.views, manifest, None)
     figures: dict[str, Any] = {
-        "measured_samples_per_s": round(measurement.samples_per_s, 2),
+        "devices_s": [round(seconds, 3) for seconds in devices_s],
+        "global_steps": last - first,
+        "samples_per_step": round(samples / (last - first), 1),
+        "cores_used": round(measurement.cores_used, 2),
+        "step_end_s": [round(mean(values), 3) for values in ends],
+        "measured_samples_per_s": round(measured, 2),
         "predicted_samples_per_s": round(predicted, 2),
-        "predicted_over_measured": round(predicted / measurement.samples_per_s, 3),
+        "predicted_over_measured": round(predicted / measured, 3),
+        "without_steps_over_measured": round(without_steps / measured, 3),
     }
     print(json.dumps(figures) if options.json else figures)
 

@@ -1,13 +1,14 @@
 """Each microbatch on its way through the stages and back: devices, links, windows, routing.
 
 Who serves what, joins, moves and leaves is the flow level's. Here a microbatch is what it is live: nested calls, where
-a callee that goes takes what it was given with it, and the caller tries another peer.
+a callee that goes takes what it was given with it, and the caller tries another peer. If the global batch is given, so
+are global steps: when it is full, nothing is in flight any more, and after the averaging round all windows fill again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,18 @@ import simpy
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.network import Network
 from coordinator.simulator.routing import Routing, RoutingName, make_routing
+from swarm_peer.policy.ledger import StepCount, StepLedger
 from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.policy.window import InFlightWindow
 
 # Of a microbatch's compute; the backward pass is twice the forward pass.
 FORWARD_SHARE = 1 / 3
 BACKWARD_PRIORITY, FORWARD_PRIORITY = 0, 1
-# How often stage 0 looks who serves it, and a caller without anyone to call.
+# How often stage 0 looks who serves it.
 LOOK_S = 1.0
+# A caller's pause when all peers were busy or failed, doubled each time, with jitter: as live.
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
 
 Steps = Generator[simpy.Event, Any, bool]
 
@@ -33,23 +38,81 @@ class MicrobatchOptions:
     """Attributes:
     window: microbatches in flight per stage-0 peer; None for what the live rule makes of the round trip
     window_limit: of that rule
+    capacity: microbatches that a peer of a later stage holds at once, beyond which it is busy; None for any number
     activation_bytes: from one stage to the next, and as many back
+    global_batch: microbatches of one global step; None: there are no global steps, all goes on for ever
+    averaging_s: from the last gradient of a step until the next one begins; nothing is computed meanwhile
     """
 
     routing: RoutingName = "iwrr"
     window: int | None = None
     window_limit: int = 64
+    capacity: int | None = None
     activation_bytes: float = 4e6
+    global_batch: int | None = None
+    averaging_s: float = 0.0
 
 
 class _Device:
     """One thing at a time, backward before forward."""
 
-    def __init__(self, env: simpy.Environment, serves: int):
+    def __init__(self, env: simpy.Environment, serves: int, author: str):
         self.resource = simpy.PriorityResource(env)
         self.serves = serves
-        self.queued = 0
+        self.author = author  # under which it counts at stage 0; another one when it comes back, as live
+        self.queued = 0  # on their way to it, too
+        self.held = 0
         self.busy_s = 0.0
+
+
+class _GlobalSteps:
+    """Where the run is. Claims and counts are known to all at once, which live takes them a call.
+
+    Attributes:
+        changed: happens when somebody may launch who might not before; a new one each time
+        num_done: steps
+    """
+
+    def __init__(self, env: simpy.Environment, global_batch: int | None, averaging_s: float):
+        self._env = env
+        self._global_batch = global_batch
+        self._averaging_s = averaging_s
+        self._ledger = StepLedger(global_batch or 0)
+        self._ending = False
+        self.changed = env.event()
+        self.num_done = 0
+
+    def may_launch(self, author: str, live: Collection[str]) -> bool:
+        if self._global_batch is None:
+            return True
+        return not self._ending and self._ledger.may_claim(self.num_done, author, live, 1)
+
+    def claim(self, author: str) -> None:
+        self._grow(author, claimed=1)
+
+    def count(self, author: str) -> None:
+        self._grow(author, samples=1)
+        if self._global_batch is not None and not self._ending and self._ledger.is_full(self.num_done):
+            self._ending = True
+            self._env.process(self._end())
+
+    def _grow(self, author: str, samples: int = 0, claimed: int = 0) -> None:
+        if self._global_batch is None:
+            return
+        own = self._ledger.count_of(self.num_done, author)
+        self._ledger.merge(self.num_done, author, StepCount(own.samples + samples, own.claimed + claimed))
+
+    def _end(self) -> Generator[simpy.Event, Any, None]:
+        # Claims never exceed the global batch, so with its last gradient nothing is in flight any more that counts.
+        yield self._env.timeout(self._averaging_s)
+        self.num_done += 1
+        self._ledger.forget_before(self.num_done)
+        self._ending = False
+        self.notify()
+
+    def notify(self) -> None:
+        changed, self.changed = self.changed, self._env.event()
+        changed.succeed()
 
 
 class MicrobatchSwarm:
@@ -63,9 +126,18 @@ class MicrobatchSwarm:
         self._routers: dict[tuple[str, int], tuple[int, Routing]] = {}
         self._serving: list[list[PeerView]] = []
         self._seen = -1
+        self._rng = random.Random(f"backoff {seed}")
+        self._steps = _GlobalSteps(self._env, options.global_batch, options.averaging_s)
+        self._num_devices = 0
         self.completed: list[float] = []  # when
         self.round_trips_s: list[float] = []
         self.num_retries = 0
+        self.num_busy = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps that are done."""
+        return self._steps.num_done
 
     def run(self, until_s: float) -> None:
         self._flow.start()
@@ -82,8 +154,11 @@ class MicrobatchSwarm:
             for stage, peers in enumerate(self._serving):
                 for peer in peers:
                     if (device := self._devices.get(peer.peer_id)) is None or device.serves != stage:
-                        self._devices[peer.peer_id] = _Device(self._env, stage)
+                        self._num_devices += 1
+                        author = f"{peer.peer_id} {self._num_devices}"
+                        self._devices[peer.peer_id] = _Device(self._env, stage, author)
             self._seen = self._flow.version
+            self._steps.notify()  # what a departed peer had claimed is free
         return self._serving
 
     def _watch_first_stage(self) -> Generator[simpy.Event, Any, None]:
@@ -101,40 +176,47 @@ class MicrobatchSwarm:
         flying: set[simpy.Process] = set()
         while self._is_here(peer_id, device):
             size = self._options.window or window.size()
-            while len(flying) < size:
+            steps = self._options.global_batch is not None
+            live = [self._devices[peer.peer_id].author for peer in self._look()[0]] if steps else []
+            while len(flying) < size and self._steps.may_launch(device.author, live):
+                self._steps.claim(device.author)
                 flying.add(self._env.process(self._trip(peer_id, device, window)))
-            finished = yield simpy.AnyOf(self._env, flying)
+            finished = yield simpy.AnyOf(self._env, [*flying, self._steps.changed])
             flying -= set(finished.events)
 
     def _trip(self, peer_id: str, device: _Device, window: InFlightWindow) -> Steps:
         """One microbatch, from the start of its forward pass at stage 0 to the end of its backward pass there."""
+        launched_s = self._env.now
         if not (yield from self._compute(peer_id, device, FORWARD_SHARE)):
             return False
         sent_s = self._env.now
         if len(self._serving) > 1:
             yield from self._call(peer_id, 1)
-        round_trip_s = self._env.now - sent_s
+        self.round_trips_s.append(self._env.now - sent_s)
         if not (yield from self._compute(peer_id, device, 1 - FORWARD_SHARE)):
             return False
         machine = self._flow.machine(peer_id)
         if machine is not None:
-            window.observe(round_trip_s, self._flow.stage_cost(0) / machine.work_per_s, self._env.now)
+            # As live: all that this device did not compute on it, its wait for this device's turn included.
+            compute_s = self._flow.stage_cost(0) / machine.work_per_s
+            window.observe(max(self._env.now - launched_s - compute_s, 0.0), compute_s, self._env.now)
         self.completed.append(self._env.now)
-        self.round_trips_s.append(round_trip_s)
+        self._steps.count(device.author)
         return True
 
     def _call(self, caller: str, stage: int) -> Steps:
         """Ends when somebody has done it, however many peers that takes."""
         avoid: set[str] = set()
+        backoff_s = FIRST_BACKOFF_S
         while True:
             callee = self._route(caller, stage, avoid)
             if callee is None:
                 avoid.clear()
-                yield self._env.timeout(LOOK_S)
+                yield self._env.timeout(backoff_s * (0.5 + self._rng.random()))
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
                 continue
             if (yield from self._serve(caller, callee, stage)):
                 return True
-            self.num_retries += 1
             avoid.add(callee)
 
     def _serve(self, caller: str, callee: str, stage: int) -> Steps:
@@ -142,16 +224,29 @@ class MicrobatchSwarm:
         device.queued += 1
         try:
             yield self._env.timeout(self._network.transfer_s(caller, callee, self._options.activation_bytes))
-            if not (yield from self._compute(callee, device, FORWARD_SHARE)):
+            if self._options.capacity is not None and device.held >= self._options.capacity:
+                self.num_busy += 1
+                yield self._env.timeout(self._network.transfer_s(callee, caller, 0.0))
                 return False
-            if stage + 1 < len(self._serving):
-                yield from self._call(callee, stage + 1)
-            if not (yield from self._compute(callee, device, 1 - FORWARD_SHARE)):
-                return False
+            device.held += 1
+            try:
+                done = yield from self._hold(callee, device, stage)
+            finally:
+                device.held -= 1
         finally:
             device.queued -= 1
+        if not done:
+            self.num_retries += 1
+            return False
         yield self._env.timeout(self._network.transfer_s(callee, caller, self._options.activation_bytes))
         return True
+
+    def _hold(self, callee: str, device: _Device, stage: int) -> Steps:
+        if not (yield from self._compute(callee, device, FORWARD_SHARE)):
+            return False
+        if stage + 1 < len(self._serving):
+            yield from self._call(callee, stage + 1)
+        return (yield from self._compute(callee, device, 1 - FORWARD_SHARE))
 
     def _compute(self, peer_id: str, device: _Device, share: float) -> Steps:
         priority = FORWARD_PRIORITY if share == FORWARD_SHARE else BACKWARD_PRIORITY

@@ -254,6 +254,8 @@ def simulate_microbatches(
         "share_of_flow": done / possible if possible else None,
         "median_round_trip_s": trips[len(trips) // 2] if trips else None,
         "retries": swarm.num_retries,
+        "busy": swarm.num_busy,
+        "global_steps": swarm.num_steps,
         "busy_peer_s": swarm.busy_s(),
         "migrations": len(flow.decisions),
         "bytes_moved": round(flow.bytes_migrated),

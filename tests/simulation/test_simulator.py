@@ -306,6 +306,47 @@ def test_a_microbatch_takes_the_time_of_its_links_and_computations():
     assert result["median_round_trip_s"] == pytest.approx(0.9)
 
 
+def steady(num_stages, num_peers, speeds=(1.0,), **options):
+    chosen = Scenario(
+        num_stages=num_stages, num_peers=num_peers, hours=1.0, mean_lifetime_s=1e9,
+        population=Population(speed=Distribution("choice", speeds)),
+    )  # fmt: skip
+    return simulate_microbatches(chosen, "none", MicrobatchOptions(activation_bytes=0.0, **options))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_global_step_takes_its_microbatches_the_length_of_the_pipeline_and_the_averaging_round(num_stages):
+    result = steady(num_stages, num_stages, window=8, global_batch=8, averaging_s=3.0)
+    # The last stage computes all the time, from the first forward pass that reaches it; then the last backward passes.
+    # What is under way at an earlier stage is not interrupted, so that it may last a little longer.
+    assert 3600 / result["global_steps"] == pytest.approx(8 + (num_stages - 1) + 3, rel=0.03)
+    assert result["throughput_per_s"] == pytest.approx(8 * result["global_steps"] / 3600, rel=0.01)
+
+
+def test_long_global_steps_cost_nothing():
+    assert steady(2, 6, window=20, global_batch=1000)["share_of_flow"] == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_fast_peer_of_stage_0_does_more_of_the_global_batch_and_waits_at_its_end_for_a_slow_one():
+    # By the live rule each keeps its last two microbatches to itself, here four seconds' worth of the slow one's work.
+    few, many = (steady(1, 2, (0.5, 2.0), window=1, global_batch=n)["share_of_flow"] for n in (20, 100))
+    assert 0.6 < few < 0.9 < many < 1.0
+
+
+def test_global_steps_go_on_while_peers_come_and_go():
+    chosen = Scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
+    options = MicrobatchOptions(window=8, capacity=8, global_batch=50, averaging_s=1.0)
+    first, again = (simulate_microbatches(chosen, "events", options) for _ in range(2))
+    first.pop("wall_s"), again.pop("wall_s")
+    assert first == again
+    assert first["retries"] > 0
+    assert first["busy"] > 0
+    done = first["throughput_per_s"] * (first["simulated_s"] - 60)
+    assert 50 * (first["global_steps"] - 3) < done + 60 * 12, "every step counted its whole global batch"
+    assert first["global_steps"] > 0.6 * done / 50
+    assert 0.5 < first["share_of_flow"] < 0.95
+
+
 def test_places_of_a_table_and_of_a_matrix(tmp_path):
     path = tmp_path / "network"
     path.write_text("region_a,region_b,delay_ms,bandwidth_gbps\nX,Y,50,0.08\n")
