@@ -31,6 +31,7 @@ from swarm_peer.runtime.data import samples_of, validation_samples
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.next_stage import HopResult, Microbatch, NextStage
+from swarm_peer.runtime.preparation import forbidden_path
 from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
@@ -281,13 +282,12 @@ def draw_samples(
             length = manifest.data.sequence_length
             raise UserError(f"--files have fewer tokens than one sample of {length + 1}: name more text")
         return samples
-    for file in manifest.data.files:
-        # A manifest is somebody else's, and what is read goes to strangers.
-        if data_dir is None or not Path(file).resolve().is_relative_to(data_dir.resolve()):
-            raise UserError(
-                f"the run's held-out text is in {file}: allow it to be read from this machine with --data-dir FOLDER, "
-                f"or name a text of your own with --files"
-            )
+    # A manifest is somebody else's, and what is read goes to strangers.
+    if (path := forbidden_path(manifest, data_dir)) is not None:
+        raise UserError(
+            f"the run's held-out text is in {path}: allow it to be read from this machine with --data-dir FOLDER, or "
+            f"name a text of your own with --files"
+        )
     return validation_samples(manifest, num_samples, cache_dir)
 
 

@@ -86,7 +86,8 @@ class StagesSection(Section):
 class DataSection(Section):
     dataset: str = Field(
         "embedded",
-        description="embedded (text that every Python carries), text, json or parquet (with files), or a hub name",
+        description="embedded (text that every Python carries), text, json or parquet (with files), a local folder "
+        "(which begins with ., / or ~), or a hub name",
     )
     files: tuple[str, ...] = Field((), description="local files or glob patterns for text, json and parquet")
     subset: str | None = Field(None, description="name of the hub dataset's configuration")

@@ -4,21 +4,26 @@
 different Python versions read slightly different text: for demos). In `text` files a document is a paragraph. In `json`
 and `parquet` files and in hub data sets it is an example's text field. Documents beyond MAX_DOCUMENT_CHARS are cut into
 several at line ends.
+
+A manifest is somebody else's. What is read on this machine is what its own words name (`data.files`, or `data.dataset`
+if that is a folder), so that a peer can look at them first (preparation.py): nothing else that `datasets` would find
+under a name, and no files outside of a data set that its own card leads to.
 """
 
 from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swarm_peer.config import DataSection
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.tokenizers import first_line
+from swarm_peer.runtime.tokenizers import first_line, looks_like_a_path
 
 # A longer document is cut: a book in one piece would defeat the shuffling and take seconds to tokenize.
 MAX_DOCUMENT_CHARS = 1 << 16
@@ -50,34 +55,68 @@ def total_bytes(section: DataSection) -> int | None:
     """Size of the data set's files; of one on the hub it is not known."""
     if section.dataset == "embedded":
         return EMBEDDED_BYTES
-    return sum(os.path.getsize(path) for path in _find_files(section.files)) if section.files else None
+    return sum(os.path.getsize(path) for path in find_files(section.files)) if section.files else None
+
+
+def local_folder(section: DataSection) -> Path | None:
+    """The folder on this machine that `dataset` names, if any; told by its looks alone, like a model's."""
+    name = section.dataset
+    is_path = looks_like_a_path(name) and not name.startswith("hf://")
+    return Path(os.path.expanduser(name)) if is_path else None
 
 
 def _load_dataset(section: DataSection, cache_dir: Path | None) -> Any:
     import datasets
 
-    arguments: dict[str, Any] = {"split": section.split, "streaming": True, "cache_dir": cache_dir}
+    folder = local_folder(section)
+    if folder is None and not section.files and os.path.isdir(section.dataset):  # which `datasets` would take
+        raise UserError(
+            f"data.dataset={section.dataset!r} is the name of a hub data set, and there is a folder of that name here: "
+            f"write ./{section.dataset} if you mean that, or start from another folder"
+        )
+    arguments: dict[str, Any] = {"cache_dir": cache_dir}
     if section.files:
         # `datasets` takes its files for patterns, too: a name with brackets would be looked up as one.
-        arguments["data_files"] = {section.split: [glob.escape(path) for path in _find_files(section.files)]}
+        arguments["data_files"] = {section.split: [glob.escape(path) for path in find_files(section.files)]}
         if section.dataset == "text":
             arguments["sample_by"] = "paragraph"
     else:
         arguments["name"] = section.subset
     # The hub client, pyarrow, fsspec and the file itself fail in their own ways; for us it is always the same.
     try:
-        return datasets.load_dataset(section.dataset, **arguments)
+        builder = datasets.load_dataset_builder(str(folder or section.dataset), **arguments)
+        if not section.files:
+            _check_sources(section, folder, builder.config.data_files or {})
+        return builder.as_streaming_dataset(split=section.split)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(_cannot_read(section, error)) from error
 
 
+def _check_sources(section: DataSection, folder: Path | None, files: Mapping[str, Sequence[str]]) -> None:
+    """A data set's card says where its files are, in any place. Raises UserError: not in the data set itself."""
+    for file in itertools.chain.from_iterable(files.values()):
+        if folder is None:
+            is_its_own = file.startswith("hf://")
+        else:
+            is_its_own = "://" not in file and Path(file).resolve().is_relative_to(folder.resolve())
+        if not is_its_own or "::" in file:
+            raise UserError(
+                f"data.dataset={section.dataset!r} leads to {file}, outside of that data set: choose another one, or "
+                f"name its files in data.files"
+            )
+
+
 def _cannot_read(section: DataSection, error: Exception) -> str:
     what = f"data.dataset={section.dataset!r}" + (f", files={list(section.files)}" if section.files else "")
-    remedy = "check the files" if section.files else "check its name, subset and split, and the connection to the hub"
+    remedy = "check its name, subset and split, and the connection to the hub (a local folder begins with ./)"
+    if section.files or local_folder(section) is not None:
+        remedy = "check the files"
     return f"cannot read {what}: {first_line(error)}; {remedy}"
 
 
-def _find_files(patterns: tuple[str, ...]) -> list[str]:
+def find_files(patterns: tuple[str, ...]) -> list[str]:
     """The files that the patterns name, without empty ones, of which `datasets` makes a StopIteration."""
     found = []
     for pattern in patterns:

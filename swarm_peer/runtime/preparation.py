@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from swarm_peer.model.partition import StageSpec, model_costs, stage_cost, stage
 from swarm_peer.model.stage import StageModule
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.documents import find_files, local_folder
 
 # fp32 tensors of one value a parameter: weights, gradients, two of AdamW, averaging buffers.
 VALUES_PER_PARAMETER = 5
@@ -59,14 +61,31 @@ def check_data_files(manifest: RunManifest, data_dir: Path | None) -> None:
     """A run's manifest is somebody else's: it reads those of our files alone that we let it.
 
     Raises:
-        UserError: it names files outside of `data_dir`
+        UserError: it names files outside of `data_dir`, or none that exist
     """
-    for file in manifest.data.files:
-        if data_dir is None or not Path(file).resolve().is_relative_to(data_dir.resolve()):
-            raise UserError(
-                f"the run wants to read {file} on this machine: allow it with --data-dir FOLDER, or serve another "
-                f"stage than 0"
-            )
+    if (path := forbidden_path(manifest, data_dir)) is not None:
+        raise UserError(
+            f"the run wants to read {path} on this machine: allow it with --data-dir FOLDER, or serve another stage "
+            f"than 0"
+        )
+
+
+def forbidden_path(manifest: RunManifest, data_dir: Path | None) -> Path | None:
+    """What the run's training data would read outside of `data_dir`; None if there is nothing of the kind.
+
+    Raises:
+        UserError: it names no files that exist
+    """
+
+    def is_forbidden(path: Path) -> bool:
+        return data_dir is None or not path.resolve().is_relative_to(data_dir.resolve())
+
+    files, folder = manifest.data.files, local_folder(manifest.data)
+    named = [Path(os.path.expanduser(file)) for file in files] + ([] if folder is None else [folder])
+    if (forbidden := next(filter(is_forbidden, named), None)) is not None:
+        return forbidden
+    # Patterns are followed through links, too; not before they are known to begin where they may.
+    return next(filter(is_forbidden, map(Path, find_files(files) if files else ())), None)
 
 
 def choose_device(name: str) -> torch.device:

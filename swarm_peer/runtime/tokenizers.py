@@ -87,7 +87,7 @@ def _load_pretrained(name: str, cache_dir: Path | None) -> PretrainedTokenizer:
     from transformers import AutoTokenizer
 
     source = os.path.expanduser(name)
-    if _looks_like_a_path(name) and not os.path.isdir(source):
+    if looks_like_a_path(name) and not os.path.isdir(source):
         raise UserError(f"data.tokenizer={name!r}: there is no such folder; correct the path, or give a hub name")
     # Broken files make transformers raise nearly anything: OSError, ValueError, KeyError, TypeError, even Exception.
     try:
@@ -112,7 +112,8 @@ def _load_pretrained(name: str, cache_dir: Path | None) -> PretrainedTokenizer:
     )
 
 
-def _looks_like_a_path(name: str) -> bool:
+def looks_like_a_path(name: str) -> bool:
+    """Whether it names a folder rather than something on the hub; the same on all machines, whatever is there."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 

@@ -58,6 +58,8 @@ def write(folder: Path, kind: str, documents: list[str], name: str = "data", fie
     path = folder / f"{name}.{kind}"
     if kind == "text":
         path.write_text("\n\n".join(documents))
+    elif kind == "csv":
+        path.write_text("\n".join([field, *documents]))
     elif kind == "json":
         path.write_text("".join(json.dumps({field: text}) + "\n" for text in documents))
     else:
@@ -377,12 +379,53 @@ def test_another_seed_holds_out_other_documents(tmp_path: Path) -> None:
     assert not np.array_equal(validation_samples(runs[0], 8), validation_samples(runs[1], 8))
 
 
+# --- folders and names
+
+
+def test_a_folder_is_a_data_set(tmp_path: Path) -> None:
+    write(tmp_path, "json", paragraphs(20))
+    assert len(documents_in(manifest(dataset=str(tmp_path)))) == 18
+
+
+def test_a_folder_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "texts").mkdir()
+    write(tmp_path / "texts", "json", paragraphs(20))
+    assert len(documents_in(manifest(dataset="~/texts"))) == 18
+
+
+def test_a_name_is_no_folder_that_happens_to_be_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "csv", paragraphs(20))
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(UserError, match=rf"there is a folder of that name here: write \./{tmp_path.name} if you mean"):
+        validation_samples(manifest(dataset=tmp_path.name), 4)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"'csv' leads to .*data\.csv, outside of that data set"):
+        validation_samples(manifest(dataset="csv"), 4)
+
+
+@pytest.mark.parametrize("file", ["PRIVATE/data.json", "../private/data.json", "link/data.json"])
+def test_the_card_of_a_data_set_leads_nowhere_else(tmp_path: Path, file: str) -> None:
+    for name in ("private", "public"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "json", paragraphs(20))
+    (tmp_path / "public" / "link").symlink_to(tmp_path / "private")
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {file}\n---\n"
+    (tmp_path / "public" / "README.md").write_text(card.replace("PRIVATE", str(tmp_path / "private")))
+    with pytest.raises(UserError, match=r"leads to .*private/data\.json|leads to .*link/data\.json") as caught:
+        validation_samples(manifest(dataset=str(tmp_path / "public")), 4)
+    assert "\n" not in str(caught.value)
+
+
 # --- what cannot work
 
 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
+        ({"dataset": "TMP"}, r"cannot read data\.dataset='.*': .*; check the files"),
+        ({"dataset": "/no/such/folder"}, r"cannot read data\.dataset='/no/such/folder': .*; check the files"),
+        ({"dataset": "/no/such/script.py"}, r"cannot read data\.dataset='/no/such/script.py': .*; check the files"),
         ({"dataset": "text", "files": ["TMP/no.txt"]}, r"data\.files: '.*no\.txt' names no file"),
         ({"dataset": "json", "files": ["TMP/good.json", "TMP/*.nothing"]}, r"'.*\*\.nothing' names no file"),
         ({"dataset": "text", "files": ["TMP/empty.text"]}, r"all of \[.*\] are empty: add text"),
@@ -408,7 +451,9 @@ def test_bad_data_is_one_line_that_names_it(tmp_path: Path, section: dict[str, A
     (tmp_path / "blank.text").write_text(" \n\n \n\n\n\n")
     (tmp_path / "single.text").write_text("only one")
     (tmp_path / "latin.text").write_bytes("déjà vu".encode("latin-1"))
+    (tmp_path / "no data").mkdir()
     section = {**section, "files": [name.replace("TMP", str(tmp_path)) for name in section.get("files", ())]}
+    section["dataset"] = section["dataset"].replace("TMP", str(tmp_path / "no data"))
     with pytest.raises(UserError, match=message) as caught:
         validation_samples(manifest(**section), 4)
     assert "\n" not in str(caught.value)
