@@ -27,6 +27,8 @@ from pydantic import (
 from swarm_peer.errors import UserError
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit"]
+# Of a file, a folder, or something on the hub. With other characters, Python's functions raise what nobody expects.
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 class Section(BaseModel):
@@ -39,9 +41,8 @@ class ModelSection(Section):
         description="transformers config: inline (with model_type), a local folder, or a hub name; if not given, that "
         "of the pretrained model",
     )
-    pretrained: str | None = Field(
+    pretrained: Name | None = Field(
         None,
-        pattern=r"^[^\x00-\x1f\x7f]+$",
         description="weights to begin with: a local folder of safetensors or a hub name, perhaps with @REVISION; if "
         "not given, random ones that follow from the seed",
     )
@@ -84,16 +85,16 @@ class StagesSection(Section):
 
 
 class DataSection(Section):
-    dataset: str = Field(
+    dataset: Name = Field(
         "embedded",
         description="embedded (text that every Python carries), text, json or parquet (with files), a local folder "
         "(which begins with ., / or ~), or a hub name",
     )
-    files: tuple[str, ...] = Field((), description="local files or glob patterns for text, json and parquet")
-    subset: str | None = Field(None, description="name of the hub dataset's configuration")
-    split: str = Field("train", description="split to train on")
+    files: tuple[Name, ...] = Field((), description="local files or glob patterns for text, json and parquet")
+    subset: Name | None = Field(None, description="name of the hub dataset's configuration")
+    split: Name = Field("train", description="split to train on")
     text_field: str = Field("text", description="name of the field that holds the text")
-    tokenizer: str = Field("bytes", description="bytes, or a tokenizer's hub name or local folder")
+    tokenizer: Name = Field("bytes", description="bytes, or a tokenizer's hub name or local folder")
     sequence_length: int = Field(ge=2, le=1 << 20, description="tokens a sample is trained on, T")
     shuffle_buffer: int = Field(1024, ge=1, description="documents, and samples, held to shuffle a stream")
     validation_documents: int = Field(64, ge=1, description="documents held out of the stream for validation")

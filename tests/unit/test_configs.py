@@ -74,6 +74,12 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("stages.count=0", "stages.count: Input should be greater than or equal to 1 (got 0)"),
         ("data.dataset=text", "data: dataset='text' needs files: name at least one file or glob pattern"),
         ("data.files=[a.txt]", "data: files belong to dataset text, json or parquet, not to 'embedded': leave one out"),
+        ('data.dataset="a\\0b"', "data.dataset: String should match pattern"),
+        ('data.files=["good.txt", "a\\0b"]', "data.files.1: String should match pattern"),
+        ('data.tokenizer="a\\0b"', "data.tokenizer: String should match pattern"),
+        ('data.tokenizer=""', "data.tokenizer: String should match pattern"),
+        ('data.subset="a\\nb"', "data.subset: String should match pattern"),
+        ('data.split="a\\nb"', "data.split: String should match pattern"),
         ("data.sequence_length=1", "data.sequence_length: Input should be greater than or equal to 2 (got 1)"),
         (
             "training.microbatch_size=7",
