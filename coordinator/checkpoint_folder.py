@@ -1,14 +1,13 @@
 """What is in one checkpoint: how it is written, and checked before anything in it is used.
 
-A folder `step-00000123` holds `stage-000.safetensors` and so on (weights and optimizer), `manifest.json` and
-`ledger.json`. Size and SHA-256 of each stand in `checkpoint.json`, which is written last: without it, the folder is no
-checkpoint. Nothing is unpickled.
+A folder `step-00000123` holds `stage-000.safetensors` and so on (weights and optimizer) and `manifest.json`. Size and
+SHA-256 of each stand in `checkpoint.json`, with what belongs to a state but its tensors, such as the data ledger. It is
+written last: without it, the folder is no checkpoint. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +22,11 @@ from swarm_peer.config import RunManifest, describe
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.state_index import StageState
 
-CONTENTS, MANIFEST, LEDGER = "checkpoint.json", "manifest.json", "ledger.json"
+CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
+# Earlier versions wrote this file, with nothing in it.
+FORMER_FILE = "ledger.json"
 FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})")
-# Of a file of JSON; a ledger is the largest.
+# Of a file of JSON; the data ledger is the largest part.
 MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -76,13 +77,11 @@ class Checkpoint:
 
     Attributes:
         updates: finished global steps
-        ledger: as it was given to save
     """
 
     path: str
     updates: int
     manifest: RunManifest
-    ledger: dict[str, Any]
     _files: FileStore
     _contents: Contents
 
@@ -113,23 +112,15 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    files: FileStore,
-    folder: str,
-    updates: int,
-    manifest: RunManifest,
-    stages: Sequence[StageState],
-    ledger: dict[str, Any],
+    files: FileStore, folder: str, updates: int, manifest: RunManifest, stages: Sequence[StageState]
 ) -> int:
     """Fill a folder that FileStore.begin has made; returns its bytes.
 
     Raises:
         OSError, SafetensorError: it could not be written
     """
-    ledger_json = json.dumps(ledger, sort_keys=True, allow_nan=False).encode()
-    entries = {
-        MANIFEST: files.write(f"{folder}/{MANIFEST}", lambda path: path.write_bytes(manifest.canonical_json())),
-        LEDGER: files.write(f"{folder}/{LEDGER}", lambda path: path.write_bytes(ledger_json)),
-    }
+    manifest_json = manifest.canonical_json()
+    entries = {MANIFEST: files.write(f"{folder}/{MANIFEST}", lambda path: path.write_bytes(manifest_json))}
     for stage, state in enumerate(stages):
         name, tensors = _stage_file(stage), {key: value.cpu().contiguous() for key, value in state.tensors.items()}
         notes = {"manifest": manifest.hash, "stage": str(stage), "updates": str(updates), "lineage": state.lineage}
@@ -157,8 +148,8 @@ def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = 
             raise CheckpointIncomplete(folder, f"it has no {name}")
         contents = Contents.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
         # Names that lead elsewhere are none of these.
-        expected = {MANIFEST, LEDGER, *(_stage_file(stage) for stage in range(len(contents.stages)))}
-        if set(contents.files) != expected or contents.updates != updates_of(folder):
+        expected = {MANIFEST, *(_stage_file(stage) for stage in range(len(contents.stages)))}
+        if set(contents.files) - {FORMER_FILE} != expected or contents.updates != updates_of(folder):
             raise CheckpointDamaged(folder, f"{name} does not belong to it")
         if wanted is not None and contents.manifest != wanted.hash:
             raise CheckpointDamaged(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
@@ -170,15 +161,13 @@ def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = 
                 raise CheckpointDamaged(folder, f"{name} does not match its hash")
         name = MANIFEST
         manifest = RunManifest.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
-        name = LEDGER
-        ledger = json.loads(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
     except ValidationError as error:
         raise CheckpointDamaged(folder, f"{name}: {describe(error):.300}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise CheckpointDamaged(folder, f"{name}: {one_line(error)}") from error
-    if len(contents.stages) != manifest.stages.count or not isinstance(ledger, dict):
+    if len(contents.stages) != manifest.stages.count:
         raise CheckpointDamaged(folder, f"its files do not fit its manifest of {manifest.stages.count} stages")
-    return Checkpoint(folder, contents.updates, manifest, ledger, files, contents)
+    return Checkpoint(folder, contents.updates, manifest, files, contents)
 
 
 def updates_of(folder: str) -> int:

@@ -141,7 +141,7 @@ class CheckpointWriter:
         while self._finished() < updates + 2 * self._manifest.recovery.snapshot_every:
             try:
                 states = [await self._fetch(transport, stage, updates) for stage in range(self._manifest.stages.count)]
-                await anyio.to_thread.run_sync(self._store.save, updates, self._manifest, states, {})
+                await anyio.to_thread.run_sync(self._store.save, updates, self._manifest, states)
                 return
             except CallError as error:
                 log.info("checkpoint_waits updates=%d reason=%s", updates, error)

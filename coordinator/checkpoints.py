@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -51,13 +50,12 @@ class CheckpointStore:
         self._keep = keep
         self._files = FileStore(url)
 
-    def save(self, updates: int, manifest: RunManifest, stages: Sequence[StageState], ledger: dict[str, Any]) -> str:
+    def save(self, updates: int, manifest: RunManifest, stages: Sequence[StageState]) -> str:
         """Write a checkpoint, then prune; returns its address. It appears complete or not at all.
 
         Args:
             updates: finished global steps; a checkpoint of the same number is replaced
             stages: one state for each stage, all of the same global step
-            ledger: whatever the caller wants back, as JSON
 
         Raises:
             UserError: it could not be written; those that are there are as good as before
@@ -68,7 +66,7 @@ class CheckpointStore:
         partial = self._files.partial_of(folder)
         try:
             self._files.begin(partial, first=CONTENTS)
-            num_bytes = write_checkpoint(self._files, partial, updates, manifest, stages, ledger)
+            num_bytes = write_checkpoint(self._files, partial, updates, manifest, stages)
             self._files.publish(partial, folder)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):  # the disk may be full of it

@@ -1,6 +1,7 @@
 """What was saved comes back; what is damaged is told in one line, and the checkpoint before it is taken."""
 
 import dataclasses
+import io
 import json
 import logging
 import struct
@@ -19,7 +20,6 @@ from swarm_peer.policy.recovery import Origin
 from swarm_peer.runtime.state_index import StageState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
-LEDGER = {"ranges": [[0, 17], [20, 31]], "name": "Ünïcode"}
 
 
 def manifest_of(**changes):
@@ -79,7 +79,7 @@ class World:
 
     def save(self, *steps, keep=9):
         for step in steps:
-            self.store(keep).save(step, MANIFEST, states_of(step), LEDGER | {"step": step})
+            self.store(keep).save(step, MANIFEST, states_of(step))
 
     def file(self, step, name):
         return f"{self.path}/step-{step:08d}/{name}"
@@ -121,9 +121,9 @@ def one_line(caught):
 
 
 def test_what_is_saved_comes_back(world):
-    path = world.store().save(5, MANIFEST, states_of(5), LEDGER)
+    path = world.store().save(5, MANIFEST, states_of(5))
     checkpoint = world.store().newest(MANIFEST)
-    assert (checkpoint.updates, checkpoint.manifest, checkpoint.ledger) == (5, MANIFEST, LEDGER)
+    assert (checkpoint.updates, checkpoint.manifest) == (5, MANIFEST)
     for stage in range(2):
         assert_same(checkpoint.load_stage(stage), state_of(stage, 5))
     assert find_checkpoint(path).path == checkpoint.path
@@ -132,13 +132,30 @@ def test_what_is_saved_comes_back(world):
 
 def test_the_files_are_what_is_promised(world):
     world.save(5)
-    names = ["checkpoint.json", "ledger.json", "manifest.json", "stage-000.safetensors", "stage-001.safetensors"]
+    names = ["checkpoint.json", "manifest.json", "stage-000.safetensors", "stage-001.safetensors"]
     assert sorted(path.rpartition("/")[2] for path in world.fs.ls(world.file(5, ""), detail=False)) == names
     contents = json.loads(world.fs.cat_file(world.file(5, "checkpoint.json")))
     assert (contents["format"], contents["updates"], contents["manifest"]) == (1, 5, MANIFEST.hash)
     assert [stage["lineage"] for stage in contents["stages"]] == ["lineage of stage 0 at 5", "lineage of stage 1 at 5"]
     assert sorted(contents["files"]) == names[1:]
     assert world.fs.cat_file(world.file(5, "manifest.json")) == MANIFEST.canonical_json()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(world):
+    """It has one more file, which is checked like the others."""
+    world.save(5, 8)
+
+    def add(text):
+        contents = json.loads(text)
+        contents["files"]["ledger.json"] = checkpoint_files.describe_file(io.BytesIO(b"{}")).model_dump()
+        return json.dumps(contents).encode()
+
+    for step in (5, 8):
+        world.change(world.file(step, "checkpoint.json"), add)
+    world.fs.pipe_file(world.file(5, "ledger.json"), b"{}")
+    checkpoint = world.store().newest(MANIFEST)
+    assert checkpoint.updates == 5
+    assert_same(checkpoint.load_stage(0), state_of(0, 5))
 
 
 def test_the_summary_is_written_last(world, monkeypatch):
@@ -153,7 +170,7 @@ def test_the_summary_is_written_last(world, monkeypatch):
     monkeypatch.setattr(checkpoint_files.FileStore, "write", write)
     world.save(5)
     assert written[-1] == "checkpoint.json"
-    assert len(written) == 5
+    assert len(written) == 4
 
 
 def test_an_empty_store_has_no_newest(world):
@@ -170,9 +187,8 @@ def test_the_newest_is_the_one_with_the_highest_number(world):
 
 def test_a_checkpoint_of_the_same_number_is_replaced(world):
     world.save(5)
-    world.store().save(5, MANIFEST, states_of(6), {"again": True})
+    world.store().save(5, MANIFEST, states_of(6))
     checkpoint = world.store().newest()
-    assert checkpoint.ledger == {"again": True}
     assert_same(checkpoint.load_stage(1), state_of(1, 6))
     assert world.names() == ["step-00000005"]
 
@@ -287,9 +303,9 @@ DAMAGES = {
     "flipped byte": (flip, "stage-000.safetensors does not match its hash"),
     "missing stage": (remove("stage-001.safetensors"), "stage-001.safetensors: "),
     "missing manifest": (remove("manifest.json"), "manifest.json: "),
-    "missing ledger": (remove("ledger.json"), "ledger.json: "),
     "incomplete": (remove("checkpoint.json"), "it has no checkpoint.json"),
     "no JSON": (write("checkpoint.json", b'{"format"'), "checkpoint.json: "),
+    "deep manifest": (forge("manifest.json", b"[" * 100_000), "manifest.json: "),
     "deep JSON": (write("checkpoint.json", b"[" * 100_000), "checkpoint.json: "),
     "no text": (write("checkpoint.json", b"\xff\xfe\x00"), "checkpoint.json: "),
     "no mapping": (write("checkpoint.json", b"[]"), "checkpoint.json: "),
@@ -304,9 +320,6 @@ DAMAGES = {
     "other run": (edit(manifest="0" * 32), f"it is of manifest {'0' * 32}, and the run's is {MANIFEST.hash}"),
     "edited manifest": (write("manifest.json", b"{}"), "manifest.json has 2 bytes"),
     "unfit manifest": (forge("manifest.json", b"{}"), "manifest.json: name: missing: add it"),
-    "broken ledger": (forge("ledger.json", b'{"a'), "ledger.json: Unterminated string"),
-    "deep ledger": (forge("ledger.json", b"[" * 100_000), "ledger.json: maximum recursion depth exceeded"),
-    "ledger that is no mapping": (forge("ledger.json", b"[1]"), "its files do not fit"),
     "manifest of more stages": (
         forge("manifest.json", manifest_of(stages={"count": 3}).canonical_json()),
         "its files do not fit its manifest of 3 stages",
@@ -423,7 +436,7 @@ def test_what_is_none_of_ours_stays(world):
 def test_the_only_good_one_is_never_removed(world):
     world.save(1, 2, 3, 8)
     flip(world)
-    world.change(world.file(3, "ledger.json"), lambda data: data + b" ")
+    world.change(world.file(3, "manifest.json"), lambda data: data + b" ")
     world.store(keep=2).prune()
     assert world.names() == ["step-00000002", "step-00000003", "step-00000008"]
     assert world.store().newest().updates == 2
@@ -432,7 +445,7 @@ def test_the_only_good_one_is_never_removed(world):
 def test_if_none_is_good_none_is_removed(world):
     world.save(1, 2, 8)
     for step in (1, 2, 8):
-        world.change(world.file(step, "ledger.json"), lambda data: data + b" ")
+        world.change(world.file(step, "manifest.json"), lambda data: data + b" ")
     world.store(keep=1).prune()
     assert len(world.names()) == 3
 
@@ -469,7 +482,7 @@ def test_a_checkpoint_is_found_by_its_base_its_step_or_itself(world, monkeypatch
 
 def test_relative_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = CheckpointStore("runs").save(3, MANIFEST, states_of(3), {})
+    path = CheckpointStore("runs").save(3, MANIFEST, states_of(3))
     assert Path(path) == tmp_path / "runs" / "step-00000003"
     assert find_checkpoint("runs").updates == 3
     monkeypatch.chdir("runs")
@@ -496,7 +509,7 @@ def test_addresses_that_cannot_work(url, message):
 def test_a_base_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write checkpoint .*: check space, permissions and network") as caught:
-        CheckpointStore(str(tmp_path / "file")).save(1, MANIFEST, states_of(1), {})
+        CheckpointStore(str(tmp_path / "file")).save(1, MANIFEST, states_of(1))
     one_line(caught)
 
 
@@ -521,6 +534,6 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
 
 def test_states_that_do_not_fit_together_are_refused():
     with pytest.raises(AssertionError, match="one global step"):
-        CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)], {})
+        CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)])
     with pytest.raises(AssertionError, match="one state for each stage"):
-        CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1], {})
+        CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1])

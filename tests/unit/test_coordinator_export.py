@@ -60,7 +60,7 @@ def train_and_save(trainers, url, num_steps):
         for trainer in trainers:
             trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
         states = [StageState(step=step, lineage="x", tensors=trainer.state()) for trainer in trainers]
-        CheckpointStore(url).save(step, trainers[0].manifest, states, {})
+        CheckpointStore(url).save(step, trainers[0].manifest, states)
         hidden = sample()
         with torch.no_grad():
             for trainer in trainers:
@@ -188,7 +188,7 @@ def test_sources_that_cannot_work(options, words, tmp_path, monkeypatch, capsys)
 def test_states_of_another_model_are_refused(tmp_path, monkeypatch, capsys):
     trainers = trainers_of()
     states = [StageState(step=1, lineage="x", tensors=trainers[0].state()) for _ in range(2)]
-    CheckpointStore(str(tmp_path)).save(1, trainers[0].manifest, states, {})
+    CheckpointStore(str(tmp_path)).save(1, trainers[0].manifest, states)
     line = one_line_of(monkeypatch, capsys, "--checkpoint", tmp_path, "--output", tmp_path / "model")
     assert "export needs the states of all stages" in line
     assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["updates"] == 1
