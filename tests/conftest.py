@@ -1,5 +1,17 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+from programs import Processes
 
 # A busy machine is no failure, and what fails once must fail again.
 settings.register_profile("swarm", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("swarm")
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.stop()

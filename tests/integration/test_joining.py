@@ -6,80 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import tiny_manifest
 
 pytestmark = pytest.mark.timeout(240)
-
-PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
-COORDINATOR = (sys.executable, "-m", "coordinator.cli")
-
-
-class Processes:
-    """Programs of ours with their logs; ended by their ids."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self.running: list[subprocess.Popen[bytes]] = []
-
-    def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
-        with self.log(name).open("wb") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self.running.append(process)
-        return process
-
-    def log(self, name: str) -> Path:
-        return self._folder / f"{name}.log"
-
-    def stop(self) -> None:
-        for process in self.running:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    started.stop()
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-    """Until another process has done something: there is nothing to wait on but what it writes."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {timeout_s:.0f} s"
-        time.sleep(0.1)
-
-
-def children_of(pid: int) -> list[int]:
-    """Ids of all descendants of a process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += [int(entry.name), *children_of(int(entry.name))]
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, processes: Processes) -> None:
@@ -98,12 +32,12 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     peers = [processes.start(f"peer-{i}", *PEER, "--initial-peers", f"@{address_file}") for i in range(2)]
     metrics = output / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "the third global step")
-    stages = {processes.log(f"peer-{i}").read_text().partition("stage_decided stage=")[2][:1] for i in range(2)}
+    stages = {processes.log(f"peer-{i}").partition("stage_decided stage=")[2][:1] for i in range(2)}
     assert stages == {"0", "1"}, "two peers that choose at the same time take both stages"
 
     late = processes.start("late", *PEER, "--stage", "1", "--initial-peers", f"@{address_file}")
-    wait_for(lambda: "serving stage=1" in processes.log("late").read_text(), "the late peer's serving")
-    text = processes.log("late").read_text()
+    wait_for(lambda: "serving stage=1" in processes.log("late"), "the late peer's serving")
+    text = processes.log("late")
     assert "downloaded kind=state" in text, "who comes late takes the state of a stage-mate"
     address = address_file.read_text().split()[0]
     answer = subprocess.run(
@@ -119,7 +53,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     late.wait()
     wait_for(lambda: not any(map(is_running, family)), "the end of a killed peer's processes", 10)
 
-    assert coordinator.wait(100) == 0, processes.log("coordinator").read_text()[-2000:]
+    assert coordinator.wait(100) == 0, processes.log("coordinator")[-2000:]
     assert [peer.wait(30) for peer in peers] == [0, 0], "peers go when the run has ended"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 51))
@@ -142,12 +76,12 @@ def test_a_stage_that_does_not_exist_a_wrong_run_and_another_manifest(tmp_path: 
     assert "--stage 2: the run has stages 0 to 1" in stage.stderr.splitlines()[-1]
     assert "12D3KooWnone" in run.stderr.splitlines()[-1]
     member = processes.start("member", *peer)
-    wait_for(lambda: "serving stage=" in processes.log("member").read_text(), "the peer's serving")
+    wait_for(lambda: "serving stage=" in processes.log("member"), "the peer's serving")
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(20) == 0
 
     # The run lives on in the DHT of its peers: its coordinator may come back, but not with another manifest.
-    address = processes.log("member").read_text().partition("addresses=")[2].split()[0]
+    address = processes.log("member").partition("addresses=")[2].split()[0]
     back = (*COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"), "--initial-peers", address)
     changed = subprocess.run([*back, "--set", "seed=7"], capture_output=True, text=True, timeout=60, check=False)
     assert changed.returncode == 2, changed.stderr[-2000:]
@@ -167,5 +101,5 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:
     assert len(family) >= 8, "coordinator's and peers' DHTs, averagers and daemons"
     local.send_signal(signal.SIGINT)
     assert local.wait(40) == 130
-    assert "Traceback" not in processes.log("local").read_text()
+    assert "Traceback" not in processes.log("local")
     wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 10)

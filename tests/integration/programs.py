@@ -1,0 +1,71 @@
+"""Our programs in processes of their own, for tests that use them as people do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
+COORDINATOR = (sys.executable, "-m", "coordinator.cli")
+
+
+class Processes:
+    """Programs of ours with their logs; ended by their ids."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, *command: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        with self.path(name).open("wb") as file:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def path(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def log(self, name: str) -> str:
+        return self.path(name).read_text(errors="replace")
+
+    def stop(self) -> None:
+        for process in self.running:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+    """Until another process has done something: there is nothing to wait on but what it writes."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {timeout_s:.0f} s"
+        time.sleep(0.1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Ids of all descendants of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == pid:
+                found += [int(entry.name), *children_of(int(entry.name))]
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
