@@ -341,7 +341,11 @@ class Peer:
         await self._directory.announce()
         view = await self._directory.refresh(self._stages_of_interest())
         mates = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
-        await self._steps.catch_up(mates)
+        try:
+            await self._steps.catch_up(mates)
+        except CallError as error:
+            self._join_anew(error)
+            return
         log.info("serving stage=%d step=%d updates=%d", self._spec.index, self._steps.step, self._steps.updates)
         async with anyio.create_task_group() as tasks:
             if start is not None and start.rewound:
@@ -359,9 +363,7 @@ class Peer:
             try:
                 await self._steps.run()
             except CallError as error:
-                # Its stage-mates went on and are gone: this peer joins anew, as it would after a crash.
-                log.error("joining_anew stage=%d reason=%s", self._spec.index, error)
-                self._move_to(self._spec.index)
+                self._join_anew(error)
 
     async def _begin(self) -> Start | None:
         """Take the state over from stage-mates; without any, find out where to begin, and wait for what that takes."""
@@ -390,6 +392,11 @@ class Peer:
     async def _move_when_needed(self) -> None:
         stage = await self._recovery.watch_stages()
         self._move_to(stage)
+
+    def _join_anew(self, error: CallError) -> None:
+        """As after a crash: its stage-mates went on without it, and are gone."""
+        log.error("joining_anew stage=%d reason=%s", self._spec.index, error)
+        self._move_to(self._spec.index)
 
     def _move_to(self, stage: int) -> None:
         """Leave, and have this process start anew in another stage."""
