@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from swarm_peer.errors import UserError
 
 READ_BYTES = 4 * 2**20
-# What a save or a replacement that was cut off leaves on a disk.
-PARTIAL, REPLACED = ".partial", ".replaced"
+# What a save that was cut off leaves on a disk.
+PARTIAL = ".partial"
 
 
 class FileEntry(BaseModel):
@@ -115,20 +115,13 @@ class FileStore:
         return entry
 
     def publish(self, partial: str, folder: str) -> None:
-        """Give a folder its name. On a disk this is one step, and the folder of that name is replaced."""
+        """Give a folder its name. On a disk this is one step; what has that name is removed before."""
         if not self.is_local:
             return
-        if os.path.exists(folder):
-            shutil.rmtree(folder + REPLACED, ignore_errors=True)
-            os.rename(folder, folder + REPLACED)
+        shutil.rmtree(folder, ignore_errors=True)
+        _sync(partial)
         os.rename(partial, folder)
-        shutil.rmtree(folder + REPLACED, ignore_errors=True)
-        for changed in (folder, self.base):
-            descriptor = os.open(changed, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        _sync(self.base)
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a subfolder, if it is there, and the file `first` in it before all others."""
@@ -138,6 +131,15 @@ class FileStore:
                 self._fs.rm_file(f"{folder}/{first}")
             if self._fs.exists(folder):
                 self._fs.rm(folder, recursive=True)
+
+
+def _sync(folder: str) -> None:
+    """Have the names in it survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def describe_file(file: BinaryIO) -> FileEntry:

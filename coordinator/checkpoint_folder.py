@@ -2,7 +2,8 @@
 
 A folder `step-00000123` holds `stage-000.safetensors` and so on (weights and optimizer) and `manifest.json`. Size and
 SHA-256 of each stand in `checkpoint.json`, with what belongs to a state but its tensors, such as the data ledger. It is
-written last: without it, the folder is no checkpoint. Nothing is unpickled.
+written last: without it, the folder is no checkpoint. One that replaces another of the same number, since the run has
+gone back, is `step-00000123.1` and so on, and the other one goes when it is whole. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from swarm_peer.runtime.state_index import StageState
 CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
 # Earlier versions wrote this file, with nothing in it.
 FORMER_FILE = "ledger.json"
-FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})")
+FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})(?:\.([1-9]\d{0,8}))?")
 # Of a file of JSON; the data ledger is the largest part.
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -170,11 +171,20 @@ def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = 
     return Checkpoint(folder, contents.updates, manifest, files, contents)
 
 
+def folder_name(updates: int, version: int) -> str:
+    return f"step-{updates:08d}" + (f".{version}" if version else "")
+
+
 def updates_of(folder: str) -> int:
     """The number in a checkpoint's name."""
+    return age_of(folder)[0]
+
+
+def age_of(folder: str) -> tuple[int, int]:
+    """The number in a checkpoint's name, and how often one of that number had been replaced before: later is more."""
     match = FOLDER.fullmatch(folder.rpartition("/")[2])
     assert match is not None
-    return int(match[1])
+    return int(match[1]), int(match[2] or 0)
 
 
 def one_line(error: Exception) -> str:

@@ -12,13 +12,15 @@ from contextlib import suppress
 
 from safetensors import SafetensorError
 
-from coordinator.checkpoint_files import PARTIAL, REPLACED, FileStore
+from coordinator.checkpoint_files import PARTIAL, FileStore
 from coordinator.checkpoint_folder import (
     CONTENTS,
     FOLDER,
     Checkpoint,
     CheckpointDamaged,
     CheckpointIncomplete,
+    age_of,
+    folder_name,
     one_line,
     open_checkpoint,
     updates_of,
@@ -30,7 +32,7 @@ from swarm_peer.runtime.state_index import StageState
 
 log = logging.getLogger(__name__)
 
-LEFTOVER = re.compile(f"{FOLDER.pattern}({re.escape(PARTIAL)}|{re.escape(REPLACED)})")
+LEFTOVER = re.compile(FOLDER.pattern + re.escape(PARTIAL))
 
 
 class CheckpointStore:
@@ -54,7 +56,7 @@ class CheckpointStore:
         """Write a checkpoint, then prune; returns its address. It appears complete or not at all.
 
         Args:
-            updates: finished global steps; a checkpoint of the same number is replaced
+            updates: finished global steps; a checkpoint of the same number is replaced, and stays until then
             stages: one state for each stage, all of the same global step
 
         Raises:
@@ -62,7 +64,7 @@ class CheckpointStore:
         """
         assert len(stages) == manifest.stages.count, "one state for each stage"
         assert len({state.step for state in stages}) == 1, "states of one global step"
-        folder = f"{self._files.base}/step-{updates:08d}"
+        folder = self._free_folder(updates)
         partial = self._files.partial_of(folder)
         try:
             self._files.begin(partial, first=CONTENTS)
@@ -77,7 +79,7 @@ class CheckpointStore:
         log.info("checkpoint_saved path=%s updates=%d bytes=%d", folder, updates, num_bytes)
         try:
             self._prune(known_good=folder)
-        except OSError as error:
+        except (OSError, UserError) as error:
             log.warning("checkpoints_not_pruned path=%s reason=%s", self._url, one_line(error))
         return self._files.address(folder)
 
@@ -111,11 +113,13 @@ class CheckpointStore:
         Raises:
             UserError: there is none, or it is damaged
         """
-        folders = {updates_of(folder): folder for folder in self._folders()}
-        if updates not in folders:
-            known = ", ".join(str(step) for step in sorted(folders)) or "none"
+        folders = self._folders()
+        found = [folder for folder in folders if updates_of(folder) == updates]
+        if not found:
+            known = ", ".join(map(str, sorted({updates_of(folder) for folder in folders}))) or "none"
             raise UserError(f"{self._url} has no checkpoint of step {updates}: name one of those it has ({known})")
-        return open_checkpoint(self._files, folders[updates])
+        complete = [folder for folder in found if self._is_complete(folder)]
+        return open_checkpoint(self._files, (complete or found)[0])
 
     def prune(self) -> None:
         """Remove all but the newest complete checkpoints, and what saves that were cut off have left.
@@ -132,11 +136,13 @@ class CheckpointStore:
 
     def _prune(self, known_good: str | None) -> None:
         folders = self._folders()
-        complete = [folder for folder in folders if self._files.exists(f"{folder}/{CONTENTS}")]
+        complete = [folder for folder in folders if self._is_complete(folder)]
         if not complete:
             return
-        surplus = complete[self._keep :]
-        if surplus and not any(folder == known_good or self._is_good(folder) for folder in complete[: self._keep]):
+        latest = {updates_of(folder): folder for folder in reversed(complete)}  # others of the number are replaced
+        stay = sorted(latest.values(), key=age_of)[-self._keep :]
+        surplus = [folder for folder in complete if folder not in stay]
+        if surplus and not any(folder == known_good or self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)
             surplus = [folder for folder in surplus if good not in (folder, None)]
         cut_off = [folder for folder in folders if folder not in complete]
@@ -153,7 +159,23 @@ class CheckpointStore:
             raise UserError(
                 f"cannot list {self._url} ({one_line(error)}): correct the address, or check permissions and network"
             ) from error
-        return sorted((path for name, path in found.items() if FOLDER.fullmatch(name)), key=updates_of, reverse=True)
+        return sorted((path for name, path in found.items() if FOLDER.fullmatch(name)), key=age_of, reverse=True)
+
+    def _free_folder(self, updates: int) -> str:
+        """Where a checkpoint goes: beside the complete ones of its number, since no store replaces a folder at once."""
+        versions = [
+            version
+            for folder in self._folders()
+            for known, version in [age_of(folder)]
+            if known == updates and self._is_complete(folder)
+        ]
+        return f"{self._files.base}/{folder_name(updates, max(versions, default=-1) + 1)}"
+
+    def _is_complete(self, folder: str) -> bool:
+        try:
+            return self._files.exists(f"{folder}/{CONTENTS}")
+        except OSError as error:
+            raise UserError(f"cannot look into {folder} ({one_line(error)}): check permissions and network") from error
 
     def _is_good(self, folder: str) -> bool:
         try:

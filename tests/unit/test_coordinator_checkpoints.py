@@ -2,8 +2,10 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import logging
+import os
 import struct
 from pathlib import Path
 
@@ -187,10 +189,67 @@ def test_the_newest_is_the_one_with_the_highest_number(world):
 
 def test_a_checkpoint_of_the_same_number_is_replaced(world):
     world.save(5)
-    world.store().save(5, MANIFEST, states_of(6))
-    checkpoint = world.store().newest()
-    assert_same(checkpoint.load_stage(1), state_of(1, 6))
-    assert world.names() == ["step-00000005"]
+    for version in (1, 2):
+        path = world.store().save(5, MANIFEST, states_of(5 + version))
+        former = find_checkpoint(f"{world.url}/step-00000005")
+        for checkpoint in (world.store().newest(), find_checkpoint(path), former):
+            assert_same(checkpoint.load_stage(1), state_of(1, 5 + version))
+        assert world.names() == [f"step-00000005.{version}"]
+
+
+class Killed(BaseException):
+    """Nobody cleans up."""
+
+
+def test_there_is_a_checkpoint_whenever_the_coordinator_is_killed(world, monkeypatch):
+    """A replacement is killed before each thing that it does to the store; the next one succeeds all the same."""
+    left = None
+
+    def counting(function):
+        def call(*args, **kwargs):
+            nonlocal left
+            if left is not None:
+                if left == 0:
+                    raise Killed
+                left -= 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, names in (
+        (type(world.fs), ["rm_file", "rm", "makedirs", "put_file"]),
+        (os, ["rename", "unlink", "rmdir", "fsync"]),
+        (Path, ["write_bytes"]),
+        (checkpoint_folder, ["save_file"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, counting(getattr(owner, name)))
+
+    def whole():
+        """Which one there is."""
+        checkpoint = world.store().newest(MANIFEST)
+        assert checkpoint.updates == world.store().at(5).updates == 5
+        lineage = checkpoint.load_stage(0).lineage
+        step = int(lineage.split()[-1])
+        for stage in range(2):
+            assert_same(checkpoint.load_stage(stage), state_of(stage, step))
+        return step
+
+    world.save(5)
+    seen = set()
+    for num_calls in itertools.count():
+        left = num_calls
+        try:
+            world.store().save(5, MANIFEST, states_of(6))
+            break
+        except Killed:
+            left = None
+        seen.add(whole())
+        world.store().save(5, MANIFEST, states_of(5))
+        assert whole() == 5
+        assert len(world.names()) == 1
+    assert seen == {5, 6}
+    assert num_calls > 8
 
 
 def test_a_folder_of_that_name_in_the_way_is_replaced(world):
@@ -416,7 +475,7 @@ def test_the_newest_are_kept(world):
 def test_what_was_cut_off_goes(world):
     world.save(3, 8, 9)
     remove("checkpoint.json")(world)
-    for name in ("step-00000010.partial", "step-00000002.replaced", "step-00000012"):
+    for name in ("step-00000010.partial", "step-00000003.1.partial", "step-00000012"):
         world.fs.makedirs(f"{world.path}/{name}")
         world.fs.pipe_file(f"{world.path}/{name}/stage-000.safetensors", b"junk")
     world.store().prune()
