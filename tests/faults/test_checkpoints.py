@@ -16,6 +16,7 @@ import yaml
 from swarm import tiny_manifest
 from transformers import AutoModelForCausalLM
 
+from coordinator.checkpoint_folder import updates_of
 from coordinator.checkpoints import find_checkpoint
 from swarm_peer.runtime.data import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
@@ -78,7 +79,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout[-1000:] + resumed.stderr[-3000:]
     assert "checkpoint_damaged" in resumed.stderr
-    updates = int(good.name.removeprefix("step-"))
+    updates = updates_of(good.name)
     assert f"resuming updates={updates} " in resumed.stderr
     lines = lines_of(output)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
@@ -95,7 +96,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
     ledger = decode_ledger(state.ledger, SliceReader(manifest).num_slices())
     assert ledger.current_pass == 0
     num_counted = sum(item.end - item.start for item in ledger.facts())
-    assert num_counted == sum(line["samples"] for line in lines if line["step"] <= int(last.name.removeprefix("step-")))
+    assert num_counted == sum(line["samples"] for line in lines if line["step"] <= updates_of(last.name))
 
     # The model of any checkpoint that is left can be had, too.
     exported = subprocess.run(
