@@ -8,8 +8,9 @@ which movers do nothing included.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,13 @@ BEAM = 3
 MANY_PEERS = 120
 # A plan that has got worse so many steps in a row is given up.
 PATIENCE = 3
+# Of plans with at most so many moves, all parts are looked at for one that does as well; of longer ones, those that are
+# one move or one swap shorter.
+FEW_MOVES = 6
+# Of what the whole plan must lift the least stage by, each part of it must: what lifts it by less is noise.
+PART_GAIN = 0.3
+# Of what a plan gains: less is rounding.
+NEARLY = 1e-9
 # The higher, the more the least stage counts in the shortfall and the less the others.
 SHORTFALL_POWER = 3.0
 
@@ -159,7 +167,7 @@ class _Search:
                 if not following:
                     break
                 plan = self._evaluate([*self._pairs(plan), *following[0]])
-        best = self._pruned(best)
+        best = self._pruned(best, empty)
         return best if min(best.capacity) > min(empty.capacity) * (1 + self._params.least_gain) else empty
 
     def _may_pay(self, empty: Plan) -> bool:
@@ -181,17 +189,43 @@ class _Search:
     def _number(self, move: PlannedMove) -> int:
         return self._numbers[move.peer.peer_id]
 
-    def _pruned(self, plan: Plan) -> Plan:
-        """Without the moves that the plan is better off without."""
+    def _pruned(self, plan: Plan, empty: Plan) -> Plan:
+        """Without the moves that it can do without, so that all that are left pay, each and together."""
         while plan.moves:
-            pairs = self._pairs(plan)
-            shorter = max(
-                (self._evaluate(pairs[:n] + pairs[n + 1 :]) for n in range(len(pairs))), key=self._merit
-            )  # fmt: skip
-            if self._merit(shorter) < self._merit(plan):
+            merit = self._merit(plan)
+            as_good = merit - NEARLY * abs(merit - self._merit(empty))
+            enough = min(plan.capacity) * (1 - PART_GAIN * self._params.least_gain)
+            spared = [
+                shorter
+                for shorter in self._shorter(plan)
+                if self._merit(shorter) >= as_good or min(shorter.capacity) >= enough
+            ]
+            if not spared:
                 break
-            plan = shorter
+            plan = max(spared, key=self._merit)
         return plan
+
+    def _shorter(self, plan: Plan) -> Iterator[Plan]:
+        """Plans of some of the moves, and those where one move does the work of two that change places."""
+        pairs = self._pairs(plan)
+        numbers = range(len(pairs))
+        swaps = [
+            (first, second)
+            for first, second in itertools.combinations(numbers, 2)
+            if plan.moves[first].peer.stage == plan.moves[second].to_stage
+            and plan.moves[second].peer.stage == plan.moves[first].to_stage
+        ]
+        counts = range(1, len(pairs) + 1) if len(pairs) <= FEW_MOVES else [1]
+        parts = [out for count in counts for out in itertools.combinations(numbers, count)]
+        for out in parts if len(pairs) <= FEW_MOVES else [*parts, *swaps]:
+            yield self._evaluate([pair for n, pair in enumerate(pairs) if n not in out])
+        for swap in swaps:
+            others = [pair for n, pair in enumerate(pairs) if n not in swap]
+            taken = {number for number, _ in others}
+            ways = {plan.moves[n].peer.stage: plan.moves[n].to_stage for n in swap}
+            for number, stage in enumerate(self._stages.tolist()):
+                if stage in ways and number not in taken and self._fits[number, ways[stage]]:
+                    yield self._evaluate([*others, (number, ways[stage])])
 
     def _evaluate(self, pairs: Sequence[tuple[int, int]]) -> Plan:
         """Schedule moves, one at a time from and to each stage, and see what the swarm does."""

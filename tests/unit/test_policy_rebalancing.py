@@ -1,12 +1,14 @@
+import itertools
 import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm_peer.policy import rebalancing
 from swarm_peer.policy.churn import QUIET_S, REMEMBERED_S, ChurnMeter
-from swarm_peer.policy.exchange import RebalancingParameters
+from swarm_peer.policy.exchange import FEW_MOVES, RebalancingParameters, _Search, best_plan
 from swarm_peer.policy.forecast import Shift, discounted_samples
 from swarm_peer.policy.rebalancing import choose_stage, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
@@ -116,6 +118,68 @@ def test_the_order_of_its_input_does_not_matter(situation, rng):
     shuffled = list(view.peers)
     rng.shuffle(shuffled)
     assert rebalance(SwarmView(view.num_stages, tuple(shuffled)), params, 7.0) == rebalance(view, params, 7.0)
+
+
+@st.composite
+def small_swarms(draw):
+    num_stages = draw(st.integers(2, 4))
+    speed = st.floats(9.9, 10.1) if draw(st.booleans()) else st.floats(2.0, 30.0)
+    peers = [
+        peer(f"p{n:02d}", n if n < num_stages else draw(st.integers(0, num_stages - 1)), draw(speed),
+             bandwidth_bytes_per_s=draw(st.sampled_from([0.0, 1e7, 1e8])))
+        for n in range(draw(st.integers(num_stages + 1, 4 * num_stages)))
+    ]  # fmt: skip
+    params = parameters(
+        num_stages,
+        state_bytes=(draw(st.sampled_from([1e7, 1e8, 1e9])),) * num_stages,
+        horizon_s=draw(st.sampled_from([100.0, 900.0, 3600.0])),
+        payback=draw(st.sampled_from([0.0, 1.0, 2.2])),
+    )
+    return SwarmView(num_stages, tuple(peers)), params
+
+
+@given(small_swarms())
+@settings(max_examples=200, deadline=None)
+def test_no_plan_holds_a_move_that_it_can_do_without(situation):
+    """No part of the moves, none of them included, does as well as all; nor does one move in the place of a swap."""
+    view, params = situation
+    searches = []
+
+    def searched(situation, params):
+        searches.append(_Search(situation, params))
+        return best_plan(situation, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebalancing, "best_plan", searched)
+        rebalance(view, params, 0.0)
+    for search in searches:
+        plan = search.best()
+        nothing = search._merit(search._evaluate(()))
+        gain, pairs = search._merit(plan) - nothing, search._pairs(plan)
+        if len(pairs) > FEW_MOVES:
+            continue
+        for count in range(len(pairs)):
+            for part in itertools.combinations(pairs, count):
+                shorter = search._evaluate(part)
+                assert search._merit(shorter) - nothing < gain * (1 - 1e-9)
+                assert min(shorter.capacity) < min(plan.capacity) * (1 - 0.3 * params.least_gain)
+        for swap in itertools.combinations(plan.moves, 2):
+            stages = {move.peer.stage: move.to_stage for move in swap}
+            if stages.keys() != {*stages.values()}:
+                continue
+            others = [pair for pair, move in zip(pairs, plan.moves, strict=True) if move not in swap]
+            taken = {number for number, _ in others}
+            for number, mover in enumerate(search._movers):
+                if mover.stage in stages and number not in taken:
+                    one_move = search._evaluate([*others, (number, stages[mover.stage])])
+                    assert search._merit(one_move) - nothing < gain * (1 - 1e-9)
+
+
+def test_one_move_is_made_where_two_nearly_equal_peers_would_change_places_for_nothing():
+    view = swarm([10.15, 10.09, 9.63, 9.98], [10.0, 9.96, 10.08], [10.51, 10.04])
+    decision = rebalance(view, parameters(3, state_bytes=(1e7,) * 3, horizon_s=3600.0, payback=1.0), 0.0)
+    # With two more moves the least stage would do 30.13 and not 30.04.
+    assert who(decision) == [("p02", 0, 2)]
 
 
 @given(
