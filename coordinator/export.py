@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from coordinator.checkpoints import find_checkpoint
 from coordinator.fetching import fetch_model
+from coordinator.onlooker import onlooker
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
@@ -26,7 +26,6 @@ from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.state_index import StageState
 from swarm_peer.runtime.tokenizers import load_tokenizer
-from swarm_peer.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +58,8 @@ def export_run(initial_peers: Sequence[str], run_id: str | None, folder: Path, c
     """
     check_folder(folder)
     addresses = read_addresses(initial_peers)
-    with tempfile.TemporaryDirectory(prefix="swarm-") as scratch:
-        identity_path = Path(scratch) / "identity"
-        dht = SwarmDHT.start(
-            initial_peers=addresses,
-            host_maddrs=("/ip4/0.0.0.0/tcp/0",),
-            announce_maddrs=(),
-            identity=Identity.load_or_create(identity_path),
-            identity_path=identity_path,
-            metrics=PeerMetrics(),
-        )
-        try:
-            manifest, states = run_loop(_fetch, dht, addresses, run_id)
-        finally:
-            dht.shutdown()
+    with onlooker(addresses) as dht:
+        manifest, states = run_loop(_fetch, dht, addresses, run_id)
     export_states(manifest, states, folder, cache_dir)
     return int(states[0].updates)
 

@@ -3,13 +3,15 @@
 import json
 import logging
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coordinator.cli
-from coordinator.checkpoints import CheckpointStore
+import coordinator.export
+from coordinator.checkpoints import CheckpointStore, find_checkpoint
 from swarm_peer.config import RunManifest
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
@@ -101,6 +103,33 @@ def test_the_newest_checkpoint_is_exported(family, share_layers, tmp_path, monke
     assert f"after 2 global steps: {tmp_path / 'model'}" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits[1])
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_live_run_is_exported_by_an_onlooker(tmp_path, monkeypatch, capsys):
+    (logits,) = train_and_save(trainers_of(), str(tmp_path / "checkpoints"), 1)
+    checkpoint = find_checkpoint(str(tmp_path / "checkpoints"))
+    inside = []
+
+    @contextmanager
+    def onlooker(addresses):
+        inside.extend(addresses)
+        yield "a DHT"
+        inside.clear()
+
+    async def find_manifest(dht, addresses, run_id):
+        assert (dht, run_id) == ("a DHT", None)
+        return "a run", checkpoint.manifest
+
+    async def fetch_model(dht, directory, manifest, metrics):
+        assert (dht, inside) == ("a DHT", ["/ip4/address"])
+        return [checkpoint.load_stage(stage) for stage in range(2)]
+
+    for name, fake in (("onlooker", onlooker), ("find_manifest", find_manifest), ("fetch_model", fetch_model)):
+        monkeypatch.setattr(coordinator.export, name, fake)
+    run(monkeypatch, "--initial-peers", "/ip4/address", "--output", tmp_path / "model")
+    assert "after 1 global steps" in capsys.readouterr().out
+    assert_loads(tmp_path / "model", logits)
+    assert inside == []
 
 
 def test_a_certain_checkpoint_is_exported(tmp_path, monkeypatch):
