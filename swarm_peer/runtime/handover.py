@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class GradientHandover:
         transport: Transport,
         view: Callable[[], SwarmView],
         metrics: PeerMetrics,
+        rng: random.Random,
     ):
         self._hash = manifest_hash
         self._stage = stage
@@ -73,6 +75,7 @@ class GradientHandover:
         self._transport = transport
         self._view = view
         self._metrics = metrics
+        self._rng = rng
         self._num_bytes = 4 * sum(parameter.numel() for parameter in trainer.module.parameters())
         self._transfers: dict[str, _Transfer] = {}  # by caller, each of whom has at most one
         self._adopted: dict[bytes, int] = {}  # transfer -> step
@@ -94,6 +97,7 @@ class GradientHandover:
         if not samples:
             return True
         mates = [p.peer_id for p in self._view().serving(self._stage) if p.peer_id != self._transport.peer_id]
+        self._rng.shuffle(mates)  # where many leave at once, one alone would have to take in all of theirs
         data = _flatten(sums)
         reason, step_is_ending = "there is no stage-mate", False
         for mate in mates:

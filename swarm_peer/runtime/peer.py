@@ -306,8 +306,9 @@ class Peer:
 
         gossip = self._gossip = Gossip(manifest.hash, transport, self._progress, welcome, dismiss)
         handover = GradientHandover(
-            manifest.hash, spec.index, self._trainer, self._compute, self._runner, self._gate, transport, view, metrics
-        )
+            manifest.hash, spec.index, self._trainer, self._compute, self._runner, self._gate, transport, view, metrics,
+            self._rng,
+        )  # fmt: skip
         self._steps = StepLoop(
             manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress, handover,
             leases, transport, gossip, view, self._directory.refresh, metrics, changed, self._rng,

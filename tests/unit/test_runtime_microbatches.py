@@ -98,7 +98,7 @@ class Peer:
         gossip = Gossip(manifest.hash, self.transport, self.progress, group.welcome, lambda peer, serial: None)
         self.handover = GradientHandover(
             manifest.hash, stage, self.trainer, self.compute, self.runner, self.gate, self.transport, swarm.view,
-            self.metrics,
+            self.metrics, random.Random(0),
         )  # fmt: skip
         calls = handler.calls | group.calls | donor.calls | gossip.calls | self.handover.calls
         self.dispatcher = CallDispatcher(manifest.hash, stage, calls)
@@ -732,6 +732,25 @@ async def test_a_share_goes_to_another_stage_mate_when_one_dies(swarm):
     assert await leaving.handover.hand_over(0)
     assert fault.fired == 1
     assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
+
+
+async def test_stage_mates_are_asked_in_any_order(swarm):
+    _, leaving, _ = await group_of_two(swarm)
+    for name in "defg":
+        await swarm.add(name, 1)
+    asked = []
+    call = leaving.transport.call
+
+    async def record(peer, body, tensors=(), *, timeout_s):
+        if body.op == "gradient_chunk" and (not asked or asked[-1] != peer):
+            asked.append(peer)
+            raise NotServing("another one, please")
+        return await call(peer, body, tensors, timeout_s=timeout_s)
+
+    leaving.transport.call = record
+    assert await leaving.handover.hand_over(0)
+    assert sorted(asked) == sorted(swarm.ids(1) - {leaving.peer_id})
+    assert asked != sorted(asked)
 
 
 async def test_a_share_of_a_step_that_ends_stays_with_its_peer(swarm):
