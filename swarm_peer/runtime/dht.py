@@ -122,6 +122,13 @@ class SwarmDHT:
     async def p2p(self) -> P2P:
         return await self.node.replicate_p2p()
 
+    async def connections(self) -> list[str]:
+        """Addresses that this node is connected to. Of those who dialled this one, nobody may listen there."""
+        peers: list[Any] = []
+        with anyio.move_on_after(REQUEST_TIMEOUT_S):
+            peers = await (await self.p2p()).list_peers()
+        return [f"{address}/p2p/{peer.peer_id.to_base58()}" for peer in peers for address in peer.addrs]
+
     async def store(
         self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
     ) -> bool:

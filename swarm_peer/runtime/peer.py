@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -71,6 +72,8 @@ JOIN_PAUSE_S = 1.0
 LOOK_FOR_END_S = 2.0
 # To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
 LAST_REPLIES_S = 3.0
+# For a peer that starts anew: one of them will be there.
+ADDRESSES_KEPT = 16
 # The state's index and the headroom of a frame.
 FRAME_SLACK_BYTES = 16 * 2**20
 
@@ -90,9 +93,16 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
     device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    before = restarted_with()
     addresses = read_addresses(options.initial_peers)
-    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        identity_path = options.identity_path or Path(folder) / "identity"
+    if before is not None:
+        addresses += before.initial_peers
+    with tempfile.TemporaryDirectory(prefix="swarm-") as name:
+        folder = Path(name)
+        snapshots = folder / "snapshots"
+        if before is not None and before.snapshots is not None:
+            Path(before.snapshots).rename(snapshots)
+        identity_path = options.identity_path or folder / "identity"
         identity = Identity.load_or_create(identity_path)
         dht = SwarmDHT.start(
             initial_peers=addresses,
@@ -104,9 +114,12 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         )
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses()))
         try:
-            restart = _run_in_swarm(options, addresses, device, dht, metrics, Path(folder), counted)
+            restart = _run_in_swarm(options, addresses, device, dht, metrics, snapshots, counted, before)
         finally:
             dht.shutdown()
+        if restart is not None and snapshots.exists():
+            kept = Path(tempfile.mkdtemp(prefix="swarm-"))
+            restart = replace(restart, snapshots=str(snapshots.rename(kept)))
     if restart is not None:
         start_anew(restart)
 
@@ -117,11 +130,11 @@ def _run_in_swarm(
     device: torch.device,
     dht: SwarmDHT,
     metrics: PeerMetrics,
-    folder: Path,
+    snapshots: Path,
     counted: CountedHook | None,
+    before: Restart | None,
 ) -> Restart | None:
     """Returns how to start anew, if at all."""
-    before = restarted_with()
     run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics, before)
     spec = stages_of(manifest)[stage]
     check_pretrained(manifest, options.data_dir)
@@ -131,7 +144,7 @@ def _run_in_swarm(
     # Forked before anything computes here, and before CUDA.
     averager = make_averager(manifest, spec, dht)
     try:
-        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, folder, counted, before)
+        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, snapshots, counted, before)
         run_loop(peer.run)
     finally:
         averager.shutdown()
@@ -141,7 +154,7 @@ def _run_in_swarm(
 async def _choose_run_and_stage(
     dht: SwarmDHT, options: PeerOptions, addresses: list[str], metrics: PeerMetrics, before: Restart | None
 ) -> tuple[str, RunManifest, int]:
-    run_id, manifest = await find_manifest(dht, addresses, options.run_id)
+    run_id, manifest = await find_manifest(dht, addresses, options.run_id if before is None else before.run_id)
     count = manifest.stages.count
     if before is not None:
         return run_id, manifest, before.stage
@@ -173,16 +186,16 @@ class Peer:
         dht: SwarmDHT,
         averager: GradientAverager,
         metrics: PeerMetrics,
-        folder: Path,
+        snapshots: Path,
         counted: CountedHook | None,
         before: Restart | None,
     ):
         """Args:
-        folder: for snapshots; removed when the process ends
+        snapshots: folder for them; those of its life before may be there
         before: its life before this one
         """
         self._before = before
-        self._folder = folder
+        self._snapshots = snapshots
         self._run_id = run_id
         self._manifest = manifest
         self._spec = spec
@@ -261,6 +274,9 @@ class Peer:
             tasks.start_soon(self._work)
             await self._stop.wait()
             await self._leave()
+            if self.restart is not None:
+                connections = await self._dht.connections()
+                self.restart = replace(self.restart, initial_peers=tuple(connections[:ADDRESSES_KEPT]))
             tasks.cancel_scope.cancel()
         self._compute.stop()
 
@@ -280,7 +296,7 @@ class Peer:
         keep = 2 * manifest.limits.max_in_flight
         self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
         group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
-        donor = StateDonor(self._trainer, self._compute, changed, spec.index, self._folder)
+        donor = StateDonor(self._trainer, self._compute, changed, spec.index, self._snapshots)
         self._recovery = Recovery(
             manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh, self._first_origin,
             changed,
@@ -402,7 +418,7 @@ class Peer:
     def _move_to(self, stage: int) -> None:
         """Leave, and have this process start anew in another stage."""
         log.warning("moving from=%d to=%d", self._spec.index, stage)
-        self.restart = Restart(stage, self._spec.index, self._me)
+        self.restart = Restart(stage, self._spec.index, self._me, self._run_id)
         self._stop.set()
 
     async def _obey(self) -> None:

@@ -31,11 +31,17 @@ class Restart:
         stage: to serve now
         from_stage: that it served
         peer_id: that it had
+        run_id: of the run that it is in
+        initial_peers: addresses that it was connected to; those on the command line may be gone
+        snapshots: folder of those that it keeps: there may be no others of them
     """
 
     stage: int
     from_stage: int
     peer_id: str
+    run_id: str | None = None
+    initial_peers: tuple[str, ...] = ()
+    snapshots: str | None = None
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
@@ -90,4 +96,7 @@ def start_anew(restart: Restart) -> None:
 def restarted_with() -> Restart | None:
     """What `start_anew` was given; None after an ordinary start. Once."""
     restart = os.environ.pop(_RESTART, None)
-    return None if restart is None else Restart(**json.loads(restart))
+    if restart is None:
+        return None
+    fields = json.loads(restart)
+    return Restart(**fields | {"initial_peers": tuple(fields.get("initial_peers", ()))})

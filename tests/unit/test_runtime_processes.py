@@ -3,6 +3,9 @@ import sys
 
 import pytest
 
+from swarm_peer.runtime import processes
+from swarm_peer.runtime.processes import Restart
+
 # Forks a child off a process with a heap of some size, and prints by how much a full garbage collection in the child
 # adds to the memory that the child has for itself, in units of that heap.
 SCRIPT = """
@@ -35,3 +38,14 @@ def test_a_collection_in_a_child_copies_nothing_of_what_it_shares_with_its_paren
 
     assert copied("unprepared") > 0.5  # otherwise this test could not fail
     assert copied("prepared") < 0.05
+
+
+def test_a_process_that_starts_anew_knows_its_life_before_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(processes.os, "execv", lambda path, arguments: started.append([path, *arguments]))
+    monkeypatch.setenv(processes._RESTART, "")  # put back at the end
+    restart = Restart(1, 0, "peer", "run", ("/ip4/1.2.3.4/tcp/5/p2p/x",), "/tmp/snapshots")
+    processes.start_anew(restart)
+    assert started == [[sys.executable, sys.executable, *sys.orig_argv[1:]]]
+    assert processes.restarted_with() == restart
+    assert processes.restarted_with() is None
