@@ -103,6 +103,10 @@ class Recovery:
             origin = max(origin, Origin(reply.origin_step, reply.origin_updates))
         newest = max((reply.step for reply in serving), default=0)
         kept = {peer_id: _kept_on_line(reply, origin) for peer_id, reply in replies.items()}
+        # This peer may have moved here with the only snapshot that there is.
+        kept[self._me] = [
+            (stage, updates) for stage, updates, line in self._donor.kept() if _is_on(line, updates, origin)
+        ]
         if newest <= origin.step:
             holders = sorted(peer for peer, snapshots in kept.items() if (self._stage, origin.updates) in snapshots)
             state = await self._fetch(self._stage, origin.updates, holders) if origin.updates else None
@@ -142,6 +146,9 @@ class Recovery:
         return replies
 
     async def _fetch(self, stage: int, updates: int, holders: Sequence[str]) -> StageState:
+        own = await anyio.to_thread.run_sync(self._donor.kept_state, stage, updates)
+        if own is not None:
+            return own
         call = StateIndexCall(manifest=self._hash, of_stage=stage, updates=updates)
         return await fetch_state(self._transport, holders, call, max_bytes=max_state_bytes(self._manifest, stage))
 
@@ -237,5 +244,9 @@ class Recovery:
 
 def _kept_on_line(reply: KeptReply, origin: Origin) -> list[tuple[int, int]]:
     """Its snapshots, without those that belong to a line that was given up: it has not gone back yet."""
-    on_line = Origin(reply.origin_step, reply.origin_updates) == origin
-    return [(stage, updates) for stage, updates in reply.kept if on_line or updates <= origin.updates]
+    line = Origin(reply.origin_step, reply.origin_updates)
+    return [(stage, updates) for stage, updates in reply.kept if _is_on(line, updates, origin)]
+
+
+def _is_on(line: Origin, updates: int, origin: Origin) -> bool:
+    return line == origin or updates <= origin.updates

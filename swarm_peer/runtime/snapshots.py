@@ -24,8 +24,8 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Origin
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.state_index import StageState, assemble, make_index
-from swarm_peer.runtime.transport import Handler, Reply, pack_fields
+from swarm_peer.runtime.state_index import StageState, assemble, make_index, num_bytes
+from swarm_peer.runtime.transport import Handler, Reply, pack_fields, unpack_fields
 from swarm_peer.wire.messages import (
     STATE_CHUNK_BYTES,
     Body,
@@ -47,6 +47,8 @@ RETAIN_S = 60.0
 MAX_UPDATES_RETAINED = 16
 # Of each stage: somebody may still be using the one before.
 SNAPSHOTS_KEPT = 2
+# Of a file that lists and hashes the tensors in the one beside it.
+INDEX_SUFFIX = ".index"
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class SnapshotKeeper:
     """Keeps snapshots and gives them away. Belongs to the event loop's thread.
 
     Args:
-        folder: of the snapshots' files
+        folder: of the snapshots' files; those of this peer's life before, in another stage, may be there
 
     Attributes:
         current: the state that this peer may give away, without its tensors; None while it has none
@@ -74,6 +76,9 @@ class SnapshotKeeper:
         self._offers: dict[bytes, _Offer] = {}  # by the hash of their index
         self._kept: dict[tuple[int, int], bytes] = {}  # (stage, updates) -> snapshot for recovery
         self.current: StageState | None = None
+        for path in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
+            offer = _open_offer(path)
+            self._kept[offer.index.stage, _origin(offer.index).updates_at(offer.index.step)] = self._offer(offer)
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -85,12 +90,16 @@ class SnapshotKeeper:
         offer = await anyio.to_thread.run_sync(_write_offer, stage, state, path)
         origin = state.origin if self.current is None else self.current.origin
         if state.origin < origin and state.updates > origin.updates:
-            path.unlink(missing_ok=True)
+            _remove(path)
             log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
             return
         self._kept[stage, state.updates] = self._offer(offer)
         self._forget_old()
         log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
+
+    def kept(self) -> list[tuple[int, int, Origin]]:
+        """Stage, updates and line of each snapshot that is kept here."""
+        return [(*known, _origin(self._offers[key].index)) for known, key in self._kept.items()]
 
     def kept_state(self, stage: int, updates: int) -> StageState | None:
         """A snapshot that is kept here; its tensors are copies."""
@@ -113,7 +122,7 @@ class SnapshotKeeper:
 
     def _forget(self, stage: int, updates: int) -> None:
         self._offers.pop(self._kept.pop((stage, updates)), None)
-        (self._folder / f"stage-{stage}-updates-{updates}").unlink(missing_ok=True)
+        _remove(self._folder / f"stage-{stage}-updates-{updates}")
 
     def _forget_after(self, updates: int) -> None:
         """Later snapshots are of a line of updates that was given up."""
@@ -275,12 +284,31 @@ def _write_offer(stage: int, state: StageState, path: Path) -> _Offer:
     index, tensors = make_index(stage, "state", state)
     partial = path.with_suffix(".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
     with partial.open("wb") as file:
         for data in tensors:
             file.write(data)
     partial.replace(path)
-    sizes = [data.nbytes for data in tensors]
-    mapped = np.memmap(path, np.uint8, "r") if sum(sizes) else np.empty(0, np.uint8)
+    # The index last, and gone before: a snapshot without one is none.
+    partial.write_bytes(pack_fields(index))
+    partial.replace(path.with_suffix(INDEX_SUFFIX))
+    return _open_offer(path.with_suffix(INDEX_SUFFIX))
+
+
+def _open_offer(index_path: Path) -> _Offer:
+    packed = index_path.read_bytes()
+    index = unpack_fields(StateIndex, memoryview(packed))
+    sizes = [num_bytes(entry) for entry in index.entries]
+    mapped = np.memmap(index_path.with_suffix(""), np.uint8, "r") if sum(sizes) else np.empty(0, np.uint8)
     ends = np.cumsum(sizes)
     parts = tuple(memoryview(mapped[end - size : end]) for end, size in zip(ends, sizes, strict=True))
-    return _Offer(index, pack_fields(index), parts)
+    return _Offer(index, packed, parts)
+
+
+def _remove(path: Path) -> None:
+    for file in (path.with_suffix(INDEX_SUFFIX), path):
+        file.unlink(missing_ok=True)
+
+
+def _origin(index: StateIndex) -> Origin:
+    return Origin(index.origin_step, index.origin_updates)

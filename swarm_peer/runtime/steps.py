@@ -245,11 +245,11 @@ class StepLoop:
         kept = await anyio.to_thread.run_sync(self._donor.kept_state, self._stage, target.updates)
         if kept is not None:
             return kept
-        # This peer has come after the snapshot. If its stage-mates have, too, the guards of the stage before have it.
-        stages = (self._stage, (self._stage - 1) % self._manifest.stages.count)
-        keepers = [peer.peer_id for peer in self._view().peers if peer.stage in stages]
+        # This peer has come after the snapshot. Stage-mates have it, or guards in the stage before, or one of them has
+        # moved elsewhere with it.
+        view = await self._look_again(range(self._manifest.stages.count))
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, updates=target.updates)
-        keepers = [peer_id for peer_id in keepers if peer_id != self._transport.peer_id]
+        keepers = [peer.peer_id for peer in view.peers if peer.peer_id != self._transport.peer_id]
         return await fetch_state(self._transport, keepers, call, max_bytes=self._max_state_bytes(), rng=self._rng)
 
     def _max_state_bytes(self) -> int:

@@ -183,6 +183,33 @@ async def test_others_that_have_not_computed_anything_either_change_nothing(swar
     assert (start.origin, start.state, start.rewound) == (FIRST_ORIGIN, None, False)
 
 
+async def test_who_has_moved_here_begins_with_the_snapshots_that_it_brings_along(swarm):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, step=47)
+        await peer.keep((stage, 20), (stage, 40))
+    before = await swarm.add("b", 0, step=47)
+    await before.keep((1, 20), (1, 40))
+    del swarm.peers["b"]
+    (swarm.folder / "b").rename(swarm.folder / "n")
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(51, 40), True)
+    assert_state(start.state, 1, 40)
+
+
+async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm):
+    origin = Origin(60, 30)
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, step=72, origin=origin)
+        await peer.keep((stage, 20), (stage, 40))
+    before = await swarm.add("b", 0, step=47)
+    await before.keep((1, 20), (1, 40))
+    del swarm.peers["b"]
+    (swarm.folder / "b").rename(swarm.folder / "n")
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert_state(start.state, 1, 20)
+
+
 async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
     swarm.origin = Origin(34, 30)
     coordinator = await swarm.add(RUN_ID, -1)

@@ -19,7 +19,7 @@ from swarm_peer.runtime import snapshots, state_index, state_transfer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.snapshots import MAX_UPDATES_RETAINED, RETAIN_S, SNAPSHOTS_KEPT, StateDonor
+from swarm_peer.runtime.snapshots import INDEX_SUFFIX, MAX_UPDATES_RETAINED, RETAIN_S, SNAPSHOTS_KEPT, StateDonor
 from swarm_peer.runtime.state_index import StageState
 from swarm_peer.runtime.state_transfer import CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
 from swarm_peer.runtime.transport import Reply, check_body, pack_fields, unpack_fields
@@ -92,7 +92,10 @@ class Donor:
         self.enter(self.step + 1, self.donor.current.origin)
 
     def files(self):
-        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+        """Of snapshots, each with its index beside it."""
+        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+        assert names == sorted(name + index for name in names if "." not in name for index in ("", INDEX_SUFFIX))
+        return [name for name in names if "." not in name]
 
     def state_of(self, updates, fill=1.0, origin=FIRST_ORIGIN):
         """A state of some stage, to be kept."""
@@ -784,3 +787,16 @@ async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
         await donor.donor.keep(STAGE, donor.state_of(3, fill=fill))
     assert_equal(donor.donor.kept_state(STAGE, 3).tensors, FakeTrainer(2, 3).state())
     assert donor.files() == ["stage-1-updates-3"]
+
+
+async def test_a_peer_that_starts_anew_has_the_snapshots_of_its_life_before(world):
+    donor = await world.donor("a")
+    await donor.donor.keep(STAGE, donor.state_of(3))
+    await donor.donor.keep(2, donor.state_of(4, origin=Origin(20, 2), fill=2))
+    (donor.folder / "stage-2-updates-9").write_bytes(b"one that was not finished")
+    anew = StateDonor(FakeTrainer(0, 0), donor.compute, Signal(), 2, donor.folder)
+    assert sorted(anew.kept()) == [(STAGE, 3, FIRST_ORIGIN), (2, 4, Origin(20, 2))]
+    assert_equal(anew.kept_state(STAGE, 3).tensors, FakeTrainer(1, 3).state())
+    state = anew.kept_state(2, 4)
+    assert (state.step, state.origin, state.lineage, state.ledger) == (22, Origin(20, 2), "lineage of 2", b"ledger")
+    assert_equal(state.tensors, FakeTrainer(2, 4).state())
