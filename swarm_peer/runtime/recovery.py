@@ -226,18 +226,22 @@ class Recovery:
         """Wait until a stage has no peers left and this one is chosen to move there; returns the stage."""
         patience_s = self._manifest.limits.announcement_s
         empty_since: dict[int, float] = {}
+        reported: dict[int, str] = {}
         while True:
             await anyio.sleep(patience_s / 4)
             view = await self._look(range(self._manifest.stages.count))
             now = time.monotonic()
             empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
             empty_since = {stage: empty_since.get(stage, now) for stage in empty}
+            reported = {stage: reason for stage, reason in reported.items() if stage in empty}
             movable = [peer.peer_id for peer in view.peers if peer.movable]
             for stage in empty:
                 if now < empty_since[stage] + patience_s:
                     continue
                 mover = choose_mover(view, stage, movable)
-                log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
+                if reported.get(stage) != mover.reason:
+                    log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
+                    reported[stage] = mover.reason
                 if mover.peer_id == self._me:
                     return stage
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.state_index import StageState, assemble, num_bytes
 from swarm_peer.runtime.transport import Transport, unpack_fields
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
@@ -60,7 +60,9 @@ async def fetch_state(
     reasons: list[str] = []
 
     def failed(donor: str, error: CallError) -> None:
-        log.warning("download_failed donor=%s reason=%s: %s", donor, error.code, error)
+        # Who does not have it yet, or not any more, has done nothing wrong.
+        level = logging.INFO if isinstance(error, NotServing) else logging.WARNING
+        log.log(level, "download_failed donor=%s reason=%s: %s", donor, error.code, error)
         reasons.append(f"{donor}: {error}")
 
     while waiting:
