@@ -45,7 +45,7 @@ IDLE_PAUSE_S = 0.1
 CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId]], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Samples that travel together, through as many launches as it takes."""
 
@@ -96,7 +96,8 @@ class MicrobatchSource:
         self._timeout_s = hop_timeout_s
         self._counted_hook = counted
         self._window = InFlightWindow(manifest.limits.max_in_flight)
-        self._waiting: deque[_Batch] = deque()  # to be launched again
+        self._waiting: list[_Batch] = []  # to be launched again
+        self._vacated: list[int] = []  # for each reserved place that its batch has lost, the step
         self._in_flight = 0
         self._validated_step = -1
         self.current = Progress(step=0, samples=0, claimed=0, loss_sum=0.0)
@@ -122,7 +123,7 @@ class MicrobatchSource:
                     self._validated_step = step
                     await self._validate(step)
                     continue
-                batch = self._waiting.popleft() if self._waiting else await self._draw()
+                batch = self._take_waiting(step) if self._waiting else await self._draw()
                 if batch.generation != self._leases.generation:
                     continue  # others may read these slices now; what of them has not counted is read again
                 if step != self._gate.step:  # it ended while samples were read
@@ -162,10 +163,16 @@ class MicrobatchSource:
             return False
         if self._progress.ledger.is_full(step):
             return False
-        if self._waiting and self._waiting[0].claimed_step == step:
+        if step in self._vacated or any(batch.claimed_step == step for batch in self._waiting):
             return True
         live = self._progress.talkative((peer.peer_id for peer in self._view().serving(0)), 2 * self._timeout_s)
         return self._progress.ledger.may_claim(step, self._me, live, self._manifest.training.microbatch_size)
+
+    def _take_waiting(self, step: int) -> _Batch:
+        """Those first that have a place in this global batch: the others might never get one, and keep them waiting."""
+        batch = next((batch for batch in self._waiting if batch.claimed_step == step), self._waiting[0])
+        self._waiting.remove(batch)
+        return batch
 
     async def _draw(self) -> _Batch:
         samples = await self._leases.draw(self._manifest.training.microbatch_size)
@@ -179,7 +186,10 @@ class MicrobatchSource:
         if batch.claimed_step != step:
             batch.claimed_step = step
             batch.id = os.urandom(16)
-            self._count(step, claimed=len(batch.tokens_BS))
+            if step in self._vacated:
+                self._vacated.remove(step)
+            else:
+                self._count(step, claimed=len(batch.tokens_BS))
 
     def _count(self, step: int, samples: Sequence[SampleId] = (), claimed: int = 0, loss_sum: float = 0.0) -> None:
         own = self._progress.ledger.count_of(step, self._me)
@@ -216,14 +226,14 @@ class MicrobatchSource:
             self._waiting.append(batch)
         except CallError as error:
             outcome = error.code
-            await self._launch_again(batch, error)
+            await self._launch_again(batch, step, error)
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.set(self._in_flight)
             self._metrics.microbatches.labels("train", outcome).inc()
             self._changed.notify()
 
-    async def _launch_again(self, batch: _Batch, error: CallError) -> None:
+    async def _launch_again(self, batch: _Batch, step: int, error: CallError) -> None:
         log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
         if batch.launches >= MAX_LAUNCHES:
             self._metrics.lost_samples.inc(len(batch.tokens_BS))
@@ -231,11 +241,10 @@ class MicrobatchSource:
             if batch.generation == self._leases.generation:
                 self._leases.give_up(batch.samples)
             # Another takes its place in the global batch, which would stay unfilled otherwise.
-            claimed_step, batch = batch.claimed_step, await self._draw()
-            batch.claimed_step = claimed_step
+            self._vacated = [*(known for known in self._vacated if known >= step), step]
+            return
         await anyio.sleep(RELAUNCH_PAUSE_S)
-        # To the front: its place in this global batch is reserved, that of what waits behind it is not.
-        self._waiting.appendleft(batch)
+        self._waiting.append(batch)
 
     def _updates(self, step: int) -> int:
         return self._origin().updates_at(step)
