@@ -173,7 +173,8 @@ class _Search:
     def _may_pay(self, empty: Plan) -> bool:
         """Whether even an ideal move would pay: the least a move costs, and the most that can be had after it."""
         params = self._params
-        move_s = min(params.move_s(peer, k) for peer in self._movers[:1] for k in range(self._num_stages))
+        quickest = max(self._movers, key=lambda peer: peer.bandwidth_bytes_per_s or params.bandwidth_bytes_per_s)
+        move_s = min(params.move_s(quickest, k) for k in range(self._num_stages))
         most = (self._situation.ideal - min(empty.capacity)) * params.horizon_s * math.exp(-move_s / params.horizon_s)
         return most > params.payback * move_s * float((self._work / self._costs[self._stages]).min())
 

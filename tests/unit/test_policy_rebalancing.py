@@ -293,6 +293,12 @@ def test_a_move_must_pay(changed, moves):
     assert bool(rebalance(swarm([1.0] * 4, [1.0] * 2), parameters(**changed), 0.0).moves) == moves
 
 
+def test_a_slow_link_of_one_peer_does_not_keep_another_from_moving():
+    view = swarm([1.0] * 4, [1.0] * 2)
+    slow = tuple(replace(p, bandwidth_bytes_per_s=1e6 if p.peer_id == "p00" else 1e8) for p in view.peers)
+    assert who(rebalance(SwarmView(2, slow), parameters(horizon_s=450.0), 0.0)) == [("p01", 0, 1)]
+
+
 def test_a_pinned_peer_and_one_that_does_not_fit_stay():
     view = swarm([1.0] * 4, [1.0] * 2)
     pinned = {"p00", "p01"}
