@@ -28,22 +28,23 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
 	$(BIN)/swarm-coordinator local configs/demo.yaml --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
 
-test: $(VENV)/.installed-dev  ## Lint, types, unit, simulation and integration tests
+test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit tests/simulation tests/integration
+	$(BIN)/python -m pytest -n 2 tests/unit tests/simulation
+	$(BIN)/python -m pytest -m "not slow" tests/integration tests/faults
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit
 
 integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
 	$(BIN)/python -m pytest tests/integration
 
-faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail
+faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail, slow ones included
 	$(BIN)/python -m pytest tests/faults
 
 soak: $(VENV)/.installed-dev  ## Half an hour of kills, joins, stalls and departures

@@ -15,7 +15,7 @@ from coordinator.baseline import Baseline, train
 from swarm_peer.runtime.preparation import stage_costs
 from swarm_peer.runtime.processes import _RESTART
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 FAST_S, SLOW_S = 0.06, 0.12  # a sample
 

@@ -70,7 +70,7 @@ def rsa_key():
     [
         b"",
         b"\x08\x01\x12\x40",
-        os.urandom(68),
+        bytes(range(7, 75)),
         b"\x08\x01\x12\x40" + bytes(63),
         b"\x08\x01\x12\x40" + bytes(65),
         b"-----BEGIN OPENSSH PRIVATE KEY-----",
