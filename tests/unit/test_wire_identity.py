@@ -1,4 +1,3 @@
-import os
 import stat
 
 import base58
