@@ -548,6 +548,8 @@ def simulate(
     level: Literal["flow", "microbatch"] = "flow",
     routing: Literal["iwrr", "uniform", "jsed", "po2"] = "iwrr",
     window: int | None = None,
+    global_batch: int | None = None,
+    averaging_s: float = 0.0,
     network: Path | None = None,
     speed: str = "lognormal:1,0.35",
     bandwidth_mbps: str = "constant:200",
@@ -587,6 +589,10 @@ def simulate(
         Of microbatches: iwrr (what runs live), uniform, jsed (shortest expected delay), po2 (two random choices).
     window
         Microbatches in flight per stage-0 peer; if not given, by the live rule.
+    global_batch
+        Microbatches of a global step, at whose end all is drained; without it, all goes on for ever.
+    averaging_s
+        From the last gradient of a global step until the next one begins.
     network
         Latencies (and bandwidths) of places: a table of regions, or a matrix of round trips in seconds.
     speed
@@ -615,8 +621,9 @@ def simulate(
     from coordinator.simulator.command import Options, run_command
 
     options = Options(
-        level=level, rebalance=rebalance, routing=routing, window=window, network=network, figure=figure, json=json_
-    )
+        level=level, rebalance=rebalance, routing=routing, window=window, global_batch=global_batch,
+        averaging_s=averaging_s, network=network, figure=figure, json=json_,
+    )  # fmt: skip
     run_command(
         options, trace=trace, num_peers=peers or 0, num_stages=stages, hours=hours, mean_lifetime_s=mean_lifetime_s,
         seed=seed, state_gb=state_gb, overhead_s=overhead_s, stage_costs=stage_costs, stage_memory_gb=stage_memory_gb,

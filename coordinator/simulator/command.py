@@ -24,6 +24,8 @@ class Options:
     rebalance: str
     routing: RoutingName
     window: int | None
+    global_batch: int | None
+    averaging_s: float
     network: Path | None
     figure: Path | None
     json: bool
@@ -40,6 +42,10 @@ def run_command(options: Options, *, machines: tuple[str, str, str, str], **scen
     _check_rebalance(options.rebalance)
     if options.window is not None and options.window < 1:
         raise UserError(f"--window {options.window}: at least 1 is needed")
+    if options.global_batch is not None and options.global_batch < 1:
+        raise UserError(f"--global-batch {options.global_batch}: at least 1 is needed")
+    if not 0 <= options.averaging_s < float("inf") or (options.averaging_s and options.global_batch is None):
+        raise UserError(f"--averaging-s {options.averaging_s}: seconds of each global step; it needs --global-batch")
     names = ("--speed", "--bandwidth-mbps", "--memory-gb", "--latency-s")
     drawn = [Distribution.parse(text, name) for text, name in zip(machines, names, strict=True)]
     scenario = Scenario(**scenario_fields, population=Population(*drawn))
@@ -47,10 +53,13 @@ def run_command(options: Options, *, machines: tuple[str, str, str, str], **scen
         if options.figure is not None:
             raise UserError("--figure is drawn at --level flow only")
         places = read_places(options.network) if options.network else None
-        summary = simulate_microbatches(
-            scenario, options.rebalance, MicrobatchOptions(options.routing, options.window), places
+        microbatches = MicrobatchOptions(
+            options.routing, options.window, global_batch=options.global_batch, averaging_s=options.averaging_s
         )
+        summary = simulate_microbatches(scenario, options.rebalance, microbatches, places)
     else:
+        if options.global_batch is not None:
+            raise UserError("--global-batch counts at --level microbatch only: at --level flow nothing is ever drained")
         if options.network is not None:
             raise UserError("--network counts at --level microbatch only; at --level flow, see --bandwidth-mbps")
         result = simulate_flow(scenario, options.rebalance)

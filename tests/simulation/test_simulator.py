@@ -403,6 +403,9 @@ def test_the_command_prints_for_people_and_draws(capsys, tmp_path):
         (["--stages", "2", "--trace", "/does/not/exist"], "--trace /does/not/exist"),
         (["--stages", "2", "--peers", "3", "--hours", "0"], "must be above 0"),
         (["--stages", "2", "--peers", "3", "--window", "0"], "--window 0"),
+        (["--stages", "2", "--peers", "3", "--global-batch", "0"], "--global-batch 0"),
+        (["--stages", "2", "--peers", "3", "--global-batch", "4"], "--level microbatch"),
+        (["--stages", "2", "--peers", "3", "--averaging-s", "2"], "--averaging-s 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_to_do(words, message):
