@@ -292,7 +292,7 @@ def test_a_small_window_leaves_devices_idle_over_a_slow_link():
     )
     assert one < 0.4
     assert many > 0.95
-    # The live rule counts the shortest round trip, and so leaves no room for those that wait in line on the way.
+    # The live rule goes by the shortest round trip of late, and asks for twice what that takes.
     assert 0.6 < live < many
 
 
