@@ -26,7 +26,8 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StageModule(nn.Module):
-    """The layers of one stage. Parameters are fp32 and on the meta device until initialise() makes them real.
+    """The layers of one stage. Parameters are fp32, and on the meta device until initialise() or allocate() makes
+    them real.
 
     Args:
         config: as parse_model_config returns it
@@ -104,6 +105,13 @@ class StageModule(nn.Module):
         if device.type != "cuda" or self.precision == "fp32":
             return nullcontext()
         return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.precision])
+
+
+def allocate(module: StageModule) -> None:
+    """Make the parameters real, on the CPU, with zeros."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            owner.register_parameter(name, nn.Parameter(torch.zeros(parameter.shape)))
 
 
 def initialise(module: StageModule, seed: int) -> None:

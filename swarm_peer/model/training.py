@@ -28,7 +28,7 @@ from swarm_peer.model.optimizer import (
 )
 from swarm_peer.model.partition import StageSpec, stages_of
 from swarm_peer.model.pretrained import PretrainedSource, load_pretrained
-from swarm_peer.model.stage import StageModule, initialise
+from swarm_peer.model.stage import StageModule, allocate, initialise
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
 # power of two changes no digits; a larger one would leave too little below fp16's end at 65504.
@@ -78,6 +78,8 @@ class StageTrainer:
         manifest: its model config is inline (resolve_model_config)
         spec: from stages_of(manifest)
         cache_dir: where pretrained weights from the hub are kept
+        blank: have weights of zeros, until load_state() or restart(): where others give the state, making or reading
+            the initial weights would be for nothing
 
     Raises:
         UserError: pretrained weights that cannot be read or do not fit
@@ -93,6 +95,8 @@ class StageTrainer:
         spec: StageSpec,
         device: torch.device | str = "cpu",
         cache_dir: Path | None = None,
+        *,
+        blank: bool = False,
     ):
         assert isinstance(manifest.model.config, dict), "resolve_model_config comes first"
         self.manifest = manifest
@@ -101,22 +105,34 @@ class StageTrainer:
         self._cache_dir = cache_dir
         self.step = 0
         self.num_samples = 0
-        self.module = StageModule(
-            parse_model_config(manifest.model.config),
-            spec,
-            share_layers=manifest.model.share_layers,
-            activation_checkpointing=manifest.model.activation_checkpointing,
-            precision=manifest.model.precision,
-        )
-        if manifest.model.pretrained is None:
-            initialise(self.module, manifest.seed)
+        self.module = self._make_module()
+        if blank:
+            allocate(self.module)
         else:
-            load_pretrained(self.module, self.module.family, PretrainedSource(manifest.model.pretrained, cache_dir))
+            self._initialise(self.module)
         self.module.to(self.device)
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
         self._weights_version = 0  # tells passes before a change of weights from those after it, even in one step
+
+    def _make_module(self) -> StageModule:
+        model = self.manifest.model
+        assert isinstance(model.config, dict)
+        return StageModule(
+            parse_model_config(model.config),
+            self.spec,
+            share_layers=model.share_layers,
+            activation_checkpointing=model.activation_checkpointing,
+            precision=model.precision,
+        )
+
+    def _initialise(self, module: StageModule) -> None:
+        model = self.manifest.model
+        if model.pretrained is None:
+            initialise(module, self.manifest.seed)
+        else:
+            load_pretrained(module, module.family, PretrainedSource(model.pretrained, self._cache_dir))
 
     def forward(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> ForwardPass:
         """Run the stage, and keep what the backward pass needs.
@@ -303,10 +319,19 @@ class StageTrainer:
         load_optimizer_state(self.optimizer, self.module, tensors)
         self._enter(step)
 
+    @torch.no_grad()
     def restart(self) -> None:
-        """Go back to the run's initial weights."""
-        initial = StageTrainer(self.manifest, self.spec, "cpu", self._cache_dir)
-        self.load_state(initial.state(), 0)
+        """Begin, or go back to, the run's initial weights.
+
+        Raises:
+            UserError: pretrained weights that cannot be read or do not fit; nothing has changed then
+        """
+        initial = self._make_module()
+        self._initialise(initial)
+        for parameter, value in zip(self.module.parameters(), initial.parameters(), strict=True):
+            parameter.copy_(value)
+        self.optimizer = make_optimizer(self.manifest.optimizer, self.module)
+        self._enter(0)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -285,6 +285,20 @@ def test_a_stage_downloads_the_shards_that_it_needs(hub):
     torch.testing.assert_close(chained_logits(trainers), expected, rtol=0, atol=1e-5)
 
 
+def test_who_takes_the_state_from_another_downloads_nothing(hub):
+    save_model(hub.folder, "llama")
+    manifest = manifest_of("someone/tiny", 2)
+    for spec in stages_of(manifest):
+        mate = StageTrainer(manifest, spec)
+        hub.asked.clear()
+        trainer = StageTrainer(manifest, spec, blank=True)
+        trainer.load_state(mate.state(), 3)
+        assert hub.asked == []
+        trainer.restart()
+        assert "model.safetensors" in {file for _, file, _, _ in hub.asked}
+        assert all(torch.equal(value, mate.state()[name]) for name, value in trainer.state().items())
+
+
 def test_a_model_that_the_hub_does_not_have(monkeypatch):
     def download(*_, **__):
         raise OSError("no such repository\nand more")

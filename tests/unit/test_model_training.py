@@ -420,6 +420,41 @@ def test_a_peer_that_loads_the_state_goes_on_the_same(name):
     assert all(torch.equal(loaded[n], expected[n]) for n in expected)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_restart_is_a_beginning(name, num_steps):
+    manifest = make_manifest(optimizer={"name": name})
+    fresh = make_trainers(manifest)
+    trainers = [StageTrainer(manifest, spec, blank=not num_steps) for spec in stages_of(manifest)]
+    for step in range(num_steps):
+        train_step(trainers, step)
+    passes = go_forward(trainers, tokens(5))
+    for trainer in trainers:
+        trainer.restart()
+        assert (trainer.step, trainer.num_samples) == (0, 0)
+    with pytest.raises(StepClosed):
+        go_backward(trainers, passes)
+    for group in (trainers, fresh):
+        train_step(group, 0)
+        train_step(group, 1)
+    for trainer, other in zip(trainers, fresh, strict=True):
+        state, expected = trainer.state(), other.state()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[n], expected[n]) for n in expected)
+
+
+def test_who_takes_the_state_from_another_makes_no_initial_weights():
+    manifest = make_manifest()
+    trainers = make_trainers(manifest)
+    train_step(trainers, 0)
+    for trainer in trainers:
+        joined = StageTrainer(manifest, trainer.spec, blank=True)
+        assert not any(parameter.any() for parameter in joined.module.parameters())
+        joined.load_state(trainer.state(), trainer.step)
+        expected = trainer.state()
+        assert all(torch.equal(value, expected[name]) for name, value in joined.state().items())
+
+
 def test_the_template_describes_the_state():
     (trainer,) = make_trainers(make_manifest(num_stages=1, optimizer={"name": "adamw"}))
     train_step([trainer], 0)
