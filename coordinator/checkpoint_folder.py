@@ -65,7 +65,7 @@ class Contents(BaseModel):
     """checkpoint.json. `stages` has all of each StageState but its tensors."""
 
     model_config = _FROZEN
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     updates: int = Field(ge=0, lt=10**12)
     manifest: str
     stages: tuple[StateFields, ...]  # type: ignore[valid-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -111,11 +111,13 @@ class CheckpointWriter:
         manifest: RunManifest,
         plan: CheckpointPlan,
         finished: Callable[[], int],
+        born: Callable[[int], int | None],
         view: Callable[[], SwarmView],
         acts: Callable[[], bool] = lambda: True,
     ):
         """Args:
         finished: how many global steps the run has finished
+        born: the global step that the weights of so many updates were first there for; None if that is not known
         acts: whether this coordinator is the one that acts
         """
         assert plan.store is not None
@@ -123,6 +125,7 @@ class CheckpointWriter:
         self._store = plan.store
         self._every = plan.every
         self._finished = finished
+        self._born = born
         self._view = view
         self._acts = acts
         self._saved = finished() // plan.every * plan.every
@@ -140,7 +143,10 @@ class CheckpointWriter:
         # Peers keep the last two snapshots, so later than this there is nothing to wait for.
         while self._finished() < updates + 2 * self._manifest.recovery.snapshot_every:
             try:
-                states = [await self._fetch(transport, stage, updates) for stage in range(self._manifest.stages.count)]
+                born = self._born(updates)  # another one after the run has gone back and come here again
+                if born is None:
+                    raise CallError("the run has gone back to before it")
+                states = [await self._fetch(transport, stage, born) for stage in range(self._manifest.stages.count)]
                 await anyio.to_thread.run_sync(self._store.save, updates, self._manifest, states)
                 return
             except CallError as error:
@@ -153,11 +159,11 @@ class CheckpointWriter:
             await anyio.sleep(RETRY_S)
         log.error("checkpoint_missed updates=%d reason=the run went on before all stages gave theirs", updates)
 
-    async def _fetch(self, transport: Transport, stage: int, updates: int) -> StageState:
+    async def _fetch(self, transport: Transport, stage: int, born: int) -> StageState:
         view = self._view()
         # Its own peers first; those of other stages may keep it, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
-        call = StateIndexCall(manifest=self._manifest.hash, of_stage=stage, updates=updates)
+        call = StateIndexCall(manifest=self._manifest.hash, of_stage=stage, born=born)
         return await fetch_state(
             transport,
             [peer.peer_id for peer in peers],
@@ -177,7 +183,7 @@ class Resumption:
     def __init__(self, manifest: RunManifest, checkpoint: Checkpoint, step: int, dht: SwarmDHT, folder: Path):
         self._manifest = manifest
         self._checkpoint = checkpoint
-        self._origin = Origin(step, checkpoint.updates)
+        self._origin = Origin(step, checkpoint.updates, born=step)
         self._dht = dht
         self._keeper = SnapshotKeeper(folder)
 
@@ -185,7 +191,7 @@ class Resumption:
         """Answer peers that ask for states from now on."""
         for stage in range(self._manifest.stages.count):
             state = await anyio.to_thread.run_sync(self._checkpoint.load_stage, stage)
-            await self._keeper.keep(stage, state)
+            await self._keeper.keep(stage, replace(state, step=self._origin.step, origin=self._origin))
         self._keeper.current = StageState(self._origin.step, "", {}, self._origin)
         await transport.serve(CallDispatcher(self._manifest.hash, ANY_STAGE, self._keeper.calls))
         log.info("resuming updates=%d step=%d path=%s", self._origin.updates, self._origin.step, self._checkpoint.path)

@@ -77,6 +77,11 @@ class RunWatch:
         """Finished steps: updates that the weights have had."""
         return int(self.lines[-1]["step"]) if self.lines else 0
 
+    def born(self, updates: int) -> int | None:
+        """The global step that the weights of so many updates were first there for; None if it is not known."""
+        steps = (int(line["global_step"]) for line in self.lines if line["step"] == updates)
+        return next((step + 1 for step in steps), None)
+
     def delivered(self) -> tuple[int, float]:
         """Samples of the last few steps, and the seconds that these took."""
         last = self.lines[-RECENT_STEPS:]

@@ -159,7 +159,9 @@ class RunService:
                 if self._plan.store is not None:
                     view = lambda: self._directory.view  # noqa: E731
                     acts = lambda: coordination.acts  # noqa: E731
-                    writer = CheckpointWriter(self.manifest, self._plan, lambda: self.watch.step, view, acts)
+                    writer = CheckpointWriter(
+                        self.manifest, self._plan, lambda: self.watch.step, self.watch.born, view, acts
+                    )
                     tasks.start_soon(writer.run, transport)
                 tasks.start_soon(self._drop_who_is_gone, transport)
                 saved = False

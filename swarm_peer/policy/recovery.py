@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm_peer.policy.view import PeerState, SwarmView
 
@@ -14,57 +15,77 @@ class Origin:
 
     Global steps never go back, so that whatever belongs to a line that was given up is told by its number alone. When
     a run is rewound, it gets a new origin with a higher step and fewer updates.
+
+    Attributes:
+        born: the global step that these weights were first there for. Weights of the same number of updates on two
+            lines are others, but were born in other steps.
     """
 
-    step: int = 0
-    updates: int = 0
+    step: int
+    updates: int
+    born: int
 
     def updates_at(self, step: int) -> int:
         return self.updates + step - self.step
 
+    def born_at(self, step: int) -> int:
+        """When the weights that `step` begins with were born."""
+        return self.born if step == self.step else step
 
-FIRST_ORIGIN = Origin()
+
+FIRST_ORIGIN = Origin(0, 0, 0)
+
+
+class Kept(NamedTuple):
+    """A snapshot that a peer keeps: of which stage, of weights that were born when, after how many updates."""
+
+    stage: int
+    born: int
+    updates: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
     """Attributes:
     updates: how many updates the run keeps; None if there is nothing to go back to
+    born: when the weights after them were born
     holders: peers that hold the lost stage's snapshot of it
     """
 
     updates: int | None
+    born: int
     holders: tuple[str, ...]
     reason: str
 
 
 def choose_rewind(
-    kept: Mapping[str, Collection[tuple[int, int]]], num_stages: int, lost_stage: int, newest: int, from_scratch: int
+    kept: Mapping[str, Collection[Kept]], num_stages: int, lost_stage: int, newest: int, from_scratch: int
 ) -> Rewind:
     """The newest state that the whole run can go back to.
 
     Args:
-        kept: by peer, (stage, updates) of the snapshots that it holds, of its own stage and of others
+        kept: by peer, the snapshots that it holds, of its own stage and of others
         newest: updates that the run has made
         from_scratch: so many updates may be given up to begin anew where no snapshot is left
     """
-    stages_by_updates: dict[int, dict[int, list[str]]] = {}
+    holders_by_point: dict[tuple[int, int], dict[int, list[str]]] = {}
     for peer_id in sorted(kept):
-        for stage, updates in sorted(kept[peer_id]):
+        for stage, born, updates in sorted(kept[peer_id]):
             if 0 <= stage < num_stages and updates <= newest:
-                stages_by_updates.setdefault(updates, {}).setdefault(stage, []).append(peer_id)
-    for updates in sorted(stages_by_updates, reverse=True):
-        holders = stages_by_updates[updates]
+                holders_by_point.setdefault((updates, born), {}).setdefault(stage, []).append(peer_id)
+    for (updates, born), holders in sorted(holders_by_point.items(), reverse=True):
         if len(holders) == num_stages:
-            return Rewind(updates, tuple(holders[lost_stage]), f"all stages' snapshots of {updates} updates exist")
+            reason = f"all stages' snapshots of {updates} updates exist"
+            return Rewind(updates, born, tuple(holders[lost_stage]), reason)
     if newest <= from_scratch:
-        return Rewind(0, (), f"the run has made {newest} updates only and begins anew")
+        return Rewind(0, 0, (), f"the run has made {newest} updates only and begins anew")
     found = "; ".join(
-        f"of {updates} updates, stages {', '.join(map(str, sorted(stages)))}"
-        for updates, stages in sorted(stages_by_updates.items(), reverse=True)[:3]
+        f"of {updates} updates, stages {', '.join(map(str, sorted(holders)))}"
+        for (updates, _), holders in sorted(holders_by_point.items(), reverse=True)[:3]
     )
     return Rewind(
         None,
+        0,
         (),
         f"no snapshot of stage {lost_stage} exists that all other stages have too; there are: {found or 'none'}",
     )

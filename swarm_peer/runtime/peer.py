@@ -213,7 +213,7 @@ class Peer:
         self._changed = Signal()
         self._stop = anyio.Event()
         self._rng = random.Random(f"{manifest.seed} {self._me}")
-        self._trainer = StageTrainer(manifest, spec, device, options.cache_dir)
+        self._trainer = StageTrainer(manifest, spec, device, options.cache_dir, blank=True)
         num_parameters = sum(parameter.numel() for parameter in self._trainer.module.parameters())
         capacity = microbatch_capacity(manifest, spec, num_parameters, options.max_memory)
         # Stage 0 bounds itself by its window; the gate only counts its microbatches.
@@ -436,7 +436,7 @@ class Peer:
     async def _first_origin(self) -> Origin:
         records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
         record = records.get(self._run_id)
-        return FIRST_ORIGIN if record is None else Origin(record.step, record.updates)
+        return FIRST_ORIGIN if record is None else Origin(record.step, record.updates, record.step)
 
     def _stages_of_interest(self) -> list[int]:
         """Stage-mates, the next stage, and stage 0 whose members are the authors of progress; for stage 0, all."""

@@ -12,7 +12,7 @@ import anyio
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import Origin, choose_mover, choose_rewind
+from swarm_peer.policy.recovery import Kept, Origin, choose_mover, choose_rewind
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.snapshots import StateDonor
@@ -82,7 +82,7 @@ class Recovery:
         self._look = look
         self._first_origin = first_origin
         self._changed = changed
-        self._kept_last: tuple[Origin, int] | None = None
+        self._kept_last: StageState | None = None  # without its tensors
 
     async def find_start(self) -> Start:
         """Where to begin, now that nobody serves this peer's stage.
@@ -100,16 +100,18 @@ class Recovery:
         if known and not serving:
             raise CallError(f"none of the {len(known)} serving peers can be reached")
         for reply in serving:
-            origin = max(origin, Origin(reply.origin_step, reply.origin_updates))
+            origin = max(origin, _line_of(reply))
         newest = max((reply.step for reply in serving), default=0)
-        kept = {peer_id: _kept_on_line(reply, origin) for peer_id, reply in replies.items()}
+        kept = {
+            peer_id: [Kept(*known) for known in reply.kept if _is_on_line(_line_of(reply), known[1], origin)]
+            for peer_id, reply in replies.items()
+        }
         # This peer may have moved here with the only snapshot that there is.
-        kept[self._me] = [
-            (stage, updates) for stage, updates, line in self._donor.kept() if _is_on(line, updates, origin)
-        ]
+        kept[self._me] = [known for known, line in self._donor.kept() if _is_on_line(line, known.born, origin)]
         if newest <= origin.step:
-            holders = sorted(peer for peer, snapshots in kept.items() if (self._stage, origin.updates) in snapshots)
-            state = await self._fetch(self._stage, origin.updates, holders) if origin.updates else None
+            wanted = Kept(self._stage, origin.born, origin.updates)
+            holders = sorted(peer for peer, snapshots in kept.items() if wanted in snapshots)
+            state = await self._fetch(self._stage, origin.born, holders) if origin.updates else None
             return Start(origin, state, False, "nothing was computed since the run's beginning")
         rivals = [
             peer.peer_id
@@ -127,8 +129,9 @@ class Recovery:
         )
         if rewind.updates is None:
             raise CallError(rewind.reason)
-        state = await self._fetch(self._stage, rewind.updates, rewind.holders) if rewind.updates else None
-        return Start(Origin(newest + STEPS_BETWEEN_LINES, rewind.updates), state, True, rewind.reason)
+        state = await self._fetch(self._stage, rewind.born, rewind.holders) if rewind.updates else None
+        start = Origin(newest + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
+        return Start(start, state, True, rewind.reason)
 
     async def _ask_kept(self, peers: Sequence[str]) -> dict[str, KeptReply]:
         replies: dict[str, KeptReply] = {}
@@ -145,16 +148,22 @@ class Recovery:
                 tasks.start_soon(ask, peer_id)
         return replies
 
-    async def _fetch(self, stage: int, updates: int, holders: Sequence[str]) -> StageState:
-        own = await anyio.to_thread.run_sync(self._donor.kept_state, stage, updates)
+    async def _fetch(self, stage: int, born: int, holders: Sequence[str]) -> StageState:
+        own = await anyio.to_thread.run_sync(self._donor.kept_state, stage, born)
         if own is not None:
             return own
-        call = StateIndexCall(manifest=self._hash, of_stage=stage, updates=updates)
+        call = StateIndexCall(manifest=self._hash, of_stage=stage, born=born)
         return await fetch_state(self._transport, holders, call, max_bytes=max_state_bytes(self._manifest, stage))
 
     async def have_all_go_back(self, origin: Origin) -> None:
         """Tell all peers of other stages that the run goes on from `origin`, until none is left before it."""
-        call = RewindCall(manifest=self._hash, lost_stage=self._stage, step=origin.step, updates=origin.updates)
+        call = RewindCall(
+            manifest=self._hash,
+            lost_stage=self._stage,
+            step=origin.step,
+            updates=origin.updates,
+            born=origin.born,
+        )
         told: set[str] = set()
 
         async def tell(peer_id: str) -> None:
@@ -190,10 +199,9 @@ class Recovery:
                 tasks.start_soon(self._run_guarding)
             while True:
                 await self._changed.wait_for(lambda: self._snapshot_is_due(every))
-                current = self._donor.current
+                self._kept_last = current = self._donor.current
                 assert current is not None
-                self._kept_last = (current.origin, current.updates)
-                if not await self._donor.keep_own(current.updates):
+                if not await self._donor.keep_own(current.step):
                     log.warning("snapshot_missed updates=%d reason=the step was over already", current.updates)
                 self._changed.notify()
 
@@ -201,25 +209,25 @@ class Recovery:
         current = self._donor.current
         if current is None or not current.updates or current.updates % every:
             return False
-        return self._kept_last != (current.origin, current.updates)
+        return self._kept_last is None or self._kept_last.step != current.step
 
     async def _run_guarding(self) -> None:
-        """Whenever this peer has kept its own state, keep that of the next stage with as many updates."""
+        """Whenever this peer has kept its own state, keep the next stage's of the same step."""
         stage = (self._stage + 1) % self._manifest.stages.count
-        guarded: tuple[Origin, int] | None = None
+        guarded: StageState | None = None
         while True:
-            await self._changed.wait_for(lambda seen=guarded: self._kept_last != seen)  # type: ignore[misc]
+            await self._changed.wait_for(lambda seen=guarded: self._kept_last is not seen)  # type: ignore[misc]
             assert self._kept_last is not None
             guarded = self._kept_last
             for attempt in range(GUARD_TRIES):
                 peers = [peer.peer_id for peer in self._view().serving(stage)]
                 try:
-                    await self._donor.keep(stage, await self._fetch(stage, guarded[1], peers))
+                    await self._donor.keep(stage, await self._fetch(stage, guarded.born, peers))
                     break
                 except CallError as error:
-                    log.info("snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded[1], error)
+                    log.info("snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded.updates, error)
                 with anyio.move_on_after(GUARD_PAUSE_S * 2**attempt):
-                    await self._changed.wait_for(lambda seen=guarded: self._kept_last != seen)  # type: ignore[misc]
+                    await self._changed.wait_for(lambda seen=guarded: self._kept_last is not seen)  # type: ignore[misc]
                     break
 
     async def watch_stages(self) -> int:
@@ -246,11 +254,10 @@ class Recovery:
                     return stage
 
 
-def _kept_on_line(reply: KeptReply, origin: Origin) -> list[tuple[int, int]]:
-    """Its snapshots, without those that belong to a line that was given up: it has not gone back yet."""
-    line = Origin(reply.origin_step, reply.origin_updates)
-    return [(stage, updates) for stage, updates in reply.kept if _is_on(line, updates, origin)]
+def _line_of(reply: KeptReply) -> Origin:
+    return Origin(reply.origin_step, reply.origin_updates, reply.origin_born)
 
 
-def _is_on(line: Origin, updates: int, origin: Origin) -> bool:
-    return line == origin or updates <= origin.updates
+def _is_on_line(line: Origin, born: int, origin: Origin) -> bool:
+    """Whether weights of `line` belong to what `origin` goes on from: who has not gone back yet has others, too."""
+    return line == origin or born <= origin.born

@@ -21,10 +21,10 @@ import torch
 
 from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.recovery import Kept, Origin
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.state_index import StageState, assemble, make_index, num_bytes
+from swarm_peer.runtime.state_index import StageState, assemble, make_index, num_bytes, origin_of
 from swarm_peer.runtime.transport import Handler, Reply, pack_fields, unpack_fields
 from swarm_peer.wire.messages import (
     STATE_CHUNK_BYTES,
@@ -74,11 +74,11 @@ class SnapshotKeeper:
     def __init__(self, folder: Path):
         self._folder = folder
         self._offers: dict[bytes, _Offer] = {}  # by the hash of their index
-        self._kept: dict[tuple[int, int], bytes] = {}  # (stage, updates) -> snapshot for recovery
+        self._kept: dict[Kept, bytes] = {}  # offers that are snapshots for recovery
         self.current: StageState | None = None
         for path in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
             offer = _open_offer(path)
-            self._kept[offer.index.stage, _origin(offer.index).updates_at(offer.index.step)] = self._offer(offer)
+            self._keep(offer)
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -86,24 +86,32 @@ class SnapshotKeeper:
 
     async def keep(self, stage: int, state: StageState) -> None:
         """Keep a stage's state as a file, and forget the oldest one of that stage."""
-        path = self._folder / f"stage-{stage}-updates-{state.updates}"
+        path = self._path(stage, state.born)
         offer = await anyio.to_thread.run_sync(_write_offer, stage, state, path)
         origin = state.origin if self.current is None else self.current.origin
-        if state.origin < origin and state.updates > origin.updates:
+        if state.origin < origin and state.born > origin.born:
             _remove(path)
             log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
             return
-        self._kept[stage, state.updates] = self._offer(offer)
+        self._keep(offer)
         self._forget_old()
         log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
 
-    def kept(self) -> list[tuple[int, int, Origin]]:
-        """Stage, updates and line of each snapshot that is kept here."""
-        return [(*known, _origin(self._offers[key].index)) for known, key in self._kept.items()]
+    def _keep(self, offer: _Offer) -> None:
+        index, origin = offer.index, origin_of(offer.index)
+        known = Kept(index.stage, origin.born_at(index.step), origin.updates_at(index.step))
+        self._kept[known] = self._offer(offer)
 
-    def kept_state(self, stage: int, updates: int) -> StageState | None:
+    def _path(self, stage: int, born: int) -> Path:
+        return self._folder / f"stage-{stage}-step-{born}"
+
+    def kept(self) -> list[tuple[Kept, Origin]]:
+        """Each snapshot that is kept here, and the line that it belongs to."""
+        return [(known, origin_of(self._offers[key].index)) for known, key in self._kept.items()]
+
+    def kept_state(self, stage: int, born: int) -> StageState | None:
         """A snapshot that is kept here; its tensors are copies."""
-        offer = self._offers.get(self._kept.get((stage, updates), b""))
+        offer = self._find_kept(stage, born)
         if offer is None:
             return None
         return assemble(offer.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in offer.tensors])
@@ -114,20 +122,20 @@ class SnapshotKeeper:
     def _forget_old(self) -> None:
         """Keep the newest of each stage. A run can go back only to where all stages can: so to each snapshot of another
         stage that is kept, that of the own stage is, too."""
-        for stage in sorted({known for known, _ in self._kept}, key=self._is_own):
-            for oldest in sorted(updates for known, updates in self._kept if known == stage)[:-SNAPSHOTS_KEPT]:
-                paired = any(known != stage and updates == oldest for known, updates in self._kept)
+        for stage in sorted({known.stage for known in self._kept}, key=self._is_own):
+            for oldest in sorted(known for known in self._kept if known.stage == stage)[:-SNAPSHOTS_KEPT]:
+                paired = any(known.stage != stage and known.born == oldest.born for known in self._kept)
                 if not (self._is_own(stage) and paired):
-                    self._forget(stage, oldest)
+                    self._forget(oldest)
 
-    def _forget(self, stage: int, updates: int) -> None:
-        self._offers.pop(self._kept.pop((stage, updates)), None)
-        _remove(self._folder / f"stage-{stage}-updates-{updates}")
+    def _forget(self, known: Kept) -> None:
+        self._offers.pop(self._kept.pop(known), None)
+        _remove(self._path(known.stage, known.born))
 
-    def _forget_after(self, updates: int) -> None:
+    def _forget_after(self, born: int) -> None:
         """Later snapshots are of a line of updates that was given up."""
-        for stage, known in [key for key in self._kept if key[1] > updates]:
-            self._forget(stage, known)
+        for known in [known for known in self._kept if known.born > born]:
+            self._forget(known)
 
     def _is_kept(self, key: bytes) -> bool:
         return key in self._kept.values()
@@ -143,10 +151,14 @@ class SnapshotKeeper:
         return Reply(tensors=(memoryview(offer.packed),))
 
     async def _find(self, call: StateIndexCall) -> _Offer:
-        offer = self._offers.get(self._kept.get((call.of_stage, call.updates or 0), b""))
+        offer = None if call.born is None else self._find_kept(call.of_stage, call.born)
         if offer is None:
-            raise NotServing(f"no snapshot of stage {call.of_stage} after {call.updates} updates is kept here")
+            raise NotServing(f"no snapshot of stage {call.of_stage} of step {call.born} is kept here")
         return offer
+
+    def _find_kept(self, stage: int, born: int) -> _Offer | None:
+        keys = (key for known, key in self._kept.items() if (known.stage, known.born) == (stage, born))
+        return self._offers.get(next(keys, b""))
 
     async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
         offer = self._offers.get(call.index)
@@ -166,6 +178,7 @@ class SnapshotKeeper:
             step=self.current.step,
             origin_step=origin.step,
             origin_updates=origin.updates,
+            origin_born=origin.born,
             kept=tuple(sorted(self._kept))[-64:],
         )
         return Reply(reply.model_dump())
@@ -192,7 +205,7 @@ class StateDonor(SnapshotKeeper):
         if self.current is not None and origin != self.current.origin:
             self._updates.clear()
             self._update_ids.clear()
-            self._forget_after(origin.updates)
+            self._forget_after(origin.born)
         self.current = StageState(step, lineage, {}, origin, ledger)
         self._drop_unused()
         self._changed.notify()
@@ -212,17 +225,17 @@ class StateDonor(SnapshotKeeper):
             del self._updates[oldest]
             self._offers.pop(self._update_ids.pop(oldest, b""), None)
 
-    async def keep_own(self, updates: int) -> bool:
-        """Keep a snapshot of this peer's own state, if it has so many updates now."""
+    async def keep_own(self, step: int) -> bool:
+        """Keep a snapshot of this peer's own state, if it is that of `step` now."""
         async with self._lock:
             state = await self._compute.run(Priority.STEP, self._take)
-        if state is None or state.updates != updates:
+        if state is None or state.step != step:
             return False
         await self.keep(self._stage, state)
         return True
 
     async def _find(self, call: StateIndexCall) -> _Offer:
-        if call.updates is not None:
+        if call.born is not None:
             return await super()._find(call)
         if call.of_stage != self._stage:
             raise NotServing(f"this peer serves stage {self._stage}, not {call.of_stage}")
@@ -308,7 +321,3 @@ def _open_offer(index_path: Path) -> _Offer:
 def _remove(path: Path) -> None:
     for file in (path.with_suffix(INDEX_SUFFIX), path):
         file.unlink(missing_ok=True)
-
-
-def _origin(index: StateIndex) -> Origin:
-    return Origin(index.origin_step, index.origin_updates)

@@ -39,6 +39,10 @@ class StageState:
     def updates(self) -> int:
         return self.origin.updates_at(self.step)
 
+    @property
+    def born(self) -> int:
+        return self.origin.born_at(self.step)
+
 
 def make_index(
     stage: int, kind: Literal["state", "update"], state: StageState
@@ -60,6 +64,7 @@ def make_index(
         step=state.step,
         origin_step=state.origin.step,
         origin_updates=state.origin.updates,
+        origin_born=state.origin.born,
         lineage=state.lineage,
         ledger=state.ledger,
         entries=tuple(entries),
@@ -70,6 +75,10 @@ def make_index(
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def origin_of(index: StateIndex) -> Origin:
+    return Origin(index.origin_step, index.origin_updates, index.origin_born)
 
 
 def num_bytes(entry: StateEntry) -> int:
@@ -93,4 +102,4 @@ def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
         entry.name: buffer.view(DTYPES[entry.dtype]).view(entry.shape)
         for entry, buffer in zip(index.entries, buffers, strict=True)
     }
-    return StageState(index.step, index.lineage, tensors, Origin(index.origin_step, index.origin_updates), index.ledger)
+    return StageState(index.step, index.lineage, tensors, origin_of(index), index.ledger)

@@ -17,7 +17,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.runtime.state_index import StageState, assemble, num_bytes
+from swarm_peer.runtime.state_index import StageState, assemble, num_bytes, origin_of
 from swarm_peer.runtime.transport import Transport, unpack_fields
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
 
@@ -108,19 +108,19 @@ async def _ask_index(
 
 def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int) -> None:
     total_bytes = sum(num_bytes(entry) for entry in index.entries)
-    updates = index.origin_updates + index.step - index.origin_step
+    born = origin_of(index).born_at(index.step)
     fits = index.step >= call.min_step if call.kind == "state" else index.step == call.min_step
     if (
         (index.stage, index.kind) != (call.of_stage, call.kind)
         or not fits
-        or index.step < index.origin_step
-        or call.updates not in (None, updates)
+        or not index.origin_born <= index.origin_step <= index.step
+        or call.born not in (None, born)
         or total_bytes > max_bytes
     ):
         raise InvalidMessage(
-            f"offered {total_bytes} bytes, {index.kind} of stage {index.stage} at step {index.step} with {updates} "
-            f"updates; wanted at most {max_bytes} bytes, {call.kind} of stage {call.of_stage} at step {call.min_step} "
-            f"with {'any number of' if call.updates is None else call.updates} updates"
+            f"offered {total_bytes} bytes, {index.kind} of stage {index.stage} at step {index.step}, born in {born}; "
+            f"wanted at most {max_bytes} bytes, {call.kind} of stage {call.of_stage} at step {call.min_step}, born in "
+            f"{'any step' if call.born is None else call.born}"
         )
 
 

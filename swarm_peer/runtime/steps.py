@@ -15,7 +15,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread, Priority
@@ -98,7 +98,7 @@ class StepLoop:
         self._ending = anyio.Lock()  # held while the step ends, or while this peer's share of it is handed over
         self._rewind_to: Origin | None = None
         self.step = 0
-        self.origin = Origin()
+        self.origin = FIRST_ORIGIN
         self.download_bytes_per_s = 0.0  # of the last state; 0 if none was downloaded
         self.reports: deque[StepReport] = deque(maxlen=32)
 
@@ -117,10 +117,15 @@ class StepLoop:
         return self.updates >= self._manifest.training.steps
 
     async def begin(self, origin: Origin, state: StageState | None) -> None:
-        """Start where the run begins: with a snapshot, or with the run's initial weights."""
+        """Start where the run begins: with a snapshot, or with the run's initial weights.
+
+        Raises:
+            UserError: the initial weights cannot be read
+        """
         if state is not None:
             await self._take_over(state, origin.step, origin)
             return
+        await self._compute.run(Priority.STEP, self._trainer.restart)
         # Of other versions of torch, the initial weights may be others: stage-mates compare their lineages.
         weights = await self._compute.run(Priority.STEP, self._trainer.state)
         lineage = await anyio.to_thread.run_sync(checksum, self._hash, list(weights.values()))
@@ -206,7 +211,7 @@ class StepLoop:
 
     async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
         """A stage had lost all its peers, and the caller has taken it over from a snapshot."""
-        target = Origin(call.step, call.updates)
+        target = Origin(call.step, call.updates, call.born)
         if call.step > self.step and target != self._rewind_to:
             view = await self._look_again([call.lost_stage])
             others = [peer for peer in view.serving(call.lost_stage) if peer.peer_id != caller]
@@ -236,19 +241,18 @@ class StepLoop:
             if state is not None:
                 await self._take_over(state, target.step, target)
             else:
-                await self._compute.run(Priority.STEP, self._trainer.restart)
                 await self.begin(target, None)
         self.reports.clear()
         self._admit()
 
     async def _snapshot_of(self, target: Origin) -> StageState:
-        kept = await anyio.to_thread.run_sync(self._donor.kept_state, self._stage, target.updates)
+        kept = await anyio.to_thread.run_sync(self._donor.kept_state, self._stage, target.born)
         if kept is not None:
             return kept
         # This peer has come after the snapshot. Stage-mates have it, or guards in the stage before, or one of them has
         # moved elsewhere with it.
         view = await self._look_again(range(self._manifest.stages.count))
-        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, updates=target.updates)
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, born=target.born)
         keepers = [peer.peer_id for peer in view.peers if peer.peer_id != self._transport.peer_id]
         return await fetch_state(self._transport, keepers, call, max_bytes=self._max_state_bytes(), rng=self._rng)
 

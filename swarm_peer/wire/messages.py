@@ -313,8 +313,9 @@ class StateIndexCall(Body):
     """What is in a state (weights, optimizer) or in an update; the reply's only tensor is a StateIndex as msgpack.
 
     Attributes:
-        kind: state, with the snapshot of `updates`, or the callee's newest if that is None; or update, with the
-            averaged gradients that ended global step `min_step` of the callee's own stage
+        kind: state, with the snapshot of weights that were `born` then (policy/recovery.py, Origin), or the callee's
+            newest if that is None; or update, with the averaged gradients that ended global step `min_step` of the
+            callee's own stage
         min_step: a state of an earlier global step is of no use to the caller; the callee waits for this one
     """
 
@@ -323,7 +324,7 @@ class StateIndexCall(Body):
     of_stage: Stage
     kind: Literal["state", "update"] = "state"
     min_step: Step = 0
-    updates: Step | None = None
+    born: Step | None = None
 
 
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
@@ -352,6 +353,7 @@ class StateIndex(Body):
     step: Step
     origin_step: Step
     origin_updates: Step
+    origin_born: Step
     lineage: Checksum
     ledger: bytes = Field(b"", max_length=MAX_LEDGER_BYTES)
     entries: tuple[StateEntry, ...] = Field(max_length=100_000)
@@ -376,23 +378,29 @@ class KeptCall(Body):
 
 class KeptReply(Body):
     """Attributes:
-    kept: (stage, updates) of each snapshot
+    kept: stage, born and updates of each snapshot
     """
 
     step: Step
     origin_step: Step
     origin_updates: Step
-    kept: tuple[tuple[Stage, Step], ...] = Field(max_length=64)
+    origin_born: Step
+    kept: tuple[tuple[Stage, Step, Step], ...] = Field(max_length=64)
 
 
 class RewindCall(Body):
-    """The caller has taken over a stage that had lost its peers: the run goes on from `updates`, as step `step`."""
+    """The caller has taken over a stage that had lost its peers: the run goes on from `updates`, as step `step`.
+
+    Attributes:
+        born: see policy/recovery.py, Origin
+    """
 
     op: Literal["rewind"] = "rewind"
     manifest: Hash
     lost_stage: Stage
     step: Step
     updates: Step
+    born: Step
 
 
 class RewindReply(Body):

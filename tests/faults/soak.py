@@ -141,7 +141,9 @@ class Soak:
                 view = await swarm.service.look([stage])
                 newest = swarm.step // SNAPSHOT_EVERY * SNAPSHOT_EVERY
                 for updates in range(max(newest - SNAPSHOT_EVERY, SNAPSHOT_EVERY), newest + 1, SNAPSHOT_EVERY):
-                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, updates=updates)
+                    if (born := swarm.service.watch.born(updates)) is None:
+                        continue
+                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, born=born)
                     for peer in view.serving(stage):
                         with suppress(CallError):
                             limit = max_state_bytes(manifest, stage)

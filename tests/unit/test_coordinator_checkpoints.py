@@ -52,7 +52,7 @@ def state_of(stage, step):
     for dtype in DTYPES:
         tensors[f"as {dtype}"] = torch.randint(0, 100, (3, 4), generator=generator).to(dtype)
     lineage, ledger = f"lineage of stage {stage} at {step}", b"" if stage else b"\x00\xff of any bytes"
-    return StageState(step=step, lineage=lineage, tensors=tensors, origin=Origin(2, 1), ledger=ledger)
+    return StageState(step=step, lineage=lineage, tensors=tensors, origin=Origin(2, 1, 1), ledger=ledger)
 
 
 def states_of(step):
@@ -137,7 +137,7 @@ def test_the_files_are_what_is_promised(world):
     names = ["checkpoint.json", "manifest.json", "stage-000.safetensors", "stage-001.safetensors"]
     assert sorted(path.rpartition("/")[2] for path in world.fs.ls(world.file(5, ""), detail=False)) == names
     contents = json.loads(world.fs.cat_file(world.file(5, "checkpoint.json")))
-    assert (contents["format"], contents["updates"], contents["manifest"]) == (1, 5, MANIFEST.hash)
+    assert (contents["format"], contents["updates"], contents["manifest"]) == (2, 5, MANIFEST.hash)
     assert [stage["lineage"] for stage in contents["stages"]] == ["lineage of stage 0 at 5", "lineage of stage 1 at 5"]
     assert sorted(contents["files"]) == names[1:]
     assert world.fs.cat_file(world.file(5, "manifest.json")) == MANIFEST.canonical_json()
@@ -369,7 +369,7 @@ DAMAGES = {
     "no text": (write("checkpoint.json", b"\xff\xfe\x00"), "checkpoint.json: "),
     "no mapping": (write("checkpoint.json", b"[]"), "checkpoint.json: "),
     "empty": (write("checkpoint.json", b""), "checkpoint.json: "),
-    "other format": (edit(format=2), "checkpoint.json: format: Input should be 1 (got 2)"),
+    "other format": (edit(format=1), "checkpoint.json: format: Input should be 2 (got 1)"),
     "other key": (edit(more=1), "checkpoint.json: more: unknown key"),
     "lineage of another type": (edit(stages=[{"step": 8, "lineage": 3}] * 2), "checkpoint.json: stages"),
     "too few stages": (edit(stages=[]), "checkpoint.json does not belong to it"),

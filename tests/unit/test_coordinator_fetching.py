@@ -38,7 +38,7 @@ class Peer:
 
     def state(self):
         tensors = {f"weight{self.stage}": torch.full((3,), float(self.step))}
-        return StageState(step=self.step, lineage="x", tensors=tensors, origin=Origin(10, 4))
+        return StageState(step=self.step, lineage="x", tensors=tensors, origin=Origin(10, 4, 4))
 
     async def __call__(self, caller, op, body, tensors):
         if op == "state_chunk":
@@ -162,5 +162,5 @@ def test_what_is_aimed_at_is_within_the_run(announced, margin, expected):
 
 def test_what_was_given_is_aimed_beyond():
     view = SwarmView(3, (PeerView("p", 0, PeerState.SERVING, 20, updates=14),))
-    states = [StageState(step=step, lineage="x", tensors={}, origin=Origin(10, 4)) for step in (30, 31)]
+    states = [StageState(step=step, lineage="x", tensors={}, origin=Origin(10, 4, 4)) for step in (30, 31)]
     assert aim(view, states, 1000, 3) == 34

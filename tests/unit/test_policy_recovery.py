@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Mover, Origin, choose_mover, choose_rewind
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Kept, Mover, Origin, choose_mover, choose_rewind
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # --- origins ----------------------------------------------------------------------------------------------------------
@@ -10,19 +10,28 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 def test_updates_follow_from_the_step():
     assert FIRST_ORIGIN.updates_at(7) == 7
-    assert Origin(20, 5).updates_at(20) == 5
-    assert Origin(20, 5).updates_at(23) == 8
+    assert Origin(20, 5, 5).updates_at(20) == 5
+    assert Origin(20, 5, 5).updates_at(23) == 8
 
 
 def test_the_newest_origin_is_the_largest():
     """A rewind has a higher step and fewer updates."""
-    assert max(Origin(0, 0), Origin(24, 10), Origin(12, 50)) == Origin(24, 10)
+    assert max(Origin(0, 0, 0), Origin(24, 10, 10), Origin(12, 50, 50)) == Origin(24, 10, 10)
+
+
+def test_weights_that_were_gone_back_to_were_born_before():
+    assert FIRST_ORIGIN.born_at(0) == 0
+    assert Origin(20, 5, 9).born_at(20) == 9
+    assert Origin(20, 5, 9).born_at(21) == 21
 
 
 # --- where the run goes back to ---------------------------------------------------------------------------------------
 
 NUM_STAGES = 3
-snapshot = st.tuples(st.integers(-1, NUM_STAGES), st.integers(0, 5).map(lambda number: 10 * number))
+snapshot = st.builds(
+    lambda stage, tens, line: Kept(stage, 10 * tens + line, 10 * tens),
+    st.integers(-1, NUM_STAGES), st.integers(0, 5), st.integers(0, 1),
+)  # fmt: skip
 holdings = st.dictionaries(st.sampled_from("abcdef"), st.lists(snapshot, max_size=8))
 
 
@@ -30,8 +39,12 @@ def rewind(kept, lost_stage=1, newest=40, from_scratch=-1):
     return choose_rewind(kept, NUM_STAGES, lost_stage, newest, from_scratch)
 
 
-def all_stages(updates):
-    return [(stage, updates) for stage in range(NUM_STAGES)]
+def all_stages(updates, born=None):
+    return [at(stage, updates, born) for stage in range(NUM_STAGES)]
+
+
+def at(stage, updates, born=None):
+    return Kept(stage, updates if born is None else born, updates)
 
 
 @given(
@@ -47,7 +60,8 @@ def test_the_order_of_what_peers_say_does_not_matter(kept, lost_stage, newest, f
 def test_what_is_chosen_exists_for_all_stages_and_is_the_newest(kept, lost_stage, newest, from_scratch):
     chosen = rewind(kept, lost_stage, newest, from_scratch)
     everything = {known for snapshots in kept.values() for known in snapshots}
-    whole = {updates for _, updates in everything if set(all_stages(updates)) <= everything and updates <= newest}
+    points = {(updates, born) for _, born, updates in everything if updates <= newest}
+    whole = {(updates, born) for updates, born in points if set(all_stages(updates, born)) <= everything}
     if chosen.updates is None:
         assert not whole
         assert newest > from_scratch
@@ -55,17 +69,25 @@ def test_what_is_chosen_exists_for_all_stages_and_is_the_newest(kept, lost_stage
         assert (chosen.updates, chosen.holders) == (0, ())
         assert newest <= from_scratch
     else:
-        assert chosen.updates == max(whole)
-        assert set(chosen.holders) == {peer for peer in kept if (lost_stage, chosen.updates) in kept[peer]}
+        assert (chosen.updates, chosen.born) == max(whole)
+        wanted = Kept(lost_stage, chosen.born, chosen.updates)
+        assert set(chosen.holders) == {peer for peer in kept if wanted in kept[peer]}
         assert chosen.holders
     assert chosen.reason
 
 
 def test_the_newest_snapshot_that_is_whole_is_chosen():
-    kept = {"a": [(0, 10), (1, 10), (0, 20), (1, 20)], "b": [(2, 10), (1, 10)], "c": [(2, 30)]}
+    kept = {"a": [at(0, 10), at(1, 10), at(0, 20), at(1, 20)], "b": [at(2, 10), at(1, 10)], "c": [at(2, 30)]}
     chosen = rewind(kept)
     assert (chosen.updates, chosen.holders) == (10, ("a", "b"))
     assert chosen.reason == "all stages' snapshots of 10 updates exist"
+
+
+def test_snapshots_of_two_lines_are_not_mixed():
+    """One stage has gone back and has made the updates anew, and another has not gone back yet."""
+    kept = {"a": [at(0, 20, born=34), at(1, 20, born=34), at(1, 20)], "b": [at(2, 20)], "c": all_stages(10)}
+    chosen = rewind(kept)
+    assert (chosen.updates, chosen.born) == (10, 10)
 
 
 def test_snapshots_are_better_than_to_begin_anew():
@@ -85,7 +107,7 @@ def test_snapshots_of_the_future_are_not_believed():
 
 def test_the_reason_says_what_there_is():
     assert rewind({}).reason == "no snapshot of stage 1 exists that all other stages have too; there are: none"
-    kept = {"a": [(0, 10), (2, 10), (0, 20)], "b": [(2, 30)], "c": [(1, 40)]}
+    kept = {"a": [at(0, 10), at(2, 10), at(0, 20)], "b": [at(2, 30)], "c": [at(1, 40)]}
     assert rewind(kept).reason == (
         "no snapshot of stage 1 exists that all other stages have too; there are: of 40 updates, stages 1; "
         "of 30 updates, stages 2; of 20 updates, stages 0"

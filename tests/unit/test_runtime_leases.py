@@ -330,12 +330,12 @@ async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) ->
     a.count(of_a)
     swarm.end_step()
     nothing = encode_ledger(DataLedger(3))
-    await b.leases.begin(6, Origin(6, 0), nothing)
+    await b.leases.begin(6, Origin(6, 0, 0), nothing)
     b.progress.enter(6)
     a.tell(b)
     await anyio.sleep(0.05)
     assert b.leases._held == set(), "it waits for its stage-mate"
-    await a.leases.begin(6, Origin(6, 0), nothing)
+    await a.leases.begin(6, Origin(6, 0, 0), nothing)
     a.progress.enter(6)
     read: set[SampleId] = set()
     while not set(of_a) <= read:

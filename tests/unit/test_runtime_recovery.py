@@ -13,7 +13,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Kept, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import recovery, steps
 from swarm_peer.runtime.compute import ComputeThread
@@ -87,16 +87,18 @@ class Peer:
         self.donor.enter(step, f"lineage of {self.trainer.step}", origin, b"")
 
     async def keep(self, *snapshots):
-        """Keep snapshots of (stage, updates)."""
-        origin = self.donor.current.origin
+        """Keep snapshots of (stage, updates): of this peer's line, or of the run's first one before that."""
         for stage, updates in snapshots:
+            line = self.donor.current.origin
+            origin = line if updates > line.updates else FIRST_ORIGIN
             step = updates - origin.updates + origin.step
-            state = StageState(max(step, 0), f"lineage of {updates}", weights(stage, updates), origin)
+            state = StageState(step, f"lineage of {updates}", weights(stage, updates), origin)
             await self.donor.keep(stage, state)
 
     @property
     def kept(self):
-        return sorted(self.donor._kept)
+        """Stage and updates of its snapshots."""
+        return sorted((known.stage, known.updates) for known in self.donor._kept)
 
     def view(self):
         current = self.donor.current
@@ -107,7 +109,7 @@ class Peer:
     async def __call__(self, caller, op, body, tensors):
         if op == "rewind":
             call = check_body(RewindCall, body)
-            self.told.append((caller, call.lost_stage, Origin(call.step, call.updates)))
+            self.told.append((caller, call.lost_stage, Origin(call.step, call.updates, call.born)))
             return Reply(RewindReply(step=self.donor.current.step).model_dump())
         [(call, handle)] = [(call, handle) for call, handle in self.donor.calls.items() if op_of(call) == op]
         return await handle(caller, check_body(call, body), tensors)
@@ -193,12 +195,12 @@ async def test_who_has_moved_here_begins_with_the_snapshots_that_it_brings_along
     (swarm.folder / "b").rename(swarm.folder / "n")
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(51, 40), True)
+    assert (start.origin, start.rewound) == (Origin(51, 40, 40), True)
     assert_state(start.state, 1, 40)
 
 
 async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm):
-    origin = Origin(60, 30)
+    origin = Origin(60, 30, 30)
     for stage, peer_id in ((0, "a"), (2, "c")):
         peer = await swarm.add(peer_id, stage, step=72, origin=origin)
         await peer.keep((stage, 20), (stage, 40))
@@ -211,18 +213,20 @@ async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm)
 
 
 async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
-    swarm.origin = Origin(34, 30)
+    swarm.origin = Origin(34, 30, born=34)
     coordinator = await swarm.add(RUN_ID, -1)
-    await coordinator.keep(*((stage, 30) for stage in range(2)), (1, 20))
+    coordinator.enter(34, swarm.origin)
+    for stage in range(2):
+        await coordinator.donor.keep(stage, StageState(34, "lineage of 30", weights(stage, 30), swarm.origin))
     coordinator.state = PeerState.DRAINING  # it is no peer of any stage
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(34, 30), False)
+    assert (start.origin, start.rewound) == (swarm.origin, False)
     assert_state(start.state, 1, 30)
 
 
 async def test_a_coordinator_that_does_not_give_the_checkpoint_is_waited_for(swarm):
-    swarm.origin = Origin(34, 30)
+    swarm.origin = Origin(34, 30, born=34)
     peer = await swarm.newcomer()
     with pytest.raises(CallError, match="no donor gave the state of stage 1: there is none"):
         await peer.recovery.find_start()
@@ -247,49 +251,68 @@ async def test_a_lost_stage_goes_on_from_the_newest_snapshot(swarm):
     await lost_stage(swarm)
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(34 + STEPS_BETWEEN_LINES, 30), True)
+    assert (start.origin, start.rewound) == (Origin(34 + STEPS_BETWEEN_LINES, 30, 30), True)
     assert start.reason == "all stages' snapshots of 30 updates exist"
     assert_state(start.state, 1, 30)
 
 
 async def test_a_snapshot_that_not_all_stages_have_is_passed_over(swarm):
     await lost_stage(swarm)
-    swarm.peers["b"].donor._forget(2, 30)
+    swarm.peers["b"].donor._forget(Kept(2, 30, 30))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert start.origin == Origin(34 + STEPS_BETWEEN_LINES, 20)
+    assert start.origin == Origin(34 + STEPS_BETWEEN_LINES, 20, 20)
     assert_state(start.state, 1, 20)
 
 
 async def test_a_run_that_went_back_before_goes_back_again(swarm):
-    await lost_stage(swarm, step=130, origin=Origin(116, 18))
+    await lost_stage(swarm, step=130, origin=Origin(116, 18, 18))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert start.origin == Origin(130 + STEPS_BETWEEN_LINES, 30)
+    assert start.origin == Origin(130 + STEPS_BETWEEN_LINES, 30, born=128)
 
 
 async def test_a_stage_that_is_lost_right_after_a_rewind_begins_there(swarm):
     """Nothing was computed since: nobody else has to go back once more."""
-    await lost_stage(swarm, step=39, origin=Origin(39, 30))
+    await lost_stage(swarm, step=39, origin=Origin(39, 30, 30))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(39, 30), False)
+    assert (start.origin, start.rewound) == (Origin(39, 30, 30), False)
     assert_state(start.state, 1, 30)
 
 
 async def test_snapshots_of_a_line_that_was_given_up_do_not_count(swarm):
     """A peer that has not gone back yet still has them, and others have made as many updates anew."""
-    first, last = await lost_stage(swarm, step=60, origin=Origin(36, 10))  # 34 updates
+    first = await swarm.add("a", 0, step=60, origin=Origin(36, 10, 10))  # 34 updates
+    last = await swarm.add("b", 2, step=60, origin=Origin(36, 10, 10))
     late = await swarm.add("c", 0, step=33)  # in the line before, which had 33 updates
     await late.keep((0, 10), (0, 20), (1, 10))
-    for peer, stage in ((first, 0), (first, 1), (last, 2)):
-        peer.donor._forget(stage, 30)
-    first.donor._forget(0, 20)
-    await first.keep((0, 10), (1, 10))
+    await first.keep((0, 10), (1, 10), (1, 20))
     await last.keep((2, 10), (2, 20))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
     assert start.origin.updates == 10, "of 20 updates, stage 0's snapshot is of the other line"
+
+
+async def test_after_two_rewinds_snapshots_of_the_first_line_are_told_from_those_of_the_second(swarm):
+    """The second rewind went less far back than the first, and one peer has missed the first."""
+    second, third = Origin(34, 10, 10), Origin(62, 20, 44)
+    late = await swarm.add("a", 0, step=33)
+    await late.keep((0, 10), (0, 20))
+    first = await swarm.add("b", 0, step=44, origin=second)
+    last = await swarm.add("c", 2, step=44, origin=second)
+    await first.keep((0, 10), (1, 10), (0, 20), (1, 20))
+    await last.keep((2, 10), (2, 20))
+    for peer in (first, last):
+        peer.enter(62, third)
+    peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
+    assert start.origin == third
+    assert start.state.born == 44
+    assert late.donor.kept_state(0, 44) is None
+    late.enter(62, third)
+    state = await late.recovery._fetch(0, third.born, ["b"])
+    assert state.born == 44, "not its own one of as many updates"
 
 
 async def test_a_young_run_begins_anew(swarm):
@@ -297,7 +320,7 @@ async def test_a_young_run_begins_anew(swarm):
     await swarm.add("a", 0, newest)
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.state, start.rewound) == (Origin(newest + STEPS_BETWEEN_LINES, 0), None, True)
+    assert (start.origin, start.state, start.rewound) == (Origin(newest + STEPS_BETWEEN_LINES, 0, 0), None, True)
     assert start.reason == f"the run has made {newest} updates only and begins anew"
     swarm.peers["a"].enter(newest + 1)
     with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
@@ -307,7 +330,7 @@ async def test_a_young_run_begins_anew(swarm):
 async def test_when_nothing_is_left_the_reason_says_what_is_missing(swarm):
     first, _ = await lost_stage(swarm)
     for updates in (20, 30):
-        first.donor._forget(1, updates)
+        first.donor._forget(Kept(1, updates, updates))
     peer = await swarm.newcomer()
     missing = "there are: of 30 updates, stages 0, 2; of 20 updates, stages 0, 2"
     with pytest.raises(CallError, match=f"no snapshot of stage 1 exists that all other stages have too; {missing}"):
@@ -359,7 +382,7 @@ async def test_a_holder_that_dies_is_replaced(swarm):
 
 # --- have all go back -------------------------------------------------------------------------------------------------
 
-TARGET = Origin(38, 30)
+TARGET = Origin(38, 30, 30)
 
 
 async def test_all_peers_of_other_stages_are_told(swarm):
@@ -419,8 +442,8 @@ async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
     await until(lambda: all(len(peer.kept) == 2 for peer in peers))
     assert [peer.kept for peer in peers] == [[(0, 10), (1, 10)], [(1, 10), (2, 10)], [(0, 10), (2, 10)]]
     for peer in peers:
-        for stage, updates in peer.kept:
-            assert_state(peer.donor.kept_state(stage, updates), stage, updates)
+        for known in peer.donor._kept:
+            assert_state(peer.donor.kept_state(known.stage, known.born), known.stage, known.updates)
     for step in range(11, 21):
         for peer in peers:
             peer.enter(step)
@@ -486,11 +509,12 @@ async def test_after_a_rewind_the_same_updates_are_kept_anew(swarm):
     peer = await swarm.add("a", 0, step=20)
     running = asyncio.ensure_future(peer.recovery.run_snapshots())
     await until(lambda: peer.kept == [(0, 20)])
-    peer.enter(30, Origin(30, 10))
+    peer.enter(30, Origin(30, 10, 10))
     assert peer.kept == []
     peer.enter(40)
     await until(lambda: peer.kept == [(0, 20)])
-    assert peer.donor.kept_state(0, 20).step == 40
+    assert peer.donor.kept_state(0, 20) is None
+    assert peer.donor.kept_state(0, 40).updates == 20
     running.cancel()
 
 
@@ -572,7 +596,7 @@ class Follower:
         self.peers = [PeerView("n", 1, PeerState.SERVING, 38), PeerView("c", 2, PeerState.SERVING, 34)]
         self.looked = []
         self.metrics, changed = PeerMetrics(), Signal()
-        self.trainer = StageTrainer(MANIFEST, stages_of(MANIFEST)[0])
+        self.trainer = StageTrainer(MANIFEST, stages_of(MANIFEST)[0], blank=True)
         self.compute = ComputeThread(self.metrics)
         self.gate = StepGate(8, changed)
         transport = self.network.transport(self.peer_id)
@@ -604,7 +628,7 @@ class Follower:
         self.steps._admit()
 
     async def rewind(self, caller="n", lost_stage=1, step=38, updates=2):
-        call = RewindCall(manifest=MANIFEST.hash, lost_stage=lost_stage, step=step, updates=updates)
+        call = RewindCall(manifest=MANIFEST.hash, lost_stage=lost_stage, step=step, updates=updates, born=updates)
         reply = await self.steps.handle_rewind(caller, call, ())
         return check_body(RewindReply, reply.body).step
 
@@ -624,7 +648,7 @@ async def follower(tmp_path):
 
 async def test_who_has_taken_over_a_lost_stage_is_obeyed(follower):
     assert await follower.rewind() == 3
-    assert follower.target == Origin(38, 2)
+    assert follower.target == Origin(38, 2, 2)
     assert follower.looked == [[1]]
     assert await follower.rewind() == 3
     assert follower.looked == [[1]], "told again, there is nothing to look for"
@@ -655,7 +679,7 @@ async def test_a_stage_that_is_not_lost_rewinds_nothing(follower):
     assert follower.target is None
     follower.peers[-1] = PeerView("m", 1, PeerState.SERVING, 39)  # it has joined the rewound stage
     await follower.rewind()
-    assert follower.target == Origin(38, 2)
+    assert follower.target == Origin(38, 2, 2)
 
 
 async def test_steps_that_are_over_are_no_news(follower):
@@ -667,7 +691,7 @@ async def test_of_two_rewinds_the_newer_one_counts(follower):
     await follower.rewind()
     await follower.rewind(step=42, updates=1)
     await follower.rewind(step=40, updates=0)
-    assert follower.target == Origin(42, 1)
+    assert follower.target == Origin(42, 1, 1)
 
 
 def state_of(trainer):
@@ -680,6 +704,13 @@ def assert_equal(state, expected):
         assert torch.equal(state[name], tensor), name
 
 
+async def test_a_peer_begins_with_the_initial_weights(tmp_path):
+    follower = Follower(tmp_path)
+    await follower.steps.begin(FIRST_ORIGIN, None)
+    assert_equal(follower.trainer.state(), StageTrainer(MANIFEST, stages_of(MANIFEST)[0]).state())
+    follower.compute.stop()
+
+
 async def test_a_peer_goes_back_to_its_snapshot(follower):
     expected = state_of(follower.trainer)
     assert await follower.donor.keep_own(3)
@@ -688,7 +719,7 @@ async def test_a_peer_goes_back_to_its_snapshot(follower):
     running = asyncio.ensure_future(follower.steps.run())
     await follower.rewind(updates=3)
     await until(lambda: follower.steps.step == 38 and follower.gate.is_open)
-    assert (follower.steps.updates, follower.steps.origin, follower.trainer.step) == (3, Origin(38, 3), 3)
+    assert (follower.steps.updates, follower.steps.origin, follower.trainer.step) == (3, Origin(38, 3, 3), 3)
     assert (follower.gate.step, follower.steps._group.lineage) == (38, "lineage of 3")
     assert (follower.donor.current.step, follower.donor.current.ledger) == (38, b"ledger")
     assert_equal(follower.trainer.state(), expected)
@@ -711,7 +742,9 @@ async def test_a_peer_goes_back_to_the_initial_weights(follower):
 async def test_what_is_kept_says_where_a_peer_stands(follower):
     assert await follower.donor.keep_own(3)
     reply = await follower.donor.handle_kept("x", KeptCall(manifest=MANIFEST.hash), ())
-    assert check_body(KeptReply, reply.body) == KeptReply(step=3, origin_step=0, origin_updates=0, kept=((0, 3),))
+    assert check_body(KeptReply, reply.body) == KeptReply(
+        step=3, origin_step=0, origin_updates=0, origin_born=0, kept=((0, 3, 3),)
+    )
 
 
 async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
@@ -731,7 +764,7 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
 
 async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
     await follower.rewind(updates=0)
-    follower.steps._enter(45, "new line", Origin(38, 0), b"")
+    follower.steps._enter(45, "new line", Origin(38, 0, 0), b"")
     assert follower.target is None
 
 

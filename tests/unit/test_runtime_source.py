@@ -14,7 +14,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, HopFailed, InvalidMessage, StepClosed
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.ranges import SampleId, WindowRange, merge_ranges, ranges_of
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import source
 from swarm_peer.runtime.gate import StepGate
@@ -143,7 +143,7 @@ class World:
         self.told = []
         self.tells = None  # a list of events: that each telling waits for
         self.hooked = []
-        self.origin = Origin()
+        self.origin = FIRST_ORIGIN
         self.source = MicrobatchSource(
             self.manifest,
             ME,
@@ -260,7 +260,7 @@ async def test_a_run_that_has_gone_back_makes_its_last_step_all_the_same():
         for running in await world.runner.launched(2):
             running.succeed()
         await succeed(world, 2)
-        world.origin = Origin(7, 3)
+        world.origin = Origin(7, 3, 3)
         world.enter(7)
         for running in await world.runner.launched(2):
             assert running.step == 7

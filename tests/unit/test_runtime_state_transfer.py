@@ -209,7 +209,7 @@ async def test_a_state_comes_over_whole(world):
 
 
 async def test_the_origin_of_a_rewound_run_comes_over(world):
-    donor = await world.donor("a", step=20, origin=Origin(18, 5))
+    donor = await world.donor("a", step=20, origin=Origin(18, 5, 5))
     state = await world.fetch(donor)
     assert_state_of(state, donor)
     assert (state.step, state.updates) == (20, 7)
@@ -253,8 +253,14 @@ async def test_which_donors_are_asked_is_up_to_chance(world):
         ({"op": "state_index", "tamper": lambda reply: Reply({}, (memoryview(b"\x80"),))}, "StateIndex: stage: miss"),
         ({"op": "state_index", "tamper": changed_index(lambda index: {"stage": 0})}, "state of stage 0 at step 3"),
         ({"op": "state_index", "tamper": changed_index(lambda index: {"kind": "update"})}, "update of stage 1 at step"),
-        ({"op": "state_index", "tamper": changed_index(lambda index: {"step": 2})}, "stage 1 at step 2 with 2 updates"),
-        ({"op": "state_index", "tamper": changed_index(lambda index: {"origin_step": 4})}, "with -1 updates; wanted"),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"step": 2})},
+            "at step 2, born in 2; wanted",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"origin_step": 4})},
+            "born in 3; wanted",
+        ),
         ({"op": "state_index", "tamper": changed_index(with_entry(0, dtype="object"))}, "weight of type object"),
         (
             {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(3_000, 1), chunks=chunks(750)))},
@@ -420,7 +426,7 @@ async def test_donors_of_the_same_state_make_the_same_index(world):
 
 
 async def test_the_index_names_what_it_holds(world):
-    donor = await world.donor("a", step=20, origin=Origin(18, 5))
+    donor = await world.donor("a", step=20, origin=Origin(18, 5, 5))
     _, index = await world.index_of(donor)
     data = donor.trainer.state()["weight"].numpy().tobytes()
     hashes = tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in range(0, 140, CHUNK_BYTES))
@@ -607,7 +613,7 @@ async def test_updates_of_a_line_that_was_given_up_are_gone(world):
     await world.fetch(donor)
     donor.goes_on(2.0)
     donor.trainer.step = 2
-    donor.enter(9, Origin(9, 2))
+    donor.enter(9, Origin(9, 2, 2))
     with pytest.raises(CallError, match="the update of step 3 is not kept here"):
         await world.fetch(donor, kind="update", min_step=3)
 
@@ -663,28 +669,28 @@ async def kept_by(world, donor):
 
 
 async def test_a_kept_snapshot_is_given_away_much_later(world, clock):
-    donor = await world.donor("a", step=20, origin=Origin(18, 5))
+    donor = await world.donor("a", step=20, origin=Origin(18, 5, 5))
     before = donor.trainer.state()
-    assert await donor.donor.keep_own(7)
+    assert await donor.donor.keep_own(20)
     for fill in range(3):
         clock.passed_s += 10 * RETAIN_S
         donor.goes_on(fill)
-    state = await world.fetch(donor, updates=7)
+    state = await world.fetch(donor, born=20)
     assert_equal(state.tensors, before)
     assert (state.step, state.updates, state.lineage, state.ledger) == (20, 7, "lineage of 1.0", b"ledger")
     reply = await kept_by(world, donor)
-    assert (reply.step, reply.origin_step, reply.origin_updates, reply.kept) == (23, 18, 5, ((STAGE, 7),))
+    assert (reply.step, reply.origin_step, reply.origin_updates, reply.kept) == (23, 18, 5, ((STAGE, 20, 7),))
 
 
 async def test_a_snapshot_of_another_stage_is_given_away_too(world):
     donor = await world.donor("a")
     await donor.donor.keep(2, donor.state_of(3, fill=8))
-    state = await world.fetch(donor, stage=2, updates=3)
+    state = await world.fetch(donor, stage=2, born=3)
     assert_equal(state.tensors, FakeTrainer(8, 3).state())
-    with pytest.raises(CallError, match="no snapshot of stage 1 after 3 updates is kept here"):
-        await world.fetch(donor, stage=1, updates=3)
-    with pytest.raises(CallError, match="no snapshot of stage 2 after 4 updates is kept here"):
-        await world.fetch(donor, stage=2, updates=4)
+    with pytest.raises(CallError, match="no snapshot of stage 1 of step 3 is kept here"):
+        await world.fetch(donor, stage=1, born=3)
+    with pytest.raises(CallError, match="no snapshot of stage 2 of step 4 is kept here"):
+        await world.fetch(donor, stage=2, born=4)
 
 
 async def test_snapshots_of_the_same_state_have_the_same_index(world):
@@ -692,16 +698,16 @@ async def test_snapshots_of_the_same_state_have_the_same_index(world):
     own, guard = await world.donor("a"), await world.donor("b", stage=0)
     assert await own.donor.keep_own(3)
     await guard.donor.keep(STAGE, own.state_of(3))
-    assert_equal((await world.fetch(own, guard, updates=3)).tensors, own.trainer.state())
+    assert_equal((await world.fetch(own, guard, born=3)).tensors, own.trainer.state())
     assert min(world.chunks_from(own), world.chunks_from(guard)) > 0
 
 
-async def test_another_number_of_updates_is_refused(world):
+async def test_the_state_of_another_step_is_refused(world):
     donor = await world.donor("a")
     assert await donor.donor.keep_own(3)
     world.network.fault(op="state_index", tamper=changed_index(lambda index: {"step": 4}))
-    with pytest.raises(CallError, match=r"at step 4 with 4 updates; wanted .* with 3 updates"):
-        await world.fetch(donor, updates=3)
+    with pytest.raises(CallError, match=r"at step 4, born in 4; wanted .* born in 3"):
+        await world.fetch(donor, born=3)
 
 
 async def test_a_kept_state_is_read_back(world):
@@ -731,9 +737,9 @@ async def test_few_snapshots_of_each_stage_are_kept(world):
         for stage in (STAGE, 2):
             await donor.donor.keep(stage, donor.state_of(updates, fill=updates))
     reply = await kept_by(world, donor)
-    assert reply.kept == ((1, 3), (1, 4), (2, 3), (2, 4))
+    assert reply.kept == ((1, 3, 3), (1, 4, 4), (2, 3, 3), (2, 4, 4))
     assert SNAPSHOTS_KEPT == 2
-    assert donor.files() == ["stage-1-updates-3", "stage-1-updates-4", "stage-2-updates-3", "stage-2-updates-4"]
+    assert donor.files() == ["stage-1-step-3", "stage-1-step-4", "stage-2-step-3", "stage-2-step-4"]
     assert donor.donor.kept_state(STAGE, 2) is None
     assert len(donor.donor._offers) == 4
 
@@ -742,7 +748,7 @@ async def test_a_snapshot_that_is_forgotten_while_it_is_read_does_no_harm(world)
     donor = await world.donor("a")
     await donor.donor.keep(STAGE, donor.state_of(1, fill=1))
     fault = world.network.fault(op="state_chunk", skip=3, after=anyio.Event())
-    fetching = asyncio.ensure_future(world.fetch(donor, updates=1))
+    fetching = asyncio.ensure_future(world.fetch(donor, born=1))
     await fault.struck.wait()
     for updates in (2, 3):
         await donor.donor.keep(STAGE, donor.state_of(updates, fill=updates))
@@ -759,11 +765,11 @@ async def test_later_snapshots_are_forgotten_when_the_run_goes_back(world):
         await donor.donor.keep(STAGE, donor.state_of(updates))
         await donor.donor.keep(2, donor.state_of(updates))
     donor.trainer.step = 4
-    donor.enter(20, Origin(20, 4))
+    donor.enter(20, Origin(20, 4, 4))
     reply = await kept_by(world, donor)
-    assert reply.kept == ((1, 4), (2, 4))
-    assert donor.files() == ["stage-1-updates-4", "stage-2-updates-4"]
-    donor.enter(21, Origin(20, 4))
+    assert reply.kept == ((1, 4, 4), (2, 4, 4))
+    assert donor.files() == ["stage-1-step-4", "stage-2-step-4"]
+    donor.enter(21, Origin(20, 4, 4))
     assert (await kept_by(world, donor)).kept == reply.kept
 
 
@@ -772,13 +778,13 @@ async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world
     await donor.donor.keep(2, donor.state_of(4))
     late = donor.state_of(6)
     donor.trainer.step = 4
-    donor.enter(20, Origin(20, 4))
+    donor.enter(20, Origin(20, 4, 4))
     await donor.donor.keep(2, late)
-    assert (await kept_by(world, donor)).kept == ((2, 4),)
-    assert donor.files() == ["stage-2-updates-4"]
-    again = dataclasses.replace(late, step=22, origin=Origin(20, 4))
+    assert (await kept_by(world, donor)).kept == ((2, 4, 4),)
+    assert donor.files() == ["stage-2-step-4"]
+    again = dataclasses.replace(late, step=22, origin=Origin(20, 4, 4))
     await donor.donor.keep(2, again)
-    assert (await kept_by(world, donor)).kept == ((2, 4), (2, 6))
+    assert (await kept_by(world, donor)).kept == ((2, 4, 4), (2, 22, 6))
 
 
 async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
@@ -786,17 +792,17 @@ async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
     for fill in (1, 2):
         await donor.donor.keep(STAGE, donor.state_of(3, fill=fill))
     assert_equal(donor.donor.kept_state(STAGE, 3).tensors, FakeTrainer(2, 3).state())
-    assert donor.files() == ["stage-1-updates-3"]
+    assert donor.files() == ["stage-1-step-3"]
 
 
 async def test_a_peer_that_starts_anew_has_the_snapshots_of_its_life_before(world):
     donor = await world.donor("a")
     await donor.donor.keep(STAGE, donor.state_of(3))
-    await donor.donor.keep(2, donor.state_of(4, origin=Origin(20, 2), fill=2))
-    (donor.folder / "stage-2-updates-9").write_bytes(b"one that was not finished")
+    await donor.donor.keep(2, donor.state_of(4, origin=Origin(20, 2, 2), fill=2))
+    (donor.folder / "stage-2-step-9").write_bytes(b"one that was not finished")
     anew = StateDonor(FakeTrainer(0, 0), donor.compute, Signal(), 2, donor.folder)
-    assert sorted(anew.kept()) == [(STAGE, 3, FIRST_ORIGIN), (2, 4, Origin(20, 2))]
+    assert sorted(anew.kept()) == [((STAGE, 3, 3), FIRST_ORIGIN), ((2, 22, 4), Origin(20, 2, 2))]
     assert_equal(anew.kept_state(STAGE, 3).tensors, FakeTrainer(1, 3).state())
-    state = anew.kept_state(2, 4)
-    assert (state.step, state.origin, state.lineage, state.ledger) == (22, Origin(20, 2), "lineage of 2", b"ledger")
+    state = anew.kept_state(2, 22)
+    assert (state.step, state.origin, state.lineage, state.ledger) == (22, Origin(20, 2, 2), "lineage of 2", b"ledger")
     assert_equal(state.tensors, FakeTrainer(2, 4).state())

@@ -193,6 +193,7 @@ def test_bodies_survive_the_wire():
         step=2,
         origin_step=1,
         origin_updates=0,
+        origin_born=0,
         lineage="l",
         ledger=b"\0",
         entries=(StateEntry(name="w", dtype="float32", shape=(2, 3), chunks=(bytes(32),)),),
@@ -271,6 +272,7 @@ def test_a_ledger_is_bounded():
         "step": 0,
         "origin_step": 0,
         "origin_updates": 0,
+        "origin_born": 0,
         "lineage": "",
         "entries": (),
     }
@@ -280,12 +282,12 @@ def test_a_ledger_is_bounded():
 
 
 def test_few_snapshots_are_told():
-    kept = {"step": 3, "origin_step": 0, "origin_updates": 0}
-    check_body(KeptReply, as_received(kept | {"kept": ((0, 50),) * 64}))
+    kept = {"step": 3, "origin_step": 0, "origin_updates": 0, "origin_born": 0}
+    check_body(KeptReply, as_received(kept | {"kept": ((0, 50, 50),) * 64}))
     with pytest.raises(InvalidMessage, match="kept"):
-        check_body(KeptReply, as_received(kept | {"kept": ((0, 50),) * 65}))
+        check_body(KeptReply, as_received(kept | {"kept": ((0, 50, 50),) * 65}))
     with pytest.raises(InvalidMessage, match="kept"):
-        check_body(KeptReply, as_received(kept | {"kept": ((256, 50),)}))
+        check_body(KeptReply, as_received(kept | {"kept": ((256, 50, 50),)}))
 
 
 def test_a_body_may_be_missing():
