@@ -63,7 +63,11 @@ class HopResult:
 
 
 class NextStage:
-    """The peers of one stage, as the stage before sees them. Belongs to the event loop's thread."""
+    """The peers of one stage, as the stage before sees them. Belongs to the event loop's thread.
+
+    Attributes:
+        leaving: this peer goes, so that it waits for nobody to join a stage that has no peers; maybe all go
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class NextStage:
         rng: random.Random,
     ):
         self.stage = stage
+        self.leaving = False
         self._manifest = manifest
         self._hash = manifest.hash
         self._hidden_size = hidden_size
@@ -121,12 +126,15 @@ class NextStage:
             if remaining_s <= 0:
                 reason = f"out of time, last: {reason}"
                 break
-            router.update(self._view().serving(self.stage))
+            serving = self._view().serving(self.stage)
+            router.update(serving)
             now = time.monotonic()
             avoided = health.avoided(now) | self._health.avoided(now)
             route = router.choose(microbatch.num_samples, avoided | tried)
             if route.peer_id is None:
                 reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
+                if self.leaving and not serving:
+                    break
                 await anyio.sleep(min(backoff_s * (0.5 + self._rng.random()), max(remaining_s, 0)))
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
                 tried.clear()

@@ -293,6 +293,7 @@ class Peer:
             next_stage = NextStage(
                 spec.index + 1, manifest, hidden_size, transport, self._progress, view, metrics, self._rng
             )
+        self._next_stage = next_stage
         keep = 2 * manifest.limits.max_in_flight
         self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
         group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
@@ -472,6 +473,8 @@ class Peer:
         self._enter_state(PeerState.DRAINING)
         if self._source is not None:
             self._source.stop()
+        if self._next_stage is not None:
+            self._next_stage.leaving = True
         self._gate.leave()
         with anyio.move_on_after(self._options.grace_s) as grace:
             async with anyio.create_task_group() as tasks:

@@ -581,6 +581,14 @@ async def test_a_stage_without_peers_is_a_failed_hop(swarm):
         await first.run(make_microbatch(), timeout_s=0.02)
 
 
+async def test_who_leaves_does_not_wait_for_a_stage_without_peers(swarm):
+    """Where all peers of a swarm leave at once, nobody comes any more."""
+    peer = await swarm.add("a", 0)
+    peer.next_stage.leaving = True
+    with pytest.raises(HopFailed, match="after 0 failed tries: no peer serves the stage"):
+        await peer.run(make_microbatch())
+
+
 async def test_the_callee_gives_up_when_its_caller_does(swarm, pair):
     first, last = pair
     call = make_call(swarm, step=1, timeout_s=0.01)  # held until step 1, which does not come
