@@ -74,11 +74,11 @@ def measure(manifest: RunManifest, every_s: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every-s", type=float, default=30.0)
     options = parser.parse_args()
-    for seed in range(1, options.seeds + 1):
+    for seed in options.seeds:
         settings = (f"seed={seed}", f"training.steps={options.steps}", "stages.peers_to_start=2")
         manifest = resolve_manifest(load_manifest(CONFIG, settings))
         print(json.dumps({"seed": seed, **measure(manifest, options.every_s)}), flush=True)
