@@ -42,7 +42,7 @@ class Processes:
             process.wait()
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 200) -> None:
     """Until another process has done something: there is nothing to wait on but what it writes."""
     end = time.monotonic() + timeout_s
     while not condition():
