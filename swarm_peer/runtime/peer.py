@@ -51,6 +51,7 @@ from swarm_peer.runtime.processes import Restart, restarted_with, run_loop, star
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.recovery import Recovery, Start
 from swarm_peer.runtime.samples import SamplePool
+from swarm_peer.runtime.scratch import scratch_folder
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.snapshots import StateDonor
 from swarm_peer.runtime.source import CountedHook, MicrobatchSource
@@ -97,8 +98,7 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
     addresses = read_addresses(options.initial_peers)
     if before is not None:
         addresses += before.initial_peers
-    with tempfile.TemporaryDirectory(prefix="swarm-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         snapshots = folder / "snapshots"
         if before is not None and before.snapshots is not None:
             Path(before.snapshots).rename(snapshots)
