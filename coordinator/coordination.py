@@ -14,15 +14,13 @@ import anyio
 from swarm_peer.policy.leadership import BEATS_PER_LEASE, Leadership, Role, Term
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import Assignment, CoordinationRecord, Warrant, coordination_key, seal
+from swarm_peer.wire.records import MAX_ASSIGNMENTS, Assignment, CoordinationRecord, Warrant, coordination_key, seal
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 # Terms go on counting where they were, also after a night without a coordinator.
 LIFETIME_S = 24 * 3600.0
-# A record of all of them stays below the DHT's limit.
-MAX_ASSIGNMENTS = 128
 
 
 class Coordination:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
-from hivemind.dht import DHT
+from hivemind.dht import DHT, DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer, get_dht_time
@@ -22,6 +23,8 @@ from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.processes import die_with_parent, prepare_to_fork
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.records import (
+    MAX_STORED_BYTES,
+    STORED_KINDS,
     AnyRecord,
     CoordinationRecord,
     Record,
@@ -37,23 +40,29 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 10.0
 # libp2p's own start takes half a second; dialling an address that does not answer, as long as it is allowed to.
 START_TIMEOUT_S = 15.0
+# What lasts longest is a day; an hour for clocks that differ.
+LONGEST_LIFETIME_S = 25 * 3600.0
 
 
 class SignedRecordValidator(RecordValidatorBase):
-    """Lets nobody store a record under another peer's id. Runs in every node that stores or fetches."""
+    """Has nothing stored but signed records under their authors' ids. Runs in every node that stores or fetches.
+
+    Anything else would be in their way: a plain value replaces all records of its key, and what expires later is not
+    replaced by what expires sooner.
+    """
 
     def validate(self, record: DHTRecord) -> bool:
         try:
-            author = MSGPackSerializer.loads(record.subkey)
-        except Exception:  # what a hostile record makes of msgpack has no common class
-            return True  # hivemind's own: a plain value, or a subkey of raw bytes
-        if not isinstance(author, str) or not is_peer_id(author):
-            return True
-        try:
-            open_envelope(MSGPackSerializer.loads(record.value), author)
+            author, envelope = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
+            kind, _, _ = open_envelope(envelope, author, _place(record.key, record.expiration_time))
         except Exception:  # in hivemind's process, where whatever is raised ends the request for all records of the key
             return False
-        return True
+        lasts_s = record.expiration_time - get_dht_time()
+        return kind in STORED_KINDS and len(envelope) <= MAX_STORED_BYTES and lasts_s <= LONGEST_LIFETIME_S
+
+
+def _place(key: bytes, expiration: float) -> bytes:
+    return key + struct.pack(">d", expiration)
 
 
 class _DHTProcess(DHT):
@@ -127,19 +136,25 @@ class SwarmDHT:
         peers: list[Any] = []
         with anyio.move_on_after(REQUEST_TIMEOUT_S):
             peers = await (await self.p2p()).list_peers()
-        return [f"{address}/p2p/{peer.peer_id.to_base58()}" for peer in peers for address in peer.addrs]
+        # Peers of swarms have ids of Ed25519 keys; other programs that know hivemind may have connected as well.
+        known = [(peer.peer_id.to_base58(), address) for peer in peers for address in peer.addrs]
+        return [f"{address}/p2p/{peer_id}" for peer_id, address in known if is_peer_id(peer_id)]
 
     async def store(
         self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
     ) -> bool:
-        """Sign a record and store it under its author's id. Failures are counted and reported, not raised."""
+        """Sign a record and store it under its author's id. Failures are counted and reported, not raised.
+
+        Raises:
+            UserError: it is too large
+        """
         signer = signer or self.identity
+        expiration = get_dht_time() + lifetime_s
+        envelope = seal(record, run, signer, _place(DHTID.generate(source=key).to_bytes(), expiration))
+        if len(envelope) > MAX_STORED_BYTES:
+            raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")
         future = self.node.store(
-            key,
-            subkey=signer.peer_id,
-            value=seal(record, run, signer),
-            expiration_time=get_dht_time() + lifetime_s,
-            return_future=True,
+            key, subkey=signer.peer_id, value=envelope, expiration_time=expiration, return_future=True
         )
         stored = await self._request("store", key, future)
         return bool(stored)
@@ -155,11 +170,12 @@ class SwarmDHT:
         if not isinstance(entries, dict):
             return {}
         records: dict[str, AnyRecord] = {}
-        for author, entry in entries.items():
+        key_id = DHTID.generate(source=key).to_bytes()
+        for author, (envelope, expiration) in entries.items():
             try:
                 if not isinstance(author, str):
                     raise InvalidMessage("the author is no peer id")
-                records[author] = unseal(record_type, getattr(entry, "value", None), run or author, author)
+                records[author] = unseal(record_type, envelope, run or author, author, _place(key_id, expiration))
             except InvalidMessage as error:
                 self._metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", key, error)

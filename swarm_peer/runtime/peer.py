@@ -212,6 +212,7 @@ class Peer:
         self.restart: Restart | None = None  # to go on with after `run`
         self._changed = Signal()
         self._stop = anyio.Event()
+        self._told_to_end = anyio.Event()
         self._rng = random.Random(f"{manifest.seed} {self._me}")
         self._trainer = StageTrainer(manifest, spec, device, options.cache_dir, blank=True)
         num_parameters = sum(parameter.numel() for parameter in self._trainer.module.parameters())
@@ -261,7 +262,7 @@ class Peer:
         p2p = await self._dht.p2p()
         async with (
             P2PTransport.open(p2p, self._max_payload_bytes(), self._metrics) as transport,
-            _signals_set(self._stop),
+            _signals_set(self._told_to_end, self._stop),
             anyio.create_task_group() as tasks,
         ):
             self._transport = transport
@@ -274,6 +275,8 @@ class Peer:
             tasks.start_soon(self._work)
             await self._stop.wait()
             await self._leave()
+            if self._told_to_end.is_set():
+                self.restart = None
             if self.restart is not None:
                 connections = await self._dht.connections()
                 self.restart = replace(self.restart, initial_peers=tuple(connections[:ADDRESSES_KEPT]))
@@ -418,6 +421,8 @@ class Peer:
 
     def _move_to(self, stage: int) -> None:
         """Leave, and have this process start anew in another stage."""
+        if self._stop.is_set():
+            return  # it leaves already, and not to come back
         log.warning("moving from=%d to=%d", self._spec.index, stage)
         self.restart = Restart(stage, self._spec.index, self._me, self._run_id)
         self._stop.set()
@@ -448,7 +453,7 @@ class Peer:
         assert self._source is not None
         while True:
             record = ProgressRecord(
-                current=self._source.current,
+                current=self._source.current.model_copy(update={"ranges": ()}),  # they go with calls, and are long
                 finished=tuple(self._steps.reports),
                 validations=tuple(self._source.validations),
             )
@@ -521,16 +526,17 @@ class Peer:
 
 
 @asynccontextmanager
-async def _signals_set(stop: anyio.Event) -> AsyncIterator[None]:
-    """SIGTERM and SIGINT set the event; a second one ends the process at once."""
+async def _signals_set(*events: anyio.Event) -> AsyncIterator[None]:
+    """SIGTERM and SIGINT set the events; a second one ends the process at once."""
 
     async def listen() -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
-            async for number in received:
-                if stop.is_set():
-                    raise KeyboardInterrupt
-                log.info("leaving reason=%s", signal.Signals(number).name)
-                stop.set()
+            first = await anext(received)
+            log.info("leaving reason=%s", signal.Signals(first).name)
+            for event in events:
+                event.set()
+            await anext(received)
+            raise KeyboardInterrupt
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(listen)

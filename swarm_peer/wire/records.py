@@ -1,7 +1,8 @@
 """Signed records: what stands in the DHT, and the progress counts that ride on calls.
 
 A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers all of
-it, so no record can be passed off as one of another kind or of another run.
+it, so no record can be passed off as one of another kind or of another run. In the DHT it covers the place as well, key
+and time of expiry: whoever stored somebody's record again, to expire later, would keep all newer ones out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.wire.identity import Identity, verify
 from swarm_peer.wire.ledger_codec import CountedRanges
 
-# The manifest is the largest record: a few kilobytes of configuration.
+# The largest are counts with many ranges of samples.
 MAX_RECORD_BYTES = 64 * 1024
+# Hivemind's DHT process does not survive a request of more than 16 KiB: it reads half of it from its pipe.
+MAX_STORED_BYTES = 15 * 1024
+
+# So many fit, with reasons of any length.
+MAX_ASSIGNMENTS = 32
 
 # Bounded, so that sums of what peers report stay finite.
 FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
@@ -40,7 +46,7 @@ class ManifestRecord(Record):
     """The run's manifest as canonical JSON; signed with the run key, stored under the run's id."""
 
     kind = "manifest"
-    manifest: str = Field(max_length=MAX_RECORD_BYTES)
+    manifest: str = Field(max_length=MAX_STORED_BYTES)
 
 
 class OriginRecord(Record):
@@ -154,7 +160,7 @@ class CoordinationRecord(Record):
     kind = "coordination"
     warrant: bytes = Field(max_length=1024)
     beat: int = Field(ge=0, lt=2**40)
-    assignments: tuple[Assignment, ...] = Field((), max_length=128)
+    assignments: tuple[Assignment, ...] = Field((), max_length=MAX_ASSIGNMENTS)
     reason: str = Field("", max_length=300)
 
     def term(self, run_id: str, author: str) -> Term:
@@ -217,22 +223,29 @@ class ProgressRecord(Record):
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def _signed_bytes(kind: str, run: str, body: bytes) -> bytes:
-    return b"swarm\0" + kind.encode() + b"\0" + run.encode() + b"\0" + body
+STORED_KINDS = frozenset(
+    record_type.kind
+    for record_type in (ManifestRecord, OriginRecord, EndRecord, Announcement, CoordinationRecord, ProgressRecord)
+)
 
 
-def seal(record: Record, run: str, identity: Identity) -> bytes:
+def _signed_bytes(kind: str, run: str, body: bytes, place: bytes = b"") -> bytes:
+    return msgpack.packb(["swarm", kind, run, body, place])  # type: ignore[no-any-return]
+
+
+def seal(record: Record, run: str, identity: Identity, place: bytes = b"") -> bytes:
     """Sign a record.
 
     Args:
         run: hash of the run's manifest; for what the run key signs, the run's id
+        place: where in the DHT it is to stand, if it is
     """
     body = msgpack.packb(record.model_dump())
-    signature = identity.sign(_signed_bytes(record.kind, run, body))
+    signature = identity.sign(_signed_bytes(record.kind, run, body, place))
     return bytes(msgpack.packb([record.kind, run, body, signature]))
 
 
-def open_envelope(data: object, author: str) -> tuple[str, str, bytes]:
+def open_envelope(data: object, author: str, place: bytes = b"") -> tuple[str, str, bytes]:
     """Check size, form and signature of an envelope. Returns kind, run and body.
 
     Raises:
@@ -250,18 +263,18 @@ def open_envelope(data: object, author: str) -> tuple[str, str, bytes]:
             pass
         case _:
             raise InvalidMessage(f"{name}: an envelope is [kind, run, body, signature]")
-    if not verify(author, _signed_bytes(kind, run, body), signature):
+    if not verify(author, _signed_bytes(kind, run, body, place), signature):
         raise InvalidMessage(f"{name}: the signature does not match")
     return kind, run, body
 
 
-def unseal(record_type: type[AnyRecord], data: object, run: str, author: str) -> AnyRecord:
+def unseal(record_type: type[AnyRecord], data: object, run: str, author: str, place: bytes = b"") -> AnyRecord:
     """Check an envelope and the schema of the record in it, and return the record.
 
     Raises:
         InvalidMessage: with what is wrong
     """
-    kind, of_run, body = open_envelope(data, author)
+    kind, of_run, body = open_envelope(data, author, place)
     if (kind, of_run) != (record_type.kind, run):
         raise InvalidMessage(
             f"record of {author[:60]}: {kind:.20} of run {of_run:.40}, expected {record_type.kind} of run {run}"

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.coordination import MAX_ASSIGNMENTS, Coordination
+from coordinator.coordination import Coordination
 from swarm_peer.policy.leadership import Term
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import Assignment, CoordinationRecord, Record, coordination_key, seal, unseal
+from swarm_peer.wire.records import (
+    MAX_ASSIGNMENTS,
+    Assignment,
+    CoordinationRecord,
+    Record,
+    coordination_key,
+    seal,
+    unseal,
+)
 
 LEASE_S = 8.0
 

@@ -6,14 +6,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.coordination import MAX_ASSIGNMENTS
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import (
+    MAX_ASSIGNMENTS,
     MAX_RECORD_BYTES,
+    MAX_STORED_BYTES,
     Announcement,
     Assignment,
     CoordinationRecord,
@@ -264,4 +265,4 @@ def test_warrants_are_checked(warrant, author, complaint):
 def test_all_orders_fit_into_a_record():
     order = Assignment(peer="p" * 52, announced=2**41, from_stage=254, to_stage=255, reason="r" * 300)
     record = CoordinationRecord(warrant=WARRANT, beat=2**39, assignments=(order,) * MAX_ASSIGNMENTS, reason="r" * 300)
-    assert len(seal(record, ME.peer_id, ME)) < MAX_RECORD_BYTES
+    assert len(seal(record, ME.peer_id, ME)) < MAX_STORED_BYTES

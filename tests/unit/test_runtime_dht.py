@@ -1,0 +1,52 @@
+"""The check that each node of the DHT makes on what it is to store."""
+
+import math
+
+import pytest
+from hivemind.dht import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
+
+from swarm_peer.runtime.dht import LONGEST_LIFETIME_S, SignedRecordValidator, _place
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, Progress, end_key, seal
+
+ME, OTHER = Identity.generate(), Identity.generate()
+KEY = DHTID.generate(source=end_key(ME.peer_id)).to_bytes()
+END = EndRecord(reason="done")
+pack = MSGPackSerializer.dumps
+
+
+def stored(record=END, signer=ME, key=KEY, lifetime_s=3600.0, **changes):
+    expiration = get_dht_time() + lifetime_s
+    value = pack(seal(record, "run", signer, _place(key, expiration)))
+    fields = {"key": key, "subkey": pack(signer.peer_id), "value": value, "expiration_time": expiration}
+    return DHTRecord(**fields | changes)
+
+
+def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
+    assert SignedRecordValidator().validate(stored())
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        stored(subkey=pack(None)),  # a plain value: it would replace all records of the key
+        stored(subkey=b""),
+        stored(subkey=pack(b"raw")),
+        stored(subkey=pack("nobody")),
+        stored(subkey=pack(OTHER.peer_id)),
+        stored(value=pack(b"x")),
+        stored(value=b"\xc1"),
+        stored(value=pack(seal(END, "run", ME))),  # signed for no place
+        stored(expiration_time=get_dht_time() + 7200.0),  # somebody else has stored it again, for longer
+        stored(key=DHTID.generate(source="elsewhere").to_bytes(), value=stored().value),
+        stored(lifetime_s=LONGEST_LIFETIME_S + 60.0),
+        stored(lifetime_s=math.inf),
+        stored(lifetime_s=math.nan),
+        stored(Progress(step=1, samples=2, claimed=2, loss_sum=1.0)),  # counts go with calls
+        stored(ManifestRecord.model_construct(manifest="x" * MAX_STORED_BYTES)),
+    ],
+)
+def test_anything_else_is_not(record):
+    assert not SignedRecordValidator().validate(record)
