@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +44,7 @@ from swarm_peer.runtime.preparation import (
     stage_costs,
     stage_memory,
 )
-from swarm_peer.runtime.processes import Restart, restarted_with, run_loop, start_anew
+from swarm_peer.runtime.processes import Restart, restarted_with, run_loop, signals_set, start_anew
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.recovery import Recovery, Start
 from swarm_peer.runtime.samples import SamplePool
@@ -262,7 +259,7 @@ class Peer:
         p2p = await self._dht.p2p()
         async with (
             P2PTransport.open(p2p, self._max_payload_bytes(), self._metrics) as transport,
-            _signals_set(self._told_to_end, self._stop),
+            signals_set(self._told_to_end, self._stop),
             anyio.create_task_group() as tasks,
         ):
             self._transport = transport
@@ -523,24 +520,3 @@ class Peer:
         training, hidden_size = self._manifest.training, self._trainer.module.config.hidden_size
         shape = (training.microbatch_size, self._manifest.data.sequence_length, hidden_size)
         return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
-
-
-@asynccontextmanager
-async def _signals_set(*events: anyio.Event) -> AsyncIterator[None]:
-    """SIGTERM and SIGINT set the events; a second one ends the process at once."""
-
-    async def listen() -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
-            first = await anext(received)
-            log.info("leaving reason=%s", signal.Signals(first).name)
-            for event in events:
-                event.set()
-            await anext(received)
-            raise KeyboardInterrupt
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(listen)
-        try:
-            yield
-        finally:
-            tasks.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""Child processes that never outlive us, and the event loop."""
+"""Child processes that never outlive us, the event loop and its signals, and how a process starts anew."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import ctypes
 import dataclasses
 import gc
 import json
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ import anyio
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
+
+log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 # From one life of a peer's process to the next; nothing that a user sets.
@@ -100,3 +104,23 @@ def restarted_with() -> Restart | None:
         return None
     fields = json.loads(restart)
     return Restart(**fields | {"initial_peers": tuple(fields.get("initial_peers", ()))})
+
+
+@asynccontextmanager
+async def signals_set(*events: anyio.Event) -> AsyncIterator[None]:
+    """SIGTERM and SIGINT set the events; a second one ends the process at once."""
+
+    async def listen(received: AsyncIterator[signal.Signals]) -> None:
+        log.info("leaving reason=%s", (await anext(received)).name)
+        for event in events:
+            event.set()
+        await anext(received)
+        raise KeyboardInterrupt
+
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen, received)
+            try:
+                yield
+            finally:
+                tasks.cancel_scope.cancel()

@@ -49,3 +49,30 @@ def test_a_process_that_starts_anew_knows_its_life_before_once(monkeypatch: pyte
     assert started == [[sys.executable, sys.executable, *sys.orig_argv[1:]]]
     assert processes.restarted_with() == restart
     assert processes.restarted_with() is None
+
+
+# In a process of its own: pytest would take the interrupt for its own end.
+SIGNALLED = """
+import os, signal, anyio
+from swarm_peer.runtime.processes import signals_set
+
+async def main():
+    told, stop = anyio.Event(), anyio.Event()
+    stop.set()  # it is leaving anyway, to move
+    async with signals_set(told, stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await told.wait()
+        print("leaves in order", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await anyio.sleep_forever()
+
+try:
+    anyio.run(main)
+except KeyboardInterrupt:
+    print("ends at once")
+"""
+
+
+def test_the_first_signal_ends_a_peer_in_order_and_the_second_at_once():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["leaves in order", "ends at once"], done.stderr
