@@ -20,21 +20,17 @@ from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.handlers import CallDispatcher
 from swarm_peer.runtime.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state_index import StageState
 from swarm_peer.runtime.state_transfer import fetch_state
 from swarm_peer.runtime.transport import Transport
 from swarm_peer.wire.messages import StateIndexCall
-from swarm_peer.wire.records import OriginRecord, origin_key
 
 log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 RETRY_S = 1.0
-PUBLISH_ORIGIN_S = 60.0
-ORIGIN_LIFETIME_S = 24 * 3600.0
 # No stage of a run has more.
 ANY_STAGE = -1
 
@@ -173,33 +169,24 @@ class CheckpointWriter:
 
 
 class Resumption:
-    """Lets a run go on from a checkpoint: says where it begins, and gives the states away.
+    """Lets a run go on from a checkpoint, at `origin`: gives the states away.
 
     Args:
         step: global step to begin with, beyond all that the run has seen
         folder: for the states while they are given away
     """
 
-    def __init__(self, manifest: RunManifest, checkpoint: Checkpoint, step: int, dht: SwarmDHT, folder: Path):
+    def __init__(self, manifest: RunManifest, checkpoint: Checkpoint, step: int, folder: Path):
         self._manifest = manifest
         self._checkpoint = checkpoint
-        self._origin = Origin(step, checkpoint.updates, born=step)
-        self._dht = dht
+        self.origin = Origin(step, checkpoint.updates, born=step)
         self._keeper = SnapshotKeeper(folder)
 
     async def prepare(self, transport: Transport) -> None:
         """Answer peers that ask for states from now on."""
         for stage in range(self._manifest.stages.count):
             state = await anyio.to_thread.run_sync(self._checkpoint.load_stage, stage)
-            await self._keeper.keep(stage, replace(state, step=self._origin.step, origin=self._origin))
-        self._keeper.current = StageState(self._origin.step, "", {}, self._origin)
+            await self._keeper.keep(stage, replace(state, step=self.origin.step, origin=self.origin))
+        self._keeper.current = StageState(self.origin.step, "", {}, self.origin)
         await transport.serve(CallDispatcher(self._manifest.hash, ANY_STAGE, self._keeper.calls))
-        log.info("resuming updates=%d step=%d path=%s", self._origin.updates, self._origin.step, self._checkpoint.path)
-
-    async def run(self) -> None:
-        """Say where the run begins; for ever."""
-        run_id = self._dht.identity.peer_id
-        record = OriginRecord(step=self._origin.step, updates=self._origin.updates)
-        while True:
-            await self._dht.store(origin_key(run_id), record, run_id, ORIGIN_LIFETIME_S)
-            await anyio.sleep(PUBLISH_ORIGIN_S)
+        log.info("resuming updates=%d step=%d path=%s", self.origin.updates, self.origin.step, self._checkpoint.path)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, UserError
 from swarm_peer.model.architecture import parse_model_config, resolve_model
 from swarm_peer.model.partition import stages_of
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
@@ -41,9 +43,11 @@ from swarm_peer.wire.records import (
     MANIFESTS_KEY,
     EndRecord,
     ManifestRecord,
+    OriginRecord,
     ProgressRecord,
     Record,
     end_key,
+    origin_key,
     progress_key,
 )
 
@@ -52,8 +56,8 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 PROBE_TIMEOUT_S = 3.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
-MANIFEST_LIFETIME_S = 24 * 3600.0
-PUBLISH_MANIFEST_S = 60.0
+RUN_LIFETIME_S = 24 * 3600.0
+PUBLISH_RUN_S = 60.0
 END_LIFETIME_S = 3600.0
 
 
@@ -126,6 +130,7 @@ class RunService:
         self._cache_dir = cache_dir
         self._rebalancing = rebalancing
         self._rebalancer: Rebalancer | None = None
+        self._origin = FIRST_ORIGIN
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -148,10 +153,11 @@ class RunService:
             async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._dht.watch)
                 if self._plan.resume is not None:
-                    # Before the manifest: peers that find no origin begin with the run's initial weights.
-                    await self._resume_run(transport, metrics_file, tasks)
-                await self._publish_manifest()
-                tasks.start_soon(self._keep_manifest)
+                    self._origin = await self._resume_run(transport, metrics_file, tasks)
+                else:
+                    self._origin = await self._find_origin()
+                await self._publish_run()
+                tasks.start_soon(self._keep_published)
                 self._on_ready()
                 lease_s = self.manifest.limits.announcement_s
                 coordination = Coordination(self._dht, self._run_key, lease_s, self._standby)
@@ -194,7 +200,9 @@ class RunService:
         self.metrics.migrations.set(self._rebalancer.migrations)
 
     async def _is_ended(self) -> bool:
-        return self._run_id in await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
+        with suppress(CallError):
+            return self._run_id in await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
+        return False
 
     async def look(self, stages: Sequence[int]) -> SwarmView:
         """Look up who announces these stages now."""
@@ -204,15 +212,26 @@ class RunService:
         """Tell the peers that they may go."""
         await self._store_for_run(end_key(self._run_id), EndRecord(reason=reason), END_LIFETIME_S)
 
-    async def _resume_run(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> None:
+    async def _find_origin(self) -> Origin:
+        """Where the run begins, or where it began if this is another coordinator of it."""
+        while True:
+            try:
+                records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
+            except CallError:
+                await anyio.sleep(POLL_S)
+                continue
+            record = records.get(self._run_id)
+            return FIRST_ORIGIN if record is None else record.origin()
+
+    async def _resume_run(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> Origin:
         checkpoint = self._plan.resume
         assert checkpoint is not None
         step = max(checkpoint.step, metrics_file.global_step) + STEPS_BETWEEN_LINES
         folder = Path(tempfile.mkdtemp(prefix="swarm-"))
         tasks.start_soon(_removed_at_end, folder)
-        resumption = Resumption(self.manifest, checkpoint, step, self._dht, folder)
+        resumption = Resumption(self.manifest, checkpoint, step, folder)
         await resumption.prepare(transport)
-        tasks.start_soon(resumption.run)
+        return resumption.origin
 
     async def _drop_who_is_gone(self, transport: P2PTransport) -> None:
         """Call peers that have missed an announcement: waiting for the end of the last one would take longer."""
@@ -232,17 +251,20 @@ class RunService:
                 for peer_id in self._directory.overdue():
                     tasks.start_soon(ask, peer_id)
 
-    async def _publish_manifest(self) -> None:
-        record = ManifestRecord(manifest=self.manifest.canonical_json().decode())
-        await self._store_for_run(MANIFESTS_KEY, record, MANIFEST_LIFETIME_S)
+    async def _publish_run(self) -> None:
+        """The origin first: peers join when they have the manifest, and wait for the origin."""
+        origin = OriginRecord(step=self._origin.step, updates=self._origin.updates)
+        await self._store_for_run(origin_key(self._run_id), origin, RUN_LIFETIME_S)
+        manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
+        await self._store_for_run(MANIFESTS_KEY, manifest, RUN_LIFETIME_S)
 
     async def _store_for_run(self, key: str, record: Record, lifetime_s: float) -> None:
         await self._dht.store(key, record, self._run_id, lifetime_s, signer=self._run_key)
 
-    async def _keep_manifest(self) -> None:
+    async def _keep_published(self) -> None:
         while True:
-            await anyio.sleep(PUBLISH_MANIFEST_S)
-            await self._publish_manifest()
+            await anyio.sleep(PUBLISH_RUN_S)
+            await self._publish_run()
 
     async def _export(self, transport: P2PTransport) -> None:
         states = await fetch_states(transport, self._directory, self.manifest, self.watch.global_step + 1)
@@ -258,8 +280,10 @@ async def _removed_at_end(folder: Path) -> None:
 
 
 async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
-    """Look once at the DHT; returns the lines of newly finished steps."""
+    """Look once at the DHT, as soon as it answers; returns the lines of newly finished steps."""
     manifest = watch.manifest
-    view = await directory.refresh(range(manifest.stages.count))
-    progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
+    view = await directory.refresh_surely(range(manifest.stages.count))
+    progress: Mapping[str, ProgressRecord] = {}
+    with suppress(CallError):
+        progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
     return watch.observe(view, progress, anyio.current_time())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
 from pydantic import ValidationError
 
 from swarm_peer.config import RunManifest, describe
-from swarm_peer.errors import UserError
+from swarm_peer.errors import CallError, UserError
 from swarm_peer.runtime.dht import SwarmDHT, check_peer_address
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 
@@ -33,7 +34,8 @@ async def find_manifest(dht: SwarmDHT, initial_peers: Sequence[str], run_id: str
     records: dict[str, ManifestRecord] = {}
     with anyio.move_on_after(MANIFEST_WAIT_S):
         while not records or (run_id is not None and run_id not in records):
-            records = await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)
+            with suppress(CallError):
+                records = await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)
             await anyio.sleep(0.2)
     named = [run_id] if run_id is not None else [check_peer_address(address) for address in initial_peers]
     chosen = [known for known in named if known in records] or ([] if run_id is not None else list(records))

@@ -17,7 +17,7 @@ from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.errors import InvalidMessage, SwarmError, UserError
+from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.processes import die_with_parent, prepare_to_fork
@@ -156,14 +156,19 @@ class SwarmDHT:
         future = self.node.store(
             key, subkey=signer.peer_id, value=envelope, expiration_time=expiration, return_future=True
         )
-        stored = await self._request("store", key, future)
-        return bool(stored)
+        try:
+            return bool(await self._request("store", key, future))
+        except CallError:
+            return False
 
     async def fetch(self, key: str, record_type: type[AnyRecord], run: str | None) -> dict[str, AnyRecord]:
         """All valid records under a key, by author. Invalid ones are dropped and counted.
 
         Args:
             run: the run that the records must be of; None where each must be of its author's own run
+
+        Raises:
+            CallError: the DHT does not answer; that is no news of what is there
         """
         found = await self._request("fetch", key, self.node.get(key, latest=True, return_future=True))
         entries = found.value if found is not None else None
@@ -182,7 +187,11 @@ class SwarmDHT:
         return records
 
     async def fetch_coordination(self, run_id: str) -> dict[Term, CoordinationRecord]:
-        """What coordinators say that the run key has let act. What others say in their place is dropped and counted."""
+        """What coordinators say that the run key has let act. What others say in their place is dropped and counted.
+
+        Raises:
+            CallError: the DHT does not answer
+        """
         found: dict[Term, CoordinationRecord] = {}
         for author, record in (await self.fetch(coordination_key(run_id), CoordinationRecord, run_id)).items():
             try:
@@ -204,7 +213,7 @@ class SwarmDHT:
             reason = repr(error)
         self._metrics.dht_failures.labels(name).inc()
         log.warning("dht_%s_failed key=%s reason=%s", name, key, reason)
-        return None
+        raise CallError(f"the DHT does not say what stands under {key}: {reason:.200}")
 
     async def watch(self) -> None:
         """Return only by raising, when the DHT process or its daemon has died: nothing works without it."""

@@ -10,6 +10,7 @@ import anyio
 
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError
 from swarm_peer.policy.view import PeerView, SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.metrics import PeerMetrics
@@ -60,7 +61,11 @@ class Directory:
         self.view = SwarmView(manifest.stages.count)
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
-        """Look up who announces these stages; the rest of the view stays as it was."""
+        """Look up who announces these stages; the rest of the view stays as it was.
+
+        Raises:
+            CallError: the DHT does not answer
+        """
         for stage in stages:
             found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
             for peer_id, announcement in found.items():
@@ -73,6 +78,14 @@ class Directory:
                         self._authors[peer_id] = None
         self._rebuild()
         return self.view
+
+    async def refresh_surely(self, stages: Sequence[int]) -> SwarmView:
+        """The same, tried until the DHT answers: that nobody serves a stage is not to be taken from its silence."""
+        while True:
+            try:
+                return await self.refresh(stages)
+            except CallError:  # logged
+                await anyio.sleep(FAST_POLL_S)
 
     def _rebuild(self) -> None:
         oldest = time.monotonic() - self._manifest.limits.announcement_s
@@ -152,7 +165,7 @@ class Directory:
     async def run_polling(self, stages: Sequence[int]) -> None:
         """Keep the view of these stages fresh."""
         while True:
-            await self.refresh(stages)
+            await self.refresh_surely(stages)
             wanted = self._manifest.stages.peers_to_start
             all_served = all(len(self.view.serving(stage)) >= wanted for stage in stages)
             await anyio.sleep(FAST_POLL_S)

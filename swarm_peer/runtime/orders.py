@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
+from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.wire.records import Assignment, CoordinationRecord
@@ -30,14 +31,17 @@ async def wait_for_order(
 
     Args:
         stage: that this peer serves
-        fetch: the orders that are stored
+        fetch: the orders that are stored; may raise CallError
         serial: of this peer's last announcement
     """
     began, refused = serial(), None
     newest: Term | None = None
     while True:
         await anyio.sleep(POLL_S)
-        known = await fetch()
+        try:
+            known = await fetch()
+        except CallError:  # the DHT does not answer; logged
+            continue
         newest = max((*known, *([newest] if newest else [])), default=None)
         record = known.get(newest) if newest else None
         for order in record.assignments if record is not None else ():

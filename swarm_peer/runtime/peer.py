@@ -6,6 +6,7 @@ import logging
 import random
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from swarm_peer.model.partition import StageSpec, stages_of
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.rebalancing import choose_stage
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.averaging import GradientAverager
 from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
@@ -164,7 +165,7 @@ async def _choose_run_and_stage(
     directory = Directory(manifest, dht, options.device, lambda: myself, metrics, Signal())
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
-    view = await directory.refresh([*range(count), UNDECIDED])
+    view = await directory.refresh_surely([*range(count), UNDECIDED])
     choice = choose_stage(view, stage_costs(manifest), me, stage_memory_bytes=stage_memory(manifest))
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return run_id, manifest, choice.stage
@@ -299,8 +300,8 @@ class Peer:
         group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
         donor = StateDonor(self._trainer, self._compute, changed, spec.index, self._snapshots)
         self._recovery = Recovery(
-            manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh, self._first_origin,
-            changed,
+            manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh_surely,
+            self._first_origin, changed,
         )  # fmt: skip
         leases = None
         if spec.is_first:
@@ -328,7 +329,7 @@ class Peer:
         )  # fmt: skip
         self._steps = StepLoop(
             manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress, handover,
-            leases, transport, gossip, view, self._directory.refresh, metrics, changed, self._rng,
+            leases, transport, gossip, view, self._directory.refresh_surely, metrics, changed, self._rng,
         )  # fmt: skip
         microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
         self._source = None
@@ -357,7 +358,7 @@ class Peer:
         # Stored first, looked up second: of two peers that begin at the same time, at least one sees the other.
         self._enter_state(PeerState.SERVING)
         await self._directory.announce()
-        view = await self._directory.refresh(self._stages_of_interest())
+        view = await self._directory.refresh_surely(self._stages_of_interest())
         mates = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
         try:
             await self._steps.catch_up(mates)
@@ -386,7 +387,7 @@ class Peer:
     async def _begin(self) -> Start | None:
         """Take the state over from stage-mates; without any, find out where to begin, and wait for what that takes."""
         while True:
-            view = await self._directory.refresh(range(self._manifest.stages.count))
+            view = await self._directory.refresh_surely(range(self._manifest.stages.count))
             donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
             try:
                 if donors:
@@ -438,8 +439,9 @@ class Peer:
 
     async def _first_origin(self) -> Origin:
         records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
-        record = records.get(self._run_id)
-        return FIRST_ORIGIN if record is None else Origin(record.step, record.updates, record.step)
+        if self._run_id not in records:
+            raise CallError("the run's coordinator has not said where it begins")
+        return records[self._run_id].origin()
 
     def _stages_of_interest(self) -> list[int]:
         """Stage-mates, the next stage, and stage 0 whose members are the authors of progress; for stage 0, all."""
@@ -461,11 +463,12 @@ class Peer:
     async def _look_for_end(self) -> None:
         """Stop when the coordinator says that the run is over and its model saved."""
         while True:
-            ends = await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
-            if self._run_id in ends:
-                log.info("run_ended reason=%s", ends[self._run_id].reason)
-                self._stop.set()
-                return
+            with suppress(CallError):
+                ends = await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
+                if self._run_id in ends:
+                    log.info("run_ended reason=%s", ends[self._run_id].reason)
+                    self._stop.set()
+                    return
             await anyio.sleep(LOOK_FOR_END_S)
 
     async def _leave(self) -> None:

@@ -16,6 +16,7 @@ from swarm_peer.config import describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.wire.identity import Identity, verify
 from swarm_peer.wire.ledger_codec import CountedRanges
@@ -50,11 +51,14 @@ class ManifestRecord(Record):
 
 
 class OriginRecord(Record):
-    """Where the run begins, if it goes on from a checkpoint. Signed with the run key, stored under the run's id."""
+    """Where the run begins: beyond 0 if it goes on from a checkpoint. Signed with the run key, under the run's id."""
 
     kind = "origin"
     step: Step
     updates: Step
+
+    def origin(self) -> Origin:
+        return Origin(self.step, self.updates, born=self.step)
 
 
 class EndRecord(Record):
