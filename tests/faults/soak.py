@@ -75,6 +75,8 @@ class Soak:
                 f"peers {[len(names) for names in self._names]}  {dict(self.events)}",
                 flush=True,
             )
+        for name in (name for names in self._names for name in names):  # who came last may be starting yet
+            await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves", 90.0)
         await self._compare_snapshots(swarm)
         raise SwarmStopped
 
