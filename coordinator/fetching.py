@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from statistics import median_low
 
 import anyio
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.position import Position, position_of
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
@@ -27,6 +29,11 @@ log = logging.getLogger(__name__)
 STAGE_TRIES = 30
 # Rounds of downloading all stages until they are of one step. Later rounds aim at steps further ahead.
 ROUNDS = 8
+# A state that is so much newer than what is announced is none of this run: between two announcements, not even steps of
+# a hundredth of a second come as far.
+FAR_STEPS = 1024
+# That a call can name (wire/records.py).
+LAST_STEP = 2**40 - 1
 
 
 async def fetch_model(
@@ -71,11 +78,20 @@ async def fetch_states(
 
 
 def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin: int) -> int:
-    """The newest global step that is known of, and `margin` more, as far as the run's `num_updates` go."""
-    known = [(peer.step, peer.updates) for peer in view.peers if peer.state is PeerState.SERVING]
-    known += [(state.step, state.updates) for state in states]
-    step, updates = max(known, default=(0, 0))
-    return step + max(min(margin, num_updates - updates), 0)
+    """The newest global step that is known of, and `margin` more, as far as the run's `num_updates` go.
+
+    Peers wait for the step that they are asked for, so one that lies about its own must not set it: what counts is what
+    the middle one of each stage announces, or the lower of two. Who is alone in its stage is believed.
+
+    Args:
+        states: that peers have given so far
+    """
+    stages = [view.serving(stage) for stage in range(view.num_stages)]
+    announced = [median_low(map(position_of, peers)) for peers in stages if peers]
+    newest = max(announced, default=Position(0, 0))
+    given = [Position(state.step, state.updates) for state in states if state.step <= newest.step + FAR_STEPS]
+    step, updates = max([newest, *given])
+    return min(step + max(min(margin, num_updates - updates), 0), LAST_STEP)
 
 
 def _step_of(state: StageState | None) -> int:
@@ -108,9 +124,9 @@ async def _fetch_stage(
 ) -> StageState:
     call = StateIndexCall(manifest=manifest.hash, of_stage=stage, min_step=min_step)
     for _ in range(STAGE_TRIES):
-        view = await directory.refresh([stage])
-        donors = [peer.peer_id for peer in view.serving(stage)]
         try:
+            view = await directory.refresh([stage])
+            donors = [peer.peer_id for peer in view.serving(stage)]
             return await fetch_state(transport, donors, call, max_bytes=max_state_bytes(manifest, stage))
         except CallError as error:
             log.warning("stage_not_fetched stage=%d step=%d reason=%s", stage, min_step, error)

@@ -62,7 +62,7 @@ def run_local(
 
     Raises:
         UserError: cannot work as asked
-        SwarmError: a peer died, or the model could not be saved
+        SwarmError: a peer died
     """
     if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
         raise UserError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_high, median_low
 from typing import Any
 
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.position import Position, is_reached
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, StepReport
 
 # A step's line waits this long for the validation of its weights.
@@ -55,7 +57,7 @@ def step_line(
 
 @dataclass
 class RunWatch:
-    """Merges what stage-0 peers report.
+    """Merges what stage-0 peers report, as far as the run's other peers bear it out (policy/position.py).
 
     Attributes:
         lines: the newest ones; complete, in order, one a finished step; rewinds take some back
@@ -98,17 +100,21 @@ class RunWatch:
     def observe(self, view: SwarmView, progress: Mapping[str, ProgressRecord], now: float) -> list[dict[str, Any]]:
         """Take in what the DHT says and return the lines of steps that are complete now."""
         self.view = view
-        authors = sorted(peer.peer_id for peer in view.in_stage(0))
+        authors = sorted(peer.peer_id for peer in view.in_stage(0) if peer.state is not PeerState.JOINING)
         known = {author: progress[author] for author in authors if author in progress}
-        self.current_step = max((record.current.step for record in known.values()), default=self.current_step)
+        if known:
+            self.current_step = median_high(record.current.step for record in known.values())
         self.current_samples = sum(
             record.current.samples for record in known.values() if record.current.step == self.current_step
         )
+        self._believe(known, now)
         for author, record in known.items():
-            for report in record.finished:
-                self._reports.setdefault(report.step, (report, self.peers_by_stage(), now))
             for validation in record.validations:
-                self._validations.setdefault(validation.step, {})[author] = (validation.samples, validation.loss_sum)
+                if validation.step - 1 in self._reports:
+                    self._validations.setdefault(validation.step, {})[author] = (
+                        validation.samples,
+                        validation.loss_sum,
+                    )
         new = []
         while (line := self._next_line(now)) is not None:
             new.append(line)
@@ -121,6 +127,23 @@ class RunWatch:
         # A line tells how the weights that its step led to did.
         self._validations = {step: known for step, known in self._validations.items() if step > self.global_step + 1}
         return new
+
+    def _believe(self, known: Mapping[str, ProgressRecord], now: float) -> None:
+        """Take over what stage-0 peers report of steps since the last one, if it is true."""
+        told: dict[str, list[Position]] = {}
+        reports: dict[Position, list[StepReport]] = {}
+        last = Position(self.global_step + 1, self.step)
+        if self._reports:
+            last = _reached_by(self._reports[max(self._reports)][0])
+        for author, record in known.items():
+            for report in record.finished:
+                told.setdefault(author, []).append(_reached_by(report))
+                reports.setdefault(_reached_by(report), []).append(report)
+        for position in sorted(reports):
+            if position.step > last.step and is_reached(position, told, self.view, last):
+                report = _middle(reports[position])
+                self._reports[report.step] = (report, self.peers_by_stage(), now)
+                last = position
 
     def _validation(self, step: int) -> tuple[float | None, int]:
         shares = self._validations.get(step, {}).values()
@@ -187,6 +210,21 @@ class RunWatch:
                 for stage in range(self.manifest.stages.count)
             ],
         }
+
+
+def _reached_by(report: StepReport) -> Position:
+    return Position(report.step + 1, report.updates)
+
+
+def _middle(reports: Sequence[StepReport]) -> StepReport:
+    """What those who have told of a step so far agree on: losses differ in what each had heard of, or are made up."""
+    return StepReport(
+        step=reports[0].step,
+        updates=reports[0].updates,
+        samples=median_low(report.samples for report in reports),
+        loss=median_low(report.loss for report in reports),
+        seconds=median_low(report.seconds for report in reports),
+    )
 
 
 def _coordinator(term: Term, record: CoordinationRecord) -> dict[str, Any]:

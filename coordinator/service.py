@@ -25,7 +25,7 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.rebalancer import EVEN_OUT, Rebalancer, RebalancingOptions
 from coordinator.run_watch import MetricsFile, RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, UserError
+from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, SwarmError, UserError
 from swarm_peer.model.architecture import parse_model_config, resolve_model
 from swarm_peer.model.partition import stages_of
 from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
@@ -145,7 +145,8 @@ class RunService:
             whether it is saved here; False if another coordinator acts and has done it
 
         Raises:
-            SwarmError: the model could not be saved
+            UserError: the model could not be saved in that folder
+            SwarmError: the DHT process has died
         """
         check_output(self._output)
         metrics_file = MetricsFile(self._output, self._resume)
@@ -180,8 +181,7 @@ class RunService:
                     self.metrics.update(self.watch)
                     self._on_update(self.watch)
                     if coordination.acts and self.watch.step >= self.manifest.training.steps:
-                        await self._export(transport)
-                        saved = True
+                        saved = await self._export(transport)
                     await anyio.sleep(0 if saved else POLL_S)
                 tasks.cancel_scope.cancel()
         finally:
@@ -266,10 +266,20 @@ class RunService:
             await anyio.sleep(PUBLISH_RUN_S)
             await self._publish_run()
 
-    async def _export(self, transport: P2PTransport) -> None:
-        states = await fetch_states(transport, self._directory, self.manifest, self.watch.global_step + 1)
+    async def _export(self, transport: P2PTransport) -> bool:
+        """Returns whether the model is saved; if peers do not give it, now or yet, the next look leads here again."""
+        try:
+            states = await fetch_states(transport, self._directory, self.manifest, self.watch.global_step + 1)
+        except SwarmError as error:
+            log.warning("model_not_saved reason=%s", error)
+            return False
+        if states[0].updates < self.manifest.training.steps:
+            # Stage 0 has told of steps that have not been, or the run has just gone back.
+            log.warning("model_not_saved reason=its stages have made %d updates", states[0].updates)
+            return False
         await anyio.to_thread.run_sync(export_states, self.manifest, states, self.model_folder, self._cache_dir)
         log.info("model_saved folder=%s", self.model_folder)
+        return True
 
 
 async def _removed_at_end(folder: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from memory_transport import MemoryNetwork
 
 from coordinator import fetching
-from coordinator.fetching import aim, fetch_states
+from coordinator.fetching import FAR_STEPS, aim, fetch_states
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import NotServing, SwarmError
 from swarm_peer.policy.recovery import Origin
@@ -149,7 +149,8 @@ async def test_a_peer_that_is_not_ready_is_asked_again(no_pauses):
     [
         ([], 0, 0),
         ([(20, 14)], 0, 20),
-        ([(20, 14), (22, 16), (21, 15)], 3, 25),
+        ([(20, 14), (22, 16), (21, 15)], 3, 24),  # what the middle one says
+        ([(20, 14), (5000, 5000)], 3, 23),
         ([(1006, 1000)], 3, 1006),  # the run is over
         ([(1004, 998)], 3, 1006),  # and here in two steps
     ],
@@ -158,6 +159,24 @@ def test_what_is_aimed_at_is_within_the_run(announced, margin, expected):
     peers = [PeerView(f"p{i}", 0, PeerState.SERVING, step, updates=n) for i, (step, n) in enumerate(announced)]
     peers.append(PeerView("joiner", 0, PeerState.JOINING, 5000))
     assert aim(SwarmView(3, tuple(peers)), [], 1000, margin) == expected
+
+
+def test_who_lies_about_its_step_is_not_waited_for():
+    peers = [PeerView(f"p{stage}", stage, PeerState.SERVING, 20, updates=14) for stage in range(3)]
+    for step in (0, 5000, 2**40 - 1):
+        liar = PeerView("liar", 1, PeerState.SERVING, step)
+        assert aim(SwarmView(3, (*peers, liar)), [], 1000, 3) == 23
+
+
+def test_what_is_aimed_at_can_be_asked_for():
+    view = SwarmView(1, (PeerView("p", 0, PeerState.SERVING, 2**40 - 1),))
+    StateIndexCall(manifest=MANIFEST.hash, of_stage=0, min_step=aim(view, [], 1000, 3))
+
+
+def test_a_state_that_is_far_ahead_of_the_run_is_not_aimed_at():
+    view = SwarmView(3, (PeerView("p", 0, PeerState.SERVING, 20, updates=14),))
+    states = [StageState(step, "x", {}, Origin(10, 4, 4)) for step in (30, 20 + FAR_STEPS + 1)]
+    assert aim(view, states, 1000, 0) == 30
 
 
 def test_what_was_given_is_aimed_beyond():

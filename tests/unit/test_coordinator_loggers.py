@@ -448,7 +448,7 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
         return watch.lines
 
     async def export(*_):
-        pass
+        return True
 
     @contextlib.asynccontextmanager
     async def open_transport(*_):

@@ -4,6 +4,7 @@ import pytest
 
 from coordinator.run_watch import LINES_KEPT, VALIDATION_WAIT_S, MetricsFile, RunWatch, step_line
 from swarm_peer.config import RunManifest
+from swarm_peer.policy.position import MAX_STEPS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Progress, ProgressRecord, StepReport, Validation
 
@@ -30,11 +31,19 @@ def make_watch(validation_every=0, validation_samples=4, steps=10):
     return RunWatch(manifest, SwarmView(2))
 
 
-def peer(peer_id, stage, state=PeerState.SERVING):
-    return PeerView(peer_id, stage, state, step=9, samples_per_s=2.0, queue=3, updates=1, note="busy")
+def peer(peer_id, stage, state=PeerState.SERVING, step=0, updates=None):
+    updates = step if updates is None else updates
+    return PeerView(peer_id, stage, state, step, samples_per_s=2.0, queue=3, updates=updates, note="busy")
 
 
-VIEW = SwarmView(2, (peer("a", 0), peer("b", 0), peer("c", 1)))
+# One who reports, one who joins, and one of the next stage whose last announcement is from the run's beginning.
+VIEW = SwarmView(2, (peer("a", 0), peer("b", 0, PeerState.JOINING), peer("c", 1)))
+BOTH = SwarmView(2, (peer("a", 0), peer("b", 0), peer("c", 1)))
+
+
+def rewound(step, updates):
+    """As VIEW, after the next stage has come to announce that it went back."""
+    return SwarmView(2, (*VIEW.in_stage(0), peer("c", 1, step=step, updates=updates)))
 
 
 def report(updates, loss=2.5, samples=8, seconds=2.0, global_step=None):
@@ -71,7 +80,7 @@ def test_a_finished_step_is_a_line():
             "tokens": 8 * LENGTH,
             "tokens_per_s": 40.0,
             "seconds": 2.0,
-            "peers": [2, 1],
+            "peers": [1, 1],
             "global_step": 0,
         }
     ]
@@ -80,15 +89,15 @@ def test_a_finished_step_is_a_line():
 
 def test_each_step_is_told_once_however_many_report_it():
     watch = make_watch()
-    assert steps_of(watch.observe(VIEW, {"a": record(report(1)), "b": record(report(1, loss=9.0))}, 0.0)) == [1]
-    assert watch.lines[0]["loss"] == 2.5, "that of the first by id"
-    assert watch.observe(VIEW, {"a": record(report(1)), "b": record(report(1))}, 1.0) == []
+    assert steps_of(watch.observe(BOTH, {"a": record(report(1)), "b": record(report(1, loss=9.0))}, 0.0)) == [1]
+    assert watch.lines[0]["loss"] == 2.5, "the lower of two"
+    assert watch.observe(BOTH, {"a": record(report(1)), "b": record(report(1))}, 1.0) == []
 
 
 def test_lines_come_in_order():
     watch = make_watch()
-    progress = {"a": record(report(3), report(2)), "b": record(report(1))}
-    assert steps_of(watch.observe(VIEW, progress, 0.0)) == [1, 2, 3]
+    progress = {"a": record(report(3), report(2)), "b": record(report(1), report(3))}
+    assert steps_of(watch.observe(BOTH, progress, 0.0)) == [1, 2, 3]
     assert steps_of(watch.lines) == [1, 2, 3]
 
 
@@ -96,7 +105,8 @@ def test_what_is_kept_of_a_long_run_is_bounded():
     watch = make_watch(validation_every=1)
     steps = LINES_KEPT + 500
     for step in range(1, steps + 1):
-        [line] = watch.observe(VIEW, {"a": record(report(step), validations=[(step, 8, 8.0 * step)])}, 0.0)
+        view = SwarmView(2, (peer("a", 0), peer("c", 1, step=step)))
+        [line] = watch.observe(view, {"a": record(report(step), validations=[(step, 8, 8.0 * step)])}, 0.0)
         assert (line["step"], line["validation_loss"]) == (step, step)
     assert steps_of(watch.lines) == list(range(steps + 1 - LINES_KEPT, steps + 1))
     assert not watch._reports
@@ -107,8 +117,9 @@ def test_the_last_validation_is_known_however_long_ago_it_was():
     watch = make_watch(validation_every=10)
     watch.observe(VIEW, {"a": record(report(10), validations=[(10, 8, 16.0)])}, 0.0)
     for step in range(11, LINES_KEPT + 20):
-        watch.observe(VIEW, {"a": record(report(step))}, 100.0 * step)
-        watch.observe(VIEW, {"a": record(report(step))}, 100.0 * step + VALIDATION_WAIT_S)
+        view = SwarmView(2, (peer("a", 0), peer("c", 1, step=step)))
+        watch.observe(view, {"a": record(report(step))}, 100.0 * step)
+        watch.observe(view, {"a": record(report(step))}, 100.0 * step + VALIDATION_WAIT_S)
     assert watch.lines[0]["step"] > 10
     assert watch.summary()["validation_loss"] == 2.0
 
@@ -126,13 +137,14 @@ def test_a_line_has_the_peers_of_the_time_of_its_report():
     watch.observe(VIEW, {"a": record(report(1))}, 0.0)
     smaller = SwarmView(2, (peer("a", 0), peer("b", 0, PeerState.DRAINING)))
     [line] = watch.observe(smaller, {"a": record(report(1))}, VALIDATION_WAIT_S)
-    assert line["peers"] == [2, 1]
+    assert line["peers"] == [1, 1]
     assert watch.peers_by_stage() == [1, 0]
 
 
-def test_reports_of_peers_outside_of_stage_0_are_not_believed():
+def test_reports_of_peers_that_do_not_serve_stage_0_are_not_believed():
     watch = make_watch()
     told = {"c": record(report(1), step=5, samples=6, validations=[(0, 4, 1.0)]), "x": record(report(1))}
+    told["b"] = record(report(1), step=5, samples=6)  # it joins
     assert watch.observe(VIEW, told, 0.0) == []
     assert (watch.current_step, watch.current_samples) == (0, 0)
     assert (watch.step, watch.global_step) == (0, -1)
@@ -148,7 +160,7 @@ def test_a_line_waits_for_the_validation_of_its_step():
     half = {"a": record(*finished, validations=[(2, 2, 3.0)])}
     assert watch.observe(VIEW, half, 1.0) == []
     both = half | {"b": record(validations=[(2, 2, 5.0)])}
-    second, third = watch.observe(VIEW, both, 2.0)
+    second, third = watch.observe(BOTH, both, 2.0)
     assert (second["step"], second["validation_loss"], second["validation_samples"]) == (2, 2.0, 4)
     assert third["step"] == 3
     assert "validation_loss" not in third
@@ -158,9 +170,9 @@ def test_shares_are_weighted_by_their_samples():
     watch = make_watch(validation_every=1, validation_samples=4)
     progress = {
         "a": record(report(1), validations=[(1, 1, 4.0)]),
-        "b": record(validations=[(1, 3, 6.0)]),
+        "b": record(report(1), validations=[(1, 3, 6.0)]),
     }
-    [line] = watch.observe(VIEW, progress, 0.0)
+    [line] = watch.observe(BOTH, progress, 0.0)
     assert line["validation_loss"] == 2.5
 
 
@@ -169,7 +181,7 @@ def test_a_share_that_is_told_again_counts_once():
     share = {"a": record(report(1), validations=[(1, 2, 3.0)])}
     for now in range(3):
         assert watch.observe(VIEW, share, float(now)) == []
-    [line] = watch.observe(VIEW, share | {"b": record(validations=[(1, 2, 3.0)])}, 4.0)
+    [line] = watch.observe(BOTH, share | {"b": record(validations=[(1, 2, 3.0)])}, 4.0)
     assert line["validation_samples"] == 4
 
 
@@ -208,34 +220,42 @@ def test_no_validation_is_waited_for_where_there_is_none():
 def test_a_rewind_takes_lines_back():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(*(report(updates) for updates in range(1, 6)))}, 0.0)
-    [line] = watch.observe(VIEW, {"a": record(report(3, loss=1.5, global_step=9))}, 1.0)
+    [line] = watch.observe(rewound(9, 2), {"a": record(report(3, loss=1.5, global_step=9))}, 1.0)
     assert (line["step"], line["global_step"], line["loss"]) == (3, 9, 1.5)
     assert steps_of(watch.lines) == [1, 2, 3]
     assert [line["global_step"] for line in watch.lines] == [0, 1, 9]
     assert (watch.step, watch.global_step) == (3, 9)
-    assert steps_of(watch.observe(VIEW, {"a": record(report(4, global_step=10))}, 2.0)) == [4]
+    assert steps_of(watch.observe(rewound(9, 2), {"a": record(report(4, global_step=10))}, 2.0)) == [4]
 
 
 def test_a_rewind_to_the_beginning_takes_all_lines_back():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
-    watch.observe(VIEW, {"a": record(report(1, global_step=6))}, 1.0)
+    watch.observe(rewound(6, 0), {"a": record(report(1, global_step=6))}, 1.0)
     assert [(line["step"], line["global_step"]) for line in watch.lines] == [(1, 6)]
+
+
+def test_a_rewind_is_believed_when_the_next_stage_tells_of_it():
+    watch = make_watch()
+    watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
+    gone_back = {"a": record(report(2, global_step=6), report(3, global_step=7))}
+    assert watch.observe(VIEW, gone_back, 1.0) == []
+    assert steps_of(watch.observe(rewound(6, 1), gone_back, 2.0)) == [2, 3]
 
 
 def test_reports_of_a_line_that_was_given_up_come_too_late():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
-    watch.observe(VIEW, {"a": record(report(2, global_step=6))}, 1.0)
-    assert watch.observe(VIEW, {"b": record(report(3), report(4))}, 2.0) == []
+    watch.observe(rewound(6, 1), {"a": record(report(2, global_step=6))}, 1.0)
+    assert watch.observe(rewound(6, 1), {"b": record(report(3), report(4))}, 2.0) == []
     assert steps_of(watch.lines) == [1, 2]
 
 
 def test_both_lines_at_once_come_in_the_order_of_global_steps():
+    """One that was left behind has downloaded the state after the rewind: it remembers what it did before."""
     watch = make_watch()
-    lines = watch.observe(
-        VIEW, {"a": record(report(2, global_step=9)), "b": record(report(1), report(2), report(3))}, 0.0
-    )
+    old, new = [report(1), report(2), report(3)], report(2, global_step=9)
+    lines = watch.observe(rewound(9, 1), {"a": record(*old, new)}, 0.0)
     assert steps_of(lines) == [1, 2, 3, 2]
     assert steps_of(watch.lines) == [1, 2]
 
@@ -245,10 +265,79 @@ def test_validations_are_those_of_the_line_that_goes_on():
     watch = make_watch(validation_every=2, validation_samples=4)
     watch.observe(VIEW, {"a": record(report(1), report(2), validations=[(2, 4, 12.0)])}, 0.0)
     assert watch.lines[-1]["validation_loss"] == 3.0
-    rewound = {"a": record(report(2, global_step=8), validations=[(2, 4, 12.0)])}
-    assert watch.observe(VIEW, rewound, 1.0) == []
-    [line] = watch.observe(VIEW, {"a": record(validations=[(9, 4, 4.0)])}, 2.0)
+    gone_back = {"a": record(report(2, global_step=8), validations=[(2, 4, 12.0)])}
+    assert watch.observe(rewound(8, 1), gone_back, 1.0) == []
+    [line] = watch.observe(rewound(8, 1), {"a": record(validations=[(9, 4, 4.0)])}, 2.0)
     assert (line["step"], line["validation_loss"]) == (2, 1.0)
+
+
+# --- whom to believe --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lie", [report(10, global_step=10), report(1, global_step=2**40 - 1)])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_one_of_stage_0_neither_ends_the_run_nor_makes_its_account_deaf(lie, num_stages):
+    watch = make_watch()
+    liar, honest, past = report(4, global_step=20), range(1, 10), []
+    for updates in honest:
+        peers = [peer("a", 0), peer("b", 0, PeerState.SERVING, step=2**40 - 1, updates=1)]
+        peers += [peer("c", 1)] if num_stages == 2 else [peer("c", 0)]
+        past.append(report(updates))
+        told = {"a": record(*past), "b": record(lie, liar)} | ({"c": record(*past)} if num_stages == 1 else {})
+        watch.observe(SwarmView(num_stages, tuple(peers)), told, 0.0)
+        if num_stages == 2:  # the liar is half of stage 0, and the next stage has announced itself
+            view = SwarmView(2, (*peers[:2], peer("c", 1, step=updates)))
+            watch.observe(view, told, 1.0)
+        assert (watch.step, watch.global_step) == (updates, updates - 1)
+
+
+def test_who_is_alone_in_stage_0_tells_of_nothing_that_the_others_are_far_from():
+    watch = make_watch()
+    for claim in (report(1, global_step=2**40 - 1), report(MAX_STEPS_AHEAD + 1), report(5, global_step=30)):
+        assert watch.observe(VIEW, {"a": record(claim)}, 0.0) == []
+    nobody = SwarmView(2, (peer("a", 0),))
+    assert watch.observe(nobody, {"a": record(report(1))}, 0.0) == []
+    assert steps_of(watch.observe(VIEW, {"a": record(report(1))}, 0.0)) == [1]
+
+
+def test_who_has_died_or_hangs_is_not_waited_for_when_the_next_stage_goes_on():
+    watch = make_watch()
+    told = {"a": record(report(1), report(2)), "b": record(report(1))}
+    assert steps_of(watch.observe(BOTH, told, 0.0)) == [1]
+    on = SwarmView(2, (*BOTH.in_stage(0), peer("c", 1, step=2)))
+    assert steps_of(watch.observe(on, told, 1.0)) == [2]
+
+
+def test_who_has_died_is_not_waited_for_when_its_announcement_is_over():
+    watch = make_watch()
+    told = {"a": record(report(1), report(2)), "b": record(report(1))}
+    assert steps_of(watch.observe(BOTH, told, 0.0)) == [1]
+    assert steps_of(watch.observe(SwarmView(2, (peer("a", 0), peer("c", 1))), told, 1.0)) == [2]
+
+
+def test_who_came_later_bears_out_what_came_before():
+    watch = make_watch()
+    first = {"a": record(report(1))}
+    newcomer = SwarmView(2, (peer("a", 0), peer("b", 0, step=1), peer("c", 1)))
+    assert steps_of(watch.observe(newcomer, first, 0.0)) == [1], "by its announcement"
+    told = {"a": record(report(1), report(2), report(3)), "b": record(report(3))}
+    assert steps_of(watch.observe(newcomer, told, 0.0)) == [2, 3], "by its reports"
+
+
+def test_a_coordinator_that_restarts_in_mid_run_begins_with_what_is_told_first():
+    """After a rewind, too: global steps and updates differ."""
+    watch = make_watch(steps=1000)
+    told = {"a": record(*(report(updates, global_step=updates + 40) for updates in range(101, 133)))}
+    lines = watch.observe(rewound(131, 90), told, 0.0)
+    assert steps_of(lines) == list(range(101, 133))
+
+
+def test_what_one_alone_says_of_the_current_step_is_not_shown():
+    watch = make_watch()
+    crowd = SwarmView(2, (*BOTH.peers, peer("d", 0)))
+    told = {"a": record(step=4, samples=2), "b": record(step=2**40 - 1, samples=4), "d": record(step=4, samples=1)}
+    watch.observe(crowd, told, 0.0)
+    assert (watch.current_step, watch.current_samples) == (4, 3)
 
 
 # --- the run as a whole -----------------------------------------------------------------------------------------------
@@ -256,9 +345,9 @@ def test_validations_are_those_of_the_line_that_goes_on():
 
 def test_progress_of_the_newest_step_is_summed():
     watch = make_watch()
-    watch.observe(VIEW, {"a": record(step=4, samples=2), "b": record(step=4, samples=4)}, 0.0)
+    watch.observe(BOTH, {"a": record(step=4, samples=2), "b": record(step=4, samples=4)}, 0.0)
     assert (watch.current_step, watch.current_samples) == (4, 6)
-    watch.observe(VIEW, {"a": record(step=5, samples=2), "b": record(step=4, samples=8)}, 0.0)
+    watch.observe(BOTH, {"a": record(step=5, samples=2), "b": record(step=4, samples=8)}, 0.0)
     assert (watch.current_step, watch.current_samples) == (5, 2)
     watch.observe(VIEW, {}, 0.0)
     assert (watch.current_step, watch.current_samples) == (5, 0)
@@ -294,7 +383,7 @@ def test_the_summary():
         {
             "peer": "c",
             "state": "serving",
-            "step": 1,
+            "step": 0,
             "note": "busy",
             "samples_per_s": 2.0,
             "tokens_per_s": 20.0,
@@ -371,11 +460,9 @@ def test_a_coordinator_that_restarts_in_the_middle_of_a_rewind_takes_lines_back_
     first.close()
     again = MetricsFile(tmp_path, resume=True)
     watch = make_watch()
-    told = {
-        "a": record(*(report(updates, global_step=global_step) for updates, global_step in [(3, 9), (4, 10), (5, 11)])),
-        "b": record(*(report(updates) for updates in range(1, 6))),
-    }
-    new = [line for line in watch.observe(VIEW, told, 0.0) if again.write(line)]
+    old = [report(updates) for updates in range(1, 6)]
+    rewind = [report(updates, global_step=global_step) for updates, global_step in [(3, 9), (4, 10), (5, 11)]]
+    new = [line for line in watch.observe(rewound(12, 5), {"a": record(*old, *rewind)}, 0.0) if again.write(line)]
     again.close()
     assert [(line["step"], line["global_step"]) for line in new] == [(4, 10), (5, 11)]
     expected = [(1, 0), (2, 1), (3, 9), (4, 10), (5, 11)]
