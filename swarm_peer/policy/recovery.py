@@ -32,6 +32,10 @@ class Origin:
         """When the weights that `step` begins with were born."""
         return self.born if step == self.step else step
 
+    def gave_up(self, line: Origin, born: int) -> bool:
+        """Whether weights of an earlier line, born then, were given up when the run went on from here."""
+        return line < self and born > self.born
+
 
 FIRST_ORIGIN = Origin(0, 0, 0)
 

@@ -88,8 +88,7 @@ class SnapshotKeeper:
         """Keep a stage's state as a file, and forget the oldest one of that stage."""
         path = self._path(stage, state.born)
         offer = await anyio.to_thread.run_sync(_write_offer, stage, state, path)
-        origin = state.origin if self.current is None else self.current.origin
-        if state.origin < origin and state.born > origin.born:
+        if self.current is not None and self.current.origin.gave_up(state.origin, state.born):
             _remove(path)
             log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
             return
@@ -132,10 +131,10 @@ class SnapshotKeeper:
         self._offers.pop(self._kept.pop(known), None)
         _remove(self._path(known.stage, known.born))
 
-    def _forget_after(self, born: int) -> None:
-        """Later snapshots are of a line of updates that was given up."""
-        for known in [known for known in self._kept if known.born > born]:
-            self._forget(known)
+    def _forget_given_up(self, origin: Origin) -> None:
+        for known, line in self.kept():
+            if origin.gave_up(line, known.born):
+                self._forget(known)
 
     def _is_kept(self, key: bytes) -> bool:
         return key in self._kept.values()
@@ -205,7 +204,8 @@ class StateDonor(SnapshotKeeper):
         if self.current is not None and origin != self.current.origin:
             self._updates.clear()
             self._update_ids.clear()
-            self._forget_after(origin.born)
+        # A peer that has moved here may come with snapshots of a line that the run has left since.
+        self._forget_given_up(origin)
         self.current = StageState(step, lineage, {}, origin, ledger)
         self._drop_unused()
         self._changed.notify()

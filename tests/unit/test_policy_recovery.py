@@ -25,6 +25,14 @@ def test_weights_that_were_gone_back_to_were_born_before():
     assert Origin(20, 5, 9).born_at(21) == 21
 
 
+def test_what_was_born_after_the_weights_that_the_run_went_back_to_was_given_up():
+    origin = Origin(20, 5, 5)
+    assert origin.gave_up(FIRST_ORIGIN, 6)
+    assert not origin.gave_up(FIRST_ORIGIN, 5)
+    assert not origin.gave_up(origin, 21)
+    assert not origin.gave_up(Origin(30, 5, 5), 31), "of a later line"
+
+
 # --- where the run goes back to ---------------------------------------------------------------------------------------
 
 NUM_STAGES = 3

@@ -773,6 +773,27 @@ async def test_later_snapshots_are_forgotten_when_the_run_goes_back(world):
     assert (await kept_by(world, donor)).kept == reply.kept
 
 
+async def test_what_a_mover_brings_along_of_a_line_that_was_given_up_is_forgotten(world):
+    before, origin = await world.donor("a"), Origin(20, 4, 4)
+    for updates in (4, 7):
+        await before.donor.keep(STAGE, before.state_of(updates))
+    for state in (before.state_of(6), before.state_of(5, origin=origin)):
+        await before.donor.keep(2, state)
+    donor = StateDonor(FakeTrainer(1, 4), before.compute, Signal(), 2, before.folder)
+    donor.enter(20, "lineage", origin, b"")
+    assert sorted(known for known, _ in donor.kept()) == [(STAGE, 4, 4), (2, 21, 5)]
+    assert before.files() == ["stage-1-step-4", "stage-2-step-21"]
+
+
+async def test_who_moves_within_a_line_keeps_its_snapshots(world):
+    before, origin = await world.donor("a", step=23, origin=Origin(20, 4, 4)), Origin(20, 4, 4)
+    for updates in (4, 6):
+        await before.donor.keep(2, before.state_of(updates, origin=FIRST_ORIGIN if updates == 4 else origin))
+    donor = StateDonor(FakeTrainer(1, 7), before.compute, Signal(), 2, before.folder)
+    donor.enter(23, "lineage", origin, b"")
+    assert sorted(known for known, _ in donor.kept()) == [(2, 4, 4), (2, 22, 6)]
+
+
 async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world):
     donor = await world.donor("a", step=6)
     await donor.donor.keep(2, donor.state_of(4))
