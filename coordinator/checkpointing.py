@@ -142,7 +142,8 @@ class CheckpointWriter:
                 born = self._born(updates)  # another one after the run has gone back and come here again
                 if born is None:
                     raise CallError("the run has gone back to before it")
-                states = [await self._fetch(transport, stage, born) for stage in range(self._manifest.stages.count)]
+                weights = Origin(born, updates, born)
+                states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
                 await anyio.to_thread.run_sync(self._store.save, updates, self._manifest, states)
                 return
             except CallError as error:
@@ -155,17 +156,20 @@ class CheckpointWriter:
             await anyio.sleep(RETRY_S)
         log.error("checkpoint_missed updates=%d reason=the run went on before all stages gave theirs", updates)
 
-    async def _fetch(self, transport: Transport, stage: int, born: int) -> StageState:
+    async def _fetch(self, transport: Transport, stage: int, weights: Origin) -> StageState:
         view = self._view()
         # Its own peers first; those of other stages may keep it, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
-        call = StateIndexCall(manifest=self._manifest.hash, of_stage=stage, born=born)
-        return await fetch_state(
+        call = StateIndexCall(manifest=self._manifest.hash, of_stage=stage, born=weights.born)
+        state = await fetch_state(
             transport,
             [peer.peer_id for peer in peers],
             call,
             max_bytes=max_state_bytes(self._manifest, stage),
+            updates=weights.updates,
         )
+        # Who took it after the run had gone back to these weights has it under a later step and origin than others.
+        return replace(state, step=weights.step, origin=weights)
 
 
 class Resumption:

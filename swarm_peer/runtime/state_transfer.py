@@ -44,6 +44,7 @@ async def fetch_state(
     call: StateIndexCall,
     *,
     max_bytes: int,
+    updates: int | None = None,
     rng: random.Random | None = None,
 ) -> StageState:
     """Download what `call` asks for.
@@ -51,6 +52,7 @@ async def fetch_state(
     Args:
         donors: peers that may have it, in any order
         max_bytes: refuse what claims to be larger
+        updates: and what claims another number of them, if it is known how many led to it
 
     Raises:
         CallError: nobody gave it whole; says what each answered
@@ -67,9 +69,9 @@ async def fetch_state(
 
     while waiting:
         asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
-        found = await _ask_index(transport, asked, call, max_bytes, failed)
-        # The newest first. Whoever claims to be ahead of all others must not keep them from being asked.
-        by_age = sorted(found.items(), key=lambda known: (known[1][0].step, len(known[1][1]), min(known[1][1])))
+        found = await _ask_index(transport, asked, call, max_bytes, updates, failed)
+        by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
+        # Whoever claims to be ahead of all others must not keep them from being asked.
         for name, (index, agreeing) in reversed(by_age):
             state = await _download(transport, name, index, agreeing, call.manifest, failed)
             if state is not None:
@@ -78,11 +80,17 @@ async def fetch_state(
     raise CallError(f"no donor gave the {what}: {'; '.join(reasons) or 'there is none'}")
 
 
+def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:
+    """The newest state, and of one step what most donors give. The same weights may be there under several steps."""
+    return (index.step if call.born is None else call.born, len(donors), min(donors))
+
+
 async def _ask_index(
     transport: Transport,
     donors: Sequence[str],
     call: StateIndexCall,
     max_bytes: int,
+    updates: int | None,
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
     """The indexes that they give, by hash, and who gives which."""
@@ -95,7 +103,7 @@ async def _ask_index(
                 raise InvalidMessage("the index is missing")
             packed = bytes(reply.tensors[0])
             index = unpack_fields(StateIndex, memoryview(packed))
-            _check_index(index, call, max_bytes)
+            _check_index(index, call, max_bytes, updates)
             found.setdefault(hashlib.sha256(packed).digest(), (index, []))[1].append(donor)
         except CallError as error:
             failed(donor, error)
@@ -106,9 +114,10 @@ async def _ask_index(
     return found
 
 
-def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int) -> None:
+def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, updates: int | None) -> None:
     total_bytes = sum(num_bytes(entry) for entry in index.entries)
-    born = origin_of(index).born_at(index.step)
+    origin = origin_of(index)
+    born, claimed = origin.born_at(index.step), origin.updates_at(index.step)
     fits = index.step >= call.min_step if call.kind == "state" else index.step == call.min_step
     if (
         (index.stage, index.kind) != (call.of_stage, call.kind)
@@ -122,6 +131,8 @@ def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int) -> Non
             f"wanted at most {max_bytes} bytes, {call.kind} of stage {call.of_stage} at step {call.min_step}, born in "
             f"{'any step' if call.born is None else call.born}"
         )
+    if updates not in (None, claimed):
+        raise InvalidMessage(f"offered what {claimed} updates led to; wanted what {updates} updates led to")
 
 
 async def _download(

@@ -8,17 +8,24 @@ import logging
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
+import anyio
 import fsspec
 import pytest
 import torch
+from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
 
-from coordinator import checkpoint_files, checkpoint_folder
+from coordinator import checkpoint_files, checkpoint_folder, checkpointing
+from coordinator.checkpointing import CheckpointPlan, CheckpointWriter
 from coordinator.checkpoints import CheckpointStore, find_checkpoint
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.handlers import CallDispatcher
+from swarm_peer.runtime.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state_index import StageState
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -596,3 +603,69 @@ def test_states_that_do_not_fit_together_are_refused():
         CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)])
     with pytest.raises(AssertionError, match="one state for each stage"):
         CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1])
+
+
+# --- of a live run ----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Peers that keep snapshots of a run that has made 60 updates and waits there."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.network = MemoryNetwork()
+        self.peers = []
+        self.manifest = manifest_of(
+            model={"config": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "tie_word_embeddings": False}},
+            recovery={"snapshot_every": 10},
+            training={"steps": 1000, "global_batch_size": 2, "microbatch_size": 2},
+        )
+        self.store = CheckpointStore(str(folder / "checkpoints"))
+
+    async def add(self, peer_id, stage, step, origin):
+        state = dataclasses.replace(state_of(stage, step), origin=origin)
+        keeper = SnapshotKeeper(self.folder / peer_id)
+        await keeper.keep(stage, state)
+        await self.network.transport(peer_id).serve(CallDispatcher(self.manifest.hash, stage, keeper.calls))
+        self.peers.append(PeerView(peer_id, stage, PeerState.SERVING))
+        return state
+
+    def view(self):
+        return SwarmView(2, tuple(self.peers))
+
+    async def save(self):
+        plan = CheckpointPlan(self.store, 10)
+        writer = CheckpointWriter(self.manifest, plan, lambda: 60, lambda updates: 60, self.view)
+        await writer._save(self.network.transport("coordinator"), 60)
+
+
+@pytest.fixture
+async def run(tmp_path):
+    run = Run(tmp_path)
+    async with run.network:
+        yield run
+
+
+async def test_snapshots_from_before_and_after_a_rewind_make_one_checkpoint(run):
+    """One peer has taken the same weights anew, where the run went on from them."""
+    states = [await run.add("a", 0, 60, FIRST_ORIGIN), await run.add("b", 1, 77, Origin(77, 60, 60))]
+    await run.save()
+    checkpoint = run.store.newest(run.manifest)
+    assert (checkpoint.updates, checkpoint.step) == (60, 60)
+    for stage, state in enumerate(states):
+        assert_same(checkpoint.load_stage(stage), dataclasses.replace(state, step=60, origin=Origin(60, 60, 60)))
+
+
+async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):
+    """Nor does the coordinator end of it: it waits until somebody gives the right one."""
+    await run.add("a", 0, 60, FIRST_ORIGIN)
+    await run.add("liar", 1, 77, Origin(77, 50, 60))
+    expected = []
+
+    async def sleep(seconds):
+        expected.append(await run.add("b", 1, 60, FIRST_ORIGIN))
+
+    monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
+    await run.save()
+    [state] = expected
+    assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, origin=Origin(60, 60, 60)))

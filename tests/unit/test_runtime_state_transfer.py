@@ -115,12 +115,12 @@ class World:
         self.donors.append(donor)
         return donor
 
-    async def fetch(self, *donors, max_bytes=10_000, stage=STAGE, rng=None, **wanted):
+    async def fetch(self, *donors, max_bytes=10_000, updates=None, stage=STAGE, rng=None, **wanted):
         """Donors are asked in this order."""
         call = StateIndexCall(manifest=HASH, of_stage=stage, **wanted)
         ids = [getattr(donor, "peer_id", donor) for donor in donors]
         me = self.network.transport("me")
-        return await fetch_state(me, ids, call, max_bytes=max_bytes, rng=rng or InOrder())
+        return await fetch_state(me, ids, call, max_bytes=max_bytes, updates=updates, rng=rng or InOrder())
 
     async def call(self, donor, body):
         return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
@@ -708,6 +708,25 @@ async def test_the_state_of_another_step_is_refused(world):
     world.network.fault(op="state_index", tamper=changed_index(lambda index: {"step": 4}))
     with pytest.raises(CallError, match=r"at step 4, born in 4; wanted .* born in 3"):
         await world.fetch(donor, born=3)
+
+
+async def test_a_snapshot_under_a_later_step_is_no_better(world):
+    """It is of the same weights, or a lie: what most donors give is taken."""
+    liar, good, also_good = [await world.donor(name) for name in "abc"]
+    for donor in (good, also_good):
+        await donor.donor.keep(STAGE, donor.state_of(3))
+    lie = dataclasses.replace(liar.state_of(3, fill=9), step=900, origin=Origin(900, 3, 3))
+    await liar.donor.keep(STAGE, lie)
+    state = await world.fetch(liar, good, also_good, born=3, updates=3)
+    assert_equal(state.tensors, good.trainer.state())
+    assert world.chunks_from(liar) == 0
+
+
+async def test_a_snapshot_of_other_updates_is_refused(world):
+    donor = await world.donor("a")
+    await donor.donor.keep(STAGE, dataclasses.replace(donor.state_of(3), step=900, origin=Origin(900, 2, 3)))
+    with pytest.raises(CallError, match="offered what 2 updates led to; wanted what 3 updates led to"):
+        await world.fetch(donor, born=3, updates=3)
 
 
 async def test_a_kept_state_is_read_back(world):
