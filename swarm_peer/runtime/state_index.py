@@ -19,6 +19,9 @@ DTYPES = {
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 }
 
+# Of a tensor; one without elements has sizes all the same, and torch multiplies them.
+MAX_ELEMENTS = 2**40
+
 
 @dataclass(frozen=True, slots=True)
 class StageState:
@@ -85,11 +88,13 @@ def num_bytes(entry: StateEntry) -> int:
     """Of the tensor that it describes.
 
     Raises:
-        InvalidMessage: a type that no state has, or hashes of more or fewer chunks than that
+        InvalidMessage: a type or a shape that no state has, or hashes of more or fewer chunks than that
     """
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
         raise InvalidMessage(f"tensor {entry.name:.100} of type {entry.dtype}")
+    if math.prod(size for size in entry.shape if size) > MAX_ELEMENTS:
+        raise InvalidMessage(f"tensor {entry.name:.100} of shape {entry.shape}")
     size = math.prod(entry.shape) * dtype.itemsize
     if len(entry.chunks) != -(-size // STATE_CHUNK_BYTES):
         raise InvalidMessage(f"tensor {entry.name:.100} of {size} bytes with hashes of {len(entry.chunks)} chunks")
@@ -97,9 +102,15 @@ def num_bytes(entry: StateEntry) -> int:
 
 
 def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
-    """The state that an index describes, of its tensors' bytes (uint8), which it shares memory with."""
-    tensors = {
-        entry.name: buffer.view(DTYPES[entry.dtype]).view(entry.shape)
-        for entry, buffer in zip(index.entries, buffers, strict=True)
-    }
+    """The state that an index describes, of its tensors' bytes (uint8), which it shares memory with.
+
+    Raises:
+        InvalidMessage: a tensor cannot be made of its bytes
+    """
+    tensors = {}
+    for entry, buffer in zip(index.entries, buffers, strict=True):
+        try:
+            tensors[entry.name] = buffer.view(DTYPES[entry.dtype]).view(entry.shape)
+        except RuntimeError as error:
+            raise InvalidMessage(f"tensor {entry.name:.100} of shape {entry.shape}: {error}") from error
     return StageState(index.step, index.lineage, tensors, origin_of(index), index.ledger)

@@ -180,8 +180,14 @@ async def _download(
                     tasks.start_soon(take_chunks, donor)
     if missing:
         return None
+    try:
+        state = assemble(index, buffers)
+    except InvalidMessage as error:
+        for donor in sorted(alive):
+            failed(donor, error)
+        return None
     log.info(
         "downloaded kind=%s stage=%d step=%d bytes=%d donors=%d seconds=%.2f",
         index.kind, index.stage, index.step, sum(sizes), len(donors), anyio.current_time() - begin,
     )  # fmt: skip
-    return assemble(index, buffers)
+    return state

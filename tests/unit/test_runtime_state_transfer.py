@@ -268,7 +268,15 @@ async def test_which_donors_are_asked_is_up_to_chance(world):
         ),
         (
             {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(2**39,) * 8))},
-            "weight of [0-9]+ bytes with hashes of 9 chunks",
+            "weight of shape .549755813888, 549755813888",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(2**20,)))},
+            "weight of 4194304 bytes with hashes of 9 chunks",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(5, shape=(2**39, 2**39, 0)))},
+            "empty of shape .549755813888, 549755813888, 0",
         ),
         ({"op": "state_index", "tamper": changed_index(with_entry(0, chunks=()))}, "weight of 140 .* of 0 chunks"),
         ({"op": "state_index", "tamper": changed_index(with_entry(0, chunks=chunks(10)))}, "hashes of 10 chunks"),
@@ -381,12 +389,24 @@ async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
         await world.fetch(donor, max_bytes=total - 1)
 
 
-async def test_tensors_without_elements_may_have_any_shape(world):
+@pytest.mark.parametrize("shape", [(0,), (2**20, 0, 2**20), (0, *[2**5] * 7)])
+async def test_tensors_without_elements_come_over(world, shape):
     donor = await world.donor("a")
-    huge = (0, *[2**39] * 7)
-    tensors = donor.trainer.state() | {"empty": torch.zeros(0).view(huge)}
+    tensors = donor.trainer.state() | {"empty": torch.zeros(0).view(shape)}
     donor.trainer.state = lambda: tensors
-    assert (await world.fetch(donor)).tensors["empty"].shape == huge
+    assert (await world.fetch(donor)).tensors["empty"].shape == shape
+
+
+async def test_a_donor_whose_bytes_make_no_tensor_is_left(world, monkeypatch):
+    monkeypatch.setattr(state_index, "MAX_ELEMENTS", 2**100)
+    liar, good = await world.donor("a", step=4), await world.donor("b")
+    name, index = await world.index_of(liar)
+    offer = liar.donor._offers.pop(name)
+    index = index.model_copy(update=with_entry(5, shape=(2**39, 2**39, 0))(index))
+    liar.donor._offer(dataclasses.replace(offer, index=index, packed=pack_fields(index)))
+    assert_state_of(await world.fetch(liar, good), good)
+    with pytest.raises(CallError, match="no donor gave the state of stage 1: a: tensor empty of shape"):
+        await world.fetch(liar)
 
 
 async def test_no_donor_at_all_is_told(world):
