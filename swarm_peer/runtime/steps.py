@@ -361,9 +361,11 @@ class StepLoop:
             call = StateIndexCall(manifest=self._hash, of_stage=self._stage, kind="update", min_step=self.step)
             try:
                 update = await fetch_state(self._transport, donors, call, max_bytes=max_bytes, rng=self._rng)
-                if [tensor.shape for tensor in update.tensors.values()] != shapes or update.origin != self.origin:
-                    raise InvalidMessage("an update that does not fit this stage")
                 gradients = list(update.tensors.values())
+                # Their digest is one of bytes: as another type, the same bytes are other gradients.
+                fits = all(gradient.dtype == torch.float32 for gradient in gradients)
+                if not fits or [gradient.shape for gradient in gradients] != shapes or update.origin != self.origin:
+                    raise InvalidMessage("an update that does not fit this stage")
                 # The next barrier compares lineages alone: the right one must not come with other gradients.
                 if await anyio.to_thread.run_sync(checksum, self._group.lineage, gradients) != update.lineage:
                     raise InvalidMessage("an update that is not the one of its lineage")

@@ -16,6 +16,7 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_ORIGIN, Kept, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import recovery, steps
+from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
@@ -737,6 +738,25 @@ async def test_a_peer_goes_back_to_the_initial_weights(follower):
     assert (follower.steps.updates, follower.trainer.step) == (0, 0)
     assert_equal(follower.trainer.module.state_dict(), initial.module.state_dict())
     running.cancel()
+
+
+async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatch):
+    gradients = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
+    lineage = checksum(follower.steps._group.lineage, gradients)
+    offers = [[gradient.view(torch.int32) for gradient in gradients], gradients]
+
+    async def fetch(transport, donors, call, **options):
+        if call.min_step != 3:
+            raise NotServing("there is none")
+        tensors = {str(number): gradient for number, gradient in enumerate(offers.pop(0))}
+        return StageState(3, lineage, tensors, FIRST_ORIGIN, b"")
+
+    monkeypatch.setattr(steps, "fetch_state", fetch)
+    before = state_of(follower.trainer)
+    assert not await follower.steps._replay(["m"])
+    assert_equal(state_of(follower.trainer), before)
+    assert await follower.steps._replay(["m"])
+    assert (follower.steps.step, follower.trainer.step) == (4, 4)
 
 
 async def test_what_is_kept_says_where_a_peer_stands(follower):
