@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import anyio
 
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, NotServing
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.transport import Handler, Reply, Transport, check_body
 from swarm_peer.wire.messages import Body, CountsCall, CountsReply, GoodbyeCall, GreetCall
@@ -15,13 +15,17 @@ from swarm_peer.wire.messages import Body, CountsCall, CountsReply, GoodbyeCall,
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
+# A newcomer greets until its stage-mates have seen its announcement: they look every three seconds or so, and at once
+# when a stranger greets.
+GREET_TRIES = 20
+GREET_PAUSE_S = 0.5
 
 
 class Gossip:
     """Belongs to the event loop's thread.
 
     Args:
-        welcome: told of a stage-mate that makes itself known
+        welcome: told of a peer that says it is a stage-mate; raises NotServing as long as it is not known for one
         drop: told of a peer that leaves
     """
 
@@ -57,15 +61,24 @@ class Gossip:
         body = GreetCall(
             manifest=self._hash, stage=stage, step=self._progress.step, counts=self._progress.signed_counts()
         )
-        return await self._exchange(peers, body)
+        to_greet, newest = set(peers), self._progress.step
+        for attempt in range(GREET_TRIES):
+            if attempt:
+                await anyio.sleep(GREET_PAUSE_S)
+            seen, to_greet = await self._exchange(to_greet, body)
+            newest = max(newest, seen)
+            if not to_greet:
+                break
+        return newest
 
     async def say_goodbye(self, peers: Iterable[str], serial: int) -> None:
         """Tell peers that this one, whose last announcement has that serial number, is gone: nobody waits for it."""
         counts = self._progress.signed_counts()
         await self._exchange(peers, GoodbyeCall(manifest=self._hash, serial=serial, counts=counts))
 
-    async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall) -> int:
-        newest = self._progress.step
+    async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall) -> tuple[int, set[str]]:
+        """Returns the newest step that any of them is in, and who does not know this peer."""
+        newest, refused = self._progress.step, set[str]()
 
         async def exchange(peer_id: str) -> None:
             nonlocal newest
@@ -76,11 +89,13 @@ class Gossip:
                 newest = max(newest, answer.step)
             except CallError as error:
                 log.info("peer_not_told peer=%s op=%s reason=%s: %s", peer_id, body.op, error.code, error)
+                if isinstance(error, NotServing):
+                    refused.add(peer_id)
 
         async with anyio.create_task_group() as tasks:
             for peer_id in sorted(set(peers) - {self._transport.peer_id}):
                 tasks.start_soon(exchange, peer_id)
-        return newest
+        return newest, refused
 
     async def _handle_counts(
         self, caller: str, call: CountsCall | GreetCall | GoodbyeCall, tensors: Sequence[memoryview]

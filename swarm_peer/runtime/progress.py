@@ -30,7 +30,7 @@ class ProgressBook:
         changed: Signal,
     ):
         """Args:
-        is_author: whether a peer is known to serve stage 0
+        is_author: whether a peer is known to serve stage 0; has the directory look if it is not
         """
         self.ledger = StepLedger(global_batch_size)
         self.step = 0  # the oldest step of interest: this peer's own
@@ -127,6 +127,10 @@ class ProgressBook:
         if step > self.newest_step_seen:
             self.newest_step_seen = step
             self._changed.notify()
+
+    def saw_stranger(self, peer_id: str) -> None:
+        """Note that a peer is there which the directory does not know: it looks at its next turn (`is_author`)."""
+        self._is_author(peer_id)
 
     def _signed_values(self, author: str) -> Iterable[bytes]:
         return [counts[author] for counts in self._signed.values() if author in counts]

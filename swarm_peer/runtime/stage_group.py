@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 # A stage-mate that does not answer for this long beyond that has stalled, and is left out.
 STALL_S = 8.0
+# In announcement lifetimes: how long a stage-mate that is in the view no more is known. It may be out of it for a
+# moment: it could not be dialled once, or the DHT was late.
+PATIENCE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Settlement:
 
 
 class _LeftBehind(Exception):
-    """Stage-mates (`holders`) are in a later step already."""
+    """Stage-mates (`holders`), at least as many as are ready here, are in a later step already."""
 
     def __init__(self, holders: list[str]):
         super().__init__(holders)
@@ -99,7 +102,8 @@ class StageGroup:
         self._lineage = ""
         self._samples = 0  # that this peer brings to the round
         self._ready_attempt: int | None = None  # of this step; None while microbatches are still running
-        self._welcomed: dict[str, float] = {}  # stage-mates that made themselves known, with the time of it
+        self._announced: dict[str, float] = {}  # stage-mates, with the time they were last in the view
+        self._welcomed: dict[str, float] = {}  # those that made themselves known, with the time of it
         # Of those that held up a barrier: left out of some of the next ones, until they say that they are ready.
         self._health = PeerHealth(2 * self._barrier_timeout_s, 64 * self._barrier_timeout_s)
         self._left = False
@@ -117,6 +121,7 @@ class StageGroup:
         """Begin a step, with weights that `lineage` is the digest of."""
         self._step, self._lineage = step, lineage
         self._ready_attempt = None
+        self._note_announced()
         self._votes = {known: vote for known, vote in self._votes.items() if known >= step - 1}
         self._changed.notify()
 
@@ -126,7 +131,14 @@ class StageGroup:
         self._changed.notify()
 
     def welcome(self, peer_id: str) -> None:
-        """Expect a stage-mate that has made itself known, until its announcement is sure to have been seen."""
+        """Expect a stage-mate that has made itself known, until its announcement is sure to have been seen.
+
+        Raises:
+            NotServing: it announces this stage nowhere, as far as this peer has seen; it may ask again soon
+        """
+        if not self._is_stage_mate(peer_id):
+            self._progress.saw_stranger(peer_id)
+            raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
         self._welcomed[peer_id] = time.monotonic()
 
     async def settle(self, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
@@ -224,9 +236,24 @@ class StageGroup:
                 log.warning("barrier_timeout step=%d ready=%d asked=%d", self._step, len(members), len(asked))
                 for peer_id in to_ask - members.keys():
                     self._health.failed(peer_id, time.monotonic())
-        if ahead:
+        # Fewer than are ready here may lie, or have gone on by themselves: the vote at the end of the next step tells
+        # them that their weights are not those of most. Of two, either one may have given up the other.
+        if len(ahead) >= len(members):
             raise _LeftBehind(sorted(ahead))
+        if ahead:
+            log.warning("some_are_ahead step=%d ready=%d ahead=%d", self._step, len(members), len(ahead))
         return members
+
+    def _note_announced(self) -> None:
+        now = time.monotonic()
+        oldest = now - PATIENCE * self._manifest.limits.announcement_s
+        self._announced = {peer_id: seen for peer_id, seen in self._announced.items() if seen >= oldest}
+        self._announced.update((peer.peer_id, now) for peer in self._view().in_stage(self._stage))
+
+    def _is_stage_mate(self, peer_id: str) -> bool:
+        """Whether a peer announces this stage, or did of late."""
+        self._note_announced()
+        return peer_id in self._announced
 
     def _stage_mates(self) -> set[str]:
         oldest = time.monotonic() - self._manifest.limits.announcement_s
@@ -282,22 +309,29 @@ class StageGroup:
                 return
 
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
-        is_mate = any(peer.peer_id == caller for peer in self._view().in_stage(self._stage))
+        is_mate = self._is_stage_mate(caller)
         self._progress.merge(call.counts, vouched=is_mate)
         if is_mate:
             # No further than it takes to have this peer look for itself: a false step must not outlive that.
             self._progress.saw_step(min(call.step, self._step + 1))
-        if call.step >= self._step:
+        else:
+            self._progress.saw_stranger(caller)
+        if is_mate and call.step >= self._step:
             # Before the wait: this peer may become ready in it, and must not go on without the caller.
             self.welcome(caller)
             self._health.succeeded(caller)
+
+        def is_ready() -> bool:
+            # A stranger is never told so, lest it average with members that do not expect it: it asks again.
+            return is_mate and self._is_ready(call)
+
         with anyio.move_on_after(POLL_S):
-            await self._changed.wait_for(lambda: self._left or call.step < self._step or self._is_ready(call))
+            await self._changed.wait_for(lambda: self._left or call.step < self._step or is_ready())
         if self._left:
             raise NotServing("this peer has left")
         if call.step < self._step:
             raise StepClosed(f"global step {call.step} is over in this stage", self._step)
-        attempt = self._ready_attempt if self._is_ready(call) else None
+        attempt = self._ready_attempt if is_ready() else None
         counts = self._progress.signed_counts()
         reply = ReadyReply(attempt=attempt, lineage=self._lineage, samples=self._samples, counts=counts)
         return Reply(reply.model_dump())

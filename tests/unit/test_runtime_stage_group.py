@@ -7,18 +7,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallTimeout, InvalidMessage, PeerUnreachable, StepClosed
+from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, PeerUnreachable, StepClosed
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.averaging import AveragingFailed, checksum
+from swarm_peer.runtime.gossip import GREET_TRIES, Gossip
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.stage_group import StageGroup
 from swarm_peer.runtime.transport import check_body
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import ReadyCall, VoteCall
+from swarm_peer.wire.messages import GreetCall, ReadyCall, VoteCall
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -85,16 +86,20 @@ class Member:
         self.peer_id = identity.peer_id
         self.transport = group.network.transport(self.peer_id)
         self.metrics, changed = PeerMetrics(), Signal()
-        self.progress = ProgressBook(
-            MANIFEST.hash, 8, identity, lambda author: author in group.ids(), self.metrics, changed
-        )
+        self.progress = ProgressBook(MANIFEST.hash, 8, identity, group.is_author, self.metrics, changed)
         self.group = StageGroup(
             MANIFEST, 0, self.transport, self, self.progress, lambda: group.view(self), self.metrics, changed
         )
+        self.gossip = Gossip(
+            MANIFEST.hash, self.transport, self.progress, self.group.welcome, lambda peer, serial: None
+        )
         self.group.enter(step, lineage)
+        self.progress.enter(step)
         self.gradients = [torch.full((3,), float(ord(name))), torch.full((2, 2), -float(ord(name)))]
 
     async def __call__(self, caller, op, body, tensors):
+        if op == "greet":
+            return await self.gossip.calls[GreetCall](caller, check_body(GreetCall, body), tensors)
         if op == "ready":
             return await self.group.handle_ready(caller, check_body(ReadyCall, body), tensors)
         return await self.group.handle_vote(caller, check_body(VoteCall, body), tensors)
@@ -115,6 +120,8 @@ class Group:
         self.rounds = Rounds()
         self.members = {}
         self.unseen = set()  # names that nobody's view has
+        self.joining = set()  # names of those that are not yet seen to serve
+        self.strangers = set()  # ids that the directory was to look for
 
     async def add(self, names, step=3, lineage="L"):
         for name in names:
@@ -122,12 +129,16 @@ class Group:
             await member.transport.serve(member)
         return [self.members[name] for name in names]
 
-    def ids(self):
-        return {member.peer_id for member in self.members.values()}
+    def is_author(self, peer_id):
+        known = {member.peer_id for member in self.members.values() if member.name not in self.unseen}
+        if peer_id not in known:
+            self.strangers.add(peer_id)
+        return peer_id in known
 
     def view(self, member):
         peers = [m for m in self.members.values() if m.name not in self.unseen or m is member]
-        return SwarmView(1, tuple(PeerView(m.peer_id, 0, PeerState.SERVING) for m in peers))
+        states = dict.fromkeys(self.joining - {member.name}, PeerState.JOINING)
+        return SwarmView(1, tuple(PeerView(m.peer_id, 0, states.get(m.name, PeerState.SERVING)) for m in peers))
 
     async def settle(self, **samples):
         """Have members end the step at the same time; returns their settlements by name."""
@@ -210,26 +221,81 @@ async def test_the_group_waits_for_those_that_still_compute(group):
     assert_committed([await early, await late], mean([first, second], [2, 2]), 4)
 
 
-async def test_who_asks_is_expected_even_if_no_announcement_was_seen(group):
+async def test_a_newcomer_that_has_greeted_is_expected_before_its_mates_see_that_it_serves(group):
     members = await group.add("ab")
-    group.unseen = {"b"}
+    group.joining = {"b"}
     members[0].group.welcome(members[1].peer_id)
     assert_committed((await group.settle(a=2, b=2)).values(), mean(members, [2, 2]), 4)
 
 
+@pytest.mark.parametrize("times", [2, 10**6])
+async def test_a_newcomer_greets_until_its_announcement_is_seen(group, monkeypatch, times):
+    monkeypatch.setattr("swarm_peer.runtime.gossip.GREET_PAUSE_S", 0.0)
+    members = first, second, newcomer = await group.add("abc", step=4)
+    newcomer.progress.enter(3)
+    group.joining = {"c"}
+    fault = group.network.fault(op="greet", to=first.peer_id, fail=NotServing("not seen yet"), times=times)
+    assert await newcomer.gossip.greet(0, [member.peer_id for member in members]) == 4
+    assert fault.fired == min(times, GREET_TRIES)
+    assert group.network.num_calls("greet", second.peer_id) == 1, "it knows the newcomer"
+    assert newcomer.peer_id in second.group._stage_mates()
+    assert (newcomer.peer_id in first.group._stage_mates()) == (times == 2), "nobody waits for ever"
+
+
 async def test_a_stage_mate_that_is_ready_makes_itself_known(group):
     members = first, second = await group.add("ab")
-    group.unseen = {"b"}
-    early = second.settle(2)  # sees the first, which has not seen it
+    group.joining = {"b"}
+    early = second.settle(2)  # sees the first, for which it still joins
     await anyio.wait_all_tasks_blocked()
     settled = await asyncio.gather(early, first.settle(2))
     assert_committed(settled, mean(members, [2, 2]), 4)
 
 
+async def test_who_is_out_of_the_view_for_a_moment_is_a_stage_mate_still(group):
+    members = first, second = await group.add("ab")
+    first.group.enter(3, "L")
+    group.unseen = {"b"}
+    early = second.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    settled = await asyncio.gather(early, first.settle(2))
+    assert_committed(settled, mean(members, [2, 2]), 4)
+
+
+async def test_a_stranger_is_not_welcome(group):
+    """Who announces this stage nowhere is not waited for, and not told that anybody is ready."""
+    group.unseen = {"c"}
+    members = await group.add("abc")
+    with pytest.raises(NotServing, match="no announcement of this peer"):
+        members[0].group.welcome(members[2].peer_id)
+    stranger = members[2].settle(2)  # it asks the others, and does not answer
+    await anyio.wait_all_tasks_blocked()
+    assert members[2].peer_id in group.strangers, "they have the directory look"
+    settled = await group.settle(a=2, b=4)
+    assert_committed(settled.values(), mean(members[:2], [2, 4]), 6)
+    for member in members[:2]:
+        member.group.enter(4, settled["a"].lineage)
+    assert (await stranger).verdict is Verdict.RESYNC
+
+
+@pytest.mark.parametrize("liar_is_announced", [True, False])
+async def test_one_liar_cannot_have_the_others_take_over_its_state(group, liar_is_announced):
+    *members, liar = await group.add("abcd")
+    if not liar_is_announced:
+        group.unseen = {"d"}
+        call = ReadyCall(manifest=MANIFEST.hash, stage=0, step=3, attempt=0, counts=())
+        asking = [asyncio.ensure_future(liar.transport.call(m.peer_id, call, timeout_s=5.0)) for m in members]
+        await anyio.wait_all_tasks_blocked()
+    fault = group.network.fault(op="ready", to=liar.peer_id, fail=StepClosed("over", 4), times=3)
+    settled = await group.settle(a=3, b=3, c=2)
+    assert fault.fired == (3 if liar_is_announced else 0)
+    assert_committed(settled.values(), mean(members, [3, 3, 2]), 8)
+    if not liar_is_announced:
+        for task in asking:
+            task.cancel()
+
+
 async def test_progress_counts_spread_at_the_barrier(group):
     first, second = await group.add("ab")
-    for member in (first, second):
-        member.progress.enter(3)
     first.progress.count_own(3, StepCount(6, 6, 1.0))
     second.progress.count_own(3, StepCount(2, 2, 1.0))
     await group.settle(a=6, b=2)
@@ -353,6 +419,36 @@ async def test_who_is_left_behind_takes_the_state_of_those_ahead(group):
     assert settlement.reason == "2 stage-mates have left step 3"
     assert group.rounds.log == []
     assert behind.group.lineage == "L"
+
+
+async def test_where_half_went_on_the_others_follow(group):
+    behind = await group.add("ab", step=3)
+    ahead = await group.add("cd", step=4, lineage="M")
+    settled = await group.settle(a=2, b=2)
+    for settlement in settled.values():
+        assert settlement.verdict is Verdict.RESYNC
+        assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
+    assert {member.group.lineage for member in behind} == {"L"}
+
+
+async def test_of_two_the_one_that_was_given_up_follows(group):
+    await group.add("a", step=3)
+    [ahead] = await group.add("b", step=4, lineage="M")
+    settlement = (await group.settle(a=2))["a"]
+    assert settlement.verdict is Verdict.RESYNC
+    assert settlement.holders == (ahead.peer_id,)
+
+
+async def test_who_went_on_alone_takes_the_state_of_the_others_a_step_later(group):
+    members = await group.add("abc")
+    members[2].group.enter(4, "M")
+    settled = await group.settle(a=2, b=2)
+    assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
+    for member in members[:2]:
+        member.group.enter(4, settled["a"].lineage)
+    settled = await group.settle(a=2, b=2, c=8)
+    assert settled["a"].verdict is settled["b"].verdict is Verdict.COMMIT
+    assert settled["c"].verdict is Verdict.RESYNC
 
 
 async def test_the_minority_with_other_weights_takes_the_state_of_the_majority(group):
