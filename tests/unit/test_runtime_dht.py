@@ -41,7 +41,7 @@ def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
         stored(value=pack(seal(END, "run", ME))),  # signed for no place
         stored(expiration_time=get_dht_time() + 7200.0),  # somebody else has stored it again, for longer
         stored(key=DHTID.generate(source="elsewhere").to_bytes(), value=stored().value),
-        stored(lifetime_s=LONGEST_LIFETIME_S + 60.0),
+        stored(lifetime_s=2 * LONGEST_LIFETIME_S),
         stored(lifetime_s=math.inf),
         stored(lifetime_s=math.nan),
         stored(Progress(step=1, samples=2, claimed=2, loss_sum=1.0)),  # counts go with calls
