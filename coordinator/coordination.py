@@ -7,10 +7,12 @@ in it with an identity of its own, so that two of them do not overwrite each oth
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import anyio
 
+from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import BEATS_PER_LEASE, Leadership, Role, Term
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
@@ -19,6 +21,8 @@ from swarm_peer.wire.records import MAX_ASSIGNMENTS, Assignment, CoordinationRec
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+# Who has not looked for as long as a beat passes for halted: short leases need looks more often than LOOK_S.
+LOOKS_PER_BEAT = 2
 # Terms go on counting where they were, also after a night without a coordinator.
 LIFETIME_S = 24 * 3600.0
 
@@ -30,6 +34,7 @@ class Coordination:
         run_key: signs warrants
         lease_s: how long the coordinator that acts may be silent
         waits: leave the first term to another coordinator
+        unix_clock: numbers terms, and may be wrong
 
     Attributes:
         newest: what the coordinator of the newest term said last, this one or another
@@ -43,11 +48,14 @@ class Coordination:
         lease_s: float,
         waits: bool,
         clock: Callable[[], float] = anyio.current_time,
+        unix_clock: Callable[[], float] = time.time,
     ):
         self._dht = dht
         self._run_key = run_key
         self._lease_s = lease_s
         self._clock = clock
+        self._unix_clock = unix_clock
+        self._look_s = min(LOOK_S, lease_s / BEATS_PER_LEASE / LOOKS_PER_BEAT)
         self._looked_s = clock()
         self._leadership = Leadership(dht.identity.peer_id, lease_s, self._looked_s, waits)
         self._role = Role(None, False, None, "")
@@ -59,6 +67,11 @@ class Coordination:
         self.inherited: tuple[Assignment, ...] = ()
 
     @property
+    def term(self) -> Term | None:
+        """The newest term, this one's own or another's."""
+        return self._role.term
+
+    @property
     def acts(self) -> bool:
         """Whether this coordinator is the one that acts, by a look that is not old: it may have been halted since."""
         return self._role.acts and self._clock() - self._looked_s < self._lease_s / BEATS_PER_LEASE
@@ -66,8 +79,11 @@ class Coordination:
     async def run(self) -> None:
         """Look who acts, and show that this one lives while it does; for ever."""
         while True:
-            await self._look()
-            await anyio.sleep(LOOK_S)
+            try:
+                await self._look()
+            except CallError as error:
+                log.warning("coordination_unknown reason=%s", error)
+            await anyio.sleep(self._look_s)
 
     async def order(self, assignments: Sequence[Assignment], reason: str) -> None:
         """Say what is ordered: all that is under way. The last decision's reason may wait for the next beat."""
@@ -78,9 +94,11 @@ class Coordination:
             await self._publish()
 
     async def _look(self) -> None:
+        """Raises CallError: no answer, which does not mean that nobody acts"""
         records = await self._dht.fetch_coordination(self._run_key.peer_id)
         now_s = self._clock()
-        role = self._leadership.look({term: record.beat for term, record in records.items()}, now_s)
+        beats = {term: record.beat for term, record in records.items()}
+        role = self._leadership.look(beats, now_s, int(self._unix_clock()))
         if (role.acts, role.term) != (self._role.acts, self._role.term):
             term = 0 if role.term is None else role.term.number
             log.info("coordination acts=%s term=%d reason=%s", role.acts, term, role.reason or "its term is the newest")

@@ -115,7 +115,12 @@ def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: Chec
 
 
 async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, resume: bool, standby: bool) -> None:
-    """A run's manifest never changes: peers of two manifests would refuse each other's calls."""
+    """A run's manifest never changes: peers of two manifests would refuse each other's calls.
+
+    Raises:
+        UserError: it would, or the run is not there to stand by, or alive and not to be resumed
+        CallError: the DHT gives no answer: what is under way is not known
+    """
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
     if known is None and standby:
         raise UserError(f"--standby: no run {run_id} is under way there; check --identity-path and --initial-peers")

@@ -1,8 +1,9 @@
 """Which of a run's coordinators acts, when several are there.
 
-Each time that another coordinator takes over it begins a term with a higher number. The one that acts shows that it is
-alive by a beat that grows; who only watches takes over when the beat has stood still for a lease. No clocks are
-compared: each coordinator measures the other's silence on its own.
+Each time that a coordinator takes over it begins a term with a higher number: the time of day, so that it is the newest
+also for who has not heard of those before, and at least one more than the newest that it knows. The one that acts shows
+that it is alive by a beat that grows; who only watches takes over when the beat has stood still for a lease: each
+coordinator measures the other's silence on its own clock.
 
 In a partition both sides miss the other's beat, so a lease alone cannot keep two from acting. Peers therefore remember
 the newest term that they have heard of and follow no older one (runtime/orders.py): each is moved by one coordinator at
@@ -21,7 +22,7 @@ BEATS_PER_LEASE = 4
 @dataclass(frozen=True, slots=True, order=True)
 class Term:
     """Attributes:
-    number: grows with each takeover
+    number: grows with each takeover; Unix seconds, or more
     coordinator: id of the one that acts in it; of two that take over at the same time, the greater one does
     """
 
@@ -66,9 +67,10 @@ class Leadership:
         self._beat_s = 0.0
         self._begun_s = 0.0  # when mine began
 
-    def look(self, beats: Mapping[Term, int], now_s: float) -> Role:
+    def look(self, beats: Mapping[Term, int], now_s: float, unix_s: int) -> Role:
         """Args:
-        beats: the newest known of each term, by word of the run key
+        beats: the newest known of each term, by word of the run key; a look that got no answer is none
+        unix_s: what the clock says, which may be wrong
         """
         newest = max(beats, default=None)
         if newest is not None and (self._newest is None or newest > self._newest):
@@ -80,7 +82,8 @@ class Leadership:
         if self._mine is None:
             if now_s - self._heard_s < self._lease_s:
                 return Role(self._newest, False, None, _who(self._newest))
-            number = 1 if self._newest is None else self._newest.number + 1
+            # Where the clock is behind the last coordinator's, nobody follows until that one's term has been heard of.
+            number = max(unix_s, 1 if self._newest is None else self._newest.number + 1)
             self._mine = self._newest = Term(number, self._me)
             self._beat, self._heard_beat, self._begun_s = -1, -1, now_s
         beat = None

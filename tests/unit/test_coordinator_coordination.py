@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import anyio
+import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator import coordination as module
 from coordinator.coordination import Coordination
+from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import (
@@ -35,9 +39,13 @@ class Nodes:
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
         self.now_s = 100.0
+        self.unix_s = 0.0
+        self.lease_s = LEASE_S
+        self.answers = True
 
     def coordination(self, letter: bytes, waits: bool = False) -> Coordination:
-        return Coordination(Node(self, identity(letter)), RUN_KEY, LEASE_S, waits, lambda: self.now_s)  # type: ignore[arg-type]
+        node = Node(self, identity(letter))
+        return Coordination(node, RUN_KEY, self.lease_s, waits, lambda: self.now_s, lambda: self.unix_s)  # type: ignore[arg-type]
 
     def said_by(self, letter: bytes) -> CoordinationRecord:
         author = identity(letter).peer_id
@@ -61,6 +69,8 @@ class Node:
         return True
 
     async def fetch_coordination(self, run_id: str) -> dict[Term, CoordinationRecord]:
+        if not self._nodes.answers:
+            raise CallError("no answer")
         records = [unseal(CoordinationRecord, data, run_id, author) for author, data in self._nodes.stored.items()]
         return {record.term(run_id, author): record for author, record in zip(self._nodes.stored, records, strict=True)}
 
@@ -110,6 +120,69 @@ async def test_what_one_says_whose_term_is_over_is_not_published() -> None:
     assert nodes.said_by(b"a") == before
     # The one that acts now is not disturbed.
     assert standby.acts
+
+
+class Over(Exception):
+    pass
+
+
+def in_virtual_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, until_s: float) -> None:
+    async def sleep(seconds: float) -> None:
+        await anyio.lowlevel.checkpoint()
+        nodes.now_s += seconds
+        if nodes.now_s >= until_s:
+            raise Over
+
+    monkeypatch.setattr(module.anyio, "sleep", sleep)
+
+
+async def test_a_look_without_an_answer_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator starts again, and does not hear at once of the term of its life before."""
+    nodes = Nodes()
+    await nodes.pass_s(20, nodes.coordination(b"a"))
+    before = nodes.stored.copy()
+    again = nodes.coordination(b"a")
+    nodes.answers = False
+    in_virtual_time(nodes, monkeypatch, nodes.now_s + 60)
+    with pytest.raises(Over):
+        await again.run()
+    assert (again.acts, again.term, nodes.stored) == (False, None, before)
+    nodes.answers = True
+    await nodes.pass_s(2 * LEASE_S, again)
+    assert again.acts
+    assert again.term == Term(2, identity(b"a").peer_id)
+
+
+async def test_terms_grow_where_the_last_one_is_not_heard_of() -> None:
+    nodes = Nodes()
+    for unix_s in (1_700_000_000, 1_700_000_100):
+        nodes.unix_s = unix_s + 0.5
+        nodes.stored.clear()
+        coordination = nodes.coordination(b"a")
+        await nodes.pass_s(4, coordination)
+        assert coordination.acts
+        assert coordination.term == Term(unix_s, identity(b"a").peer_id)
+
+
+@pytest.mark.parametrize("lease_s", [2.0, 3.0, 4.0, 30.0])
+async def test_who_acts_does_so_between_its_looks_too(lease_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes()
+    nodes.lease_s = lease_s
+    coordination = nodes.coordination(b"a")
+    acted = []
+
+    async def sleep(seconds: float) -> None:
+        await anyio.lowlevel.checkpoint()
+        nodes.now_s += seconds + 0.04  # for the next look's requests
+        acted.append(coordination.acts)
+        if nodes.now_s > 100.0 + 4 * lease_s:
+            raise Over
+
+    monkeypatch.setattr(module.anyio, "sleep", sleep)
+    with pytest.raises(Over):
+        await coordination.run()
+    assert all(acted[acted.index(True) :])
+    assert acted.index(True) < len(acted) / 4
 
 
 async def test_too_many_orders_are_cut_to_the_latest() -> None:

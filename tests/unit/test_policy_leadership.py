@@ -28,10 +28,11 @@ class Coordinator:
         self.board = board
         self.name = name
         self.leadership = Leadership(name, LEASE_S, now_s, waits)
+        self.unix_s = 0
         self.role = Role(None, False, None, "")
 
     def look(self, now_s: float) -> Role:
-        self.role = self.leadership.look(self.board.beats(), now_s)
+        self.role = self.leadership.look(self.board.beats(), now_s, self.unix_s)
         if self.role.beat is not None:
             assert self.role.term is not None
             assert self.role.term.coordinator == self.name
@@ -116,6 +117,27 @@ def test_a_restarted_one_waits_for_its_own_former_life_and_goes_on_counting() ->
     again.looks(1000.0 + LEASE_S, 1004.0 + LEASE_S)
     assert again.role.acts
     assert again.role.term == Term(2, "a")
+
+
+def test_a_term_is_newer_than_one_that_was_not_heard_of() -> None:
+    first, again = (Coordinator("a", Board(), 0.0, waits=False) for _ in range(2))
+    first.unix_s, again.unix_s = 1_700_000_000, 1_700_000_060
+    first.looks(0.0, 4.0)
+    again.looks(60.0, 64.0)
+    assert again.role.acts
+    assert again.role.term == Term(1_700_000_060, "a")
+    assert first.role.term is not None
+    assert first.role.term < again.role.term
+
+
+def test_whose_clock_is_behind_counts_on_from_what_it_has_heard() -> None:
+    board = Board()
+    first, behind = Coordinator("a", board, 0.0, waits=False), Coordinator("b", board, 0.0)
+    first.unix_s, behind.unix_s = 1_700_000_000, 1_600_000_000
+    first.looks(0.0, 4.0)
+    behind.looks(4.0, 20.0)
+    assert behind.role.acts
+    assert behind.role.term == Term(1_700_000_001, "b")
 
 
 def test_one_of_the_same_identity_is_left_alone() -> None:
