@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, SwarmError, UserError
 from swarm_peer.model.architecture import parse_model_config, resolve_model
 from swarm_peer.model.partition import stages_of
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
@@ -131,6 +131,7 @@ class RunService:
         self._rebalancing = rebalancing
         self._rebalancer: Rebalancer | None = None
         self._origin = FIRST_ORIGIN
+        self._rebalancer_term: Term | None = None
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
 
@@ -173,7 +174,7 @@ class RunService:
                 tasks.start_soon(self._drop_who_is_gone, transport)
                 saved = False
                 while not saved and (coordination.acts or not await self._is_ended()):
-                    for line in await observe(self._dht, self._directory, self.watch):
+                    for line in await self._observe():
                         if metrics_file.write(line):
                             self._on_line(line)
                     self.watch.coordination = coordination.newest
@@ -188,11 +189,18 @@ class RunService:
             metrics_file.close()
         return saved
 
+    async def _observe(self) -> list[dict[str, Any]]:
+        try:
+            return await observe(self._dht, self._directory, self.watch)
+        except CallError as error:
+            log.warning("run_not_seen reason=%s", error)
+            return []
+
     async def _rebalance(self, coordination: Coordination) -> None:
         if self._rebalancing is None or not coordination.acts:
-            self._rebalancer = None
-            return
-        if self._rebalancer is None:
+            return  # its orders stand for as long as its term is the newest
+        if self._rebalancer is None or self._rebalancer_term != coordination.term:
+            self._rebalancer_term = coordination.term
             now_s = anyio.current_time()
             self._rebalancer = Rebalancer(self.manifest, self._rebalancing, now_s, coordination.inherited)
         self._rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
@@ -200,9 +208,10 @@ class RunService:
         self.metrics.migrations.set(self._rebalancer.migrations)
 
     async def _is_ended(self) -> bool:
-        with suppress(CallError):
+        try:
             return self._run_id in await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
-        return False
+        except CallError:
+            return False  # not known; asked again
 
     async def look(self, stages: Sequence[int]) -> SwarmView:
         """Look up who announces these stages now."""
@@ -290,10 +299,12 @@ async def _removed_at_end(folder: Path) -> None:
 
 
 async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
-    """Look once at the DHT, as soon as it answers; returns the lines of newly finished steps."""
+    """Look once at the DHT; returns the lines of newly finished steps.
+
+    Raises:
+        CallError: no answer
+    """
     manifest = watch.manifest
-    view = await directory.refresh_surely(range(manifest.stages.count))
-    progress: Mapping[str, ProgressRecord] = {}
-    with suppress(CallError):
-        progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
+    view = await directory.refresh(range(manifest.stages.count))
+    progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
     return watch.observe(view, progress, anyio.current_time())

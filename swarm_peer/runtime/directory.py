@@ -66,17 +66,19 @@ class Directory:
         Raises:
             CallError: the DHT does not answer
         """
-        for stage in stages:
-            found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
-            for peer_id, announcement in found.items():
-                known = self._peers.get(peer_id)
-                fits = announcement.stage == stage and stage < self._manifest.stages.count
-                if fits and (known is None or announcement.serial > known[0].serial):
-                    self._peers[peer_id] = (announcement, time.monotonic())
-                    if stage == 0:
-                        self._authors.pop(peer_id, None)
-                        self._authors[peer_id] = None
-        self._rebuild()
+        try:
+            for stage in stages:
+                found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
+                for peer_id, announcement in found.items():
+                    known = self._peers.get(peer_id)
+                    fits = announcement.stage == stage and stage < self._manifest.stages.count
+                    if fits and (known is None or announcement.serial > known[0].serial):
+                        self._peers[peer_id] = (announcement, time.monotonic())
+                        if stage == 0:
+                            self._authors.pop(peer_id, None)
+                            self._authors[peer_id] = None
+        finally:
+            self._rebuild()
         return self.view
 
     async def refresh_surely(self, stages: Sequence[int]) -> SwarmView:

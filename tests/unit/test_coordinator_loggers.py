@@ -425,7 +425,7 @@ class FakeDHT:
 
 
 class Acting:
-    acts, newest, inherited = True, None, ()
+    acts, term, newest, inherited = True, None, None, ()
 
     def __init__(self, *_):
         pass

@@ -3,10 +3,12 @@
 from coordinator import service
 from coordinator.service import RunService
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import SwarmError
+from swarm_peer.errors import CallError, SwarmError
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Origin
 from swarm_peer.runtime.state_index import StageState
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import Assignment
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -23,6 +25,9 @@ MANIFEST = RunManifest.model_validate(
 class FakeDHT:
     def __init__(self, folder):
         self.identity = Identity.load_or_create(folder / "identity")
+
+    async def fetch(self, *_):
+        raise CallError("no answer")
 
 
 async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch):
@@ -41,3 +46,51 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
     run = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path)
     assert [await run._export(None) for _ in range(3)] == [False, False, True]
     assert saved == [3]
+
+
+async def test_a_look_without_an_answer_ends_nothing(tmp_path):
+    run = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path)
+    assert await run._observe() == []
+    assert not await run._is_ended()
+
+
+class Coordination:
+    """Says what is ordered in a term of one's own."""
+
+    def __init__(self):
+        self.acts, self.term, self.inherited = True, Term(5, "me"), ()
+        self.said = None
+
+    async def order(self, assignments, reason):
+        self.said = assignments
+
+
+async def test_orders_stand_for_as_long_as_the_term_is_ones_own(tmp_path, monkeypatch):
+    """A look that takes too long, and another coordinator that takes over."""
+    order = Assignment(peer="p", announced=3, from_stage=0, to_stage=1, reason="")
+    made = []
+
+    class Rebalancer:
+        def __init__(self, manifest, options, begun_s, inherited):
+            self.inherited, self.orders, self.reason, self.migrations = inherited, (), "", 0
+            made.append(self)
+
+        def look(self, *_):
+            pass
+
+        def assignments(self):
+            return self.orders
+
+    monkeypatch.setattr(service, "Rebalancer", Rebalancer)
+    run, coordination = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path), Coordination()
+    await run._rebalance(coordination)
+    made[0].orders = (order,)
+    for acts in (True, False, True):
+        coordination.acts = acts
+        await run._rebalance(coordination)
+        assert coordination.said == (order,)
+    assert len(made) == 1
+    coordination.term, coordination.inherited = Term(7, "me"), (order,)
+    await run._rebalance(coordination)
+    assert [rebalancer.inherited for rebalancer in made] == [(), (order,)]
+    assert coordination.said == ()
