@@ -45,6 +45,10 @@ RETAIN_S = 60.0
 # Averaging costs a peer more bandwidth per step than an update, and a state is as large as three of them: who takes
 # more than some steps for it could not keep up with averaging either.
 MAX_UPDATES_RETAINED = 16
+# Whole states in memory for those who download: one, and a newer one for who cannot do with it.
+MAX_STATES_HELD = 2
+# A state that so many updates have been made since is caught up with before those are dropped.
+MAX_STEPS_BEHIND = MAX_UPDATES_RETAINED // 2
 # Of each stage: somebody may still be using the one before.
 SNAPSHOTS_KEPT = 2
 # Of a file that lists and hashes the tensors in the one beside it.
@@ -214,7 +218,7 @@ class StateDonor(SnapshotKeeper):
         """Keep the update that ends the current step, if somebody is downloading the state before it."""
         assert self.current is not None
         self._drop_unused()
-        if not any(offer.index.kind == "state" and not self._is_kept(key) for key, offer in self._offers.items()):
+        if not self._held():
             self._updates.clear()
             self._update_ids.clear()
             return
@@ -247,6 +251,28 @@ class StateDonor(SnapshotKeeper):
             key: offer for key, offer in self._offers.items() if offer.used_at >= oldest or self._is_kept(key)
         }
 
+    def _held(self) -> dict[bytes, _Offer]:
+        """Whole states in memory."""
+        return {
+            key: offer for key, offer in self._offers.items() if offer.index.kind == "state" and not self._is_kept(key)
+        }
+
+    def _find_held(self, min_step: int) -> _Offer | None:
+        """Of as many as may be held, one to be caught up with: a newer one would take one away that is in use."""
+        assert self.current is not None
+        held = self._held().values()
+        if len(held) < MAX_STATES_HELD:
+            return None
+        origin, oldest = self.current.origin, max(min_step, self.current.step - MAX_STEPS_BEHIND)
+        found = [offer for offer in held if offer.index.step >= oldest and origin_of(offer.index) == origin]
+        return max(found, key=lambda offer: offer.index.step, default=None)
+
+    def _make_room(self) -> None:
+        """For one more: what was not used for longest goes."""
+        held = self._held()
+        for key in sorted(held, key=lambda key: held[key].used_at, reverse=True)[MAX_STATES_HELD - 1 :]:
+            del self._offers[key]
+
     async def _newest(self, min_step: int) -> _Offer:
         with anyio.move_on_after(WAIT_FOR_STEP_S):
             await self._changed.wait_for(lambda: self.current is not None and self.current.step >= min_step)
@@ -259,6 +285,10 @@ class StateDonor(SnapshotKeeper):
                 for offer in self._offers.values():
                     if (offer.index.stage, offer.index.kind, offer.index.step) == (self._stage, "state", step):
                         return offer
+                held = self._find_held(min_step)
+                if held is not None:
+                    return held
+                self._make_room()
                 state = await self._compute.run(Priority.STEP, self._take)
                 if state is None:
                     await self._changed.wait_for(lambda left=step: self.current and self.current.step != left)  # type: ignore[misc]

@@ -19,7 +19,15 @@ from swarm_peer.runtime import snapshots, state_index, state_transfer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.snapshots import INDEX_SUFFIX, MAX_UPDATES_RETAINED, RETAIN_S, SNAPSHOTS_KEPT, StateDonor
+from swarm_peer.runtime.snapshots import (
+    INDEX_SUFFIX,
+    MAX_STATES_HELD,
+    MAX_STEPS_BEHIND,
+    MAX_UPDATES_RETAINED,
+    RETAIN_S,
+    SNAPSHOTS_KEPT,
+    StateDonor,
+)
 from swarm_peer.runtime.state_index import StageState
 from swarm_peer.runtime.state_transfer import CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
 from swarm_peer.runtime.transport import Reply, check_body, pack_fields, unpack_fields
@@ -491,8 +499,63 @@ async def test_states_that_nobody_uses_do_not_pile_up(world, clock):
         donor.goes_on(fill)
         await world.fetch(donor)
         clock.passed_s += RETAIN_S / 2
-        states = [offer for offer in donor.donor._offers.values() if offer.index.kind == "state"]
-        assert len(states) <= 4
+        assert len(donor.donor._held()) <= MAX_STATES_HELD
+
+
+async def test_few_states_are_held_however_often_they_are_asked_for(world):
+    donor = await world.donor("a")
+    used, _ = await world.index_of(donor)
+    chunk = StateChunkCall(manifest=HASH, index=used, entry=0, chunk=0)
+    for fill in range(40):
+        donor.goes_on(fill)
+        _, index = await world.index_of(donor, min_step=donor.step)
+        assert index.step == donor.step
+        assert len(donor.donor._held()) <= MAX_STATES_HELD
+        await world.call(donor, chunk)
+    assert used in donor.donor._held(), "the one that somebody downloads is not the one that goes"
+
+
+async def test_who_can_catch_up_with_a_state_that_is_held_takes_none_away(world):
+    donor = await world.donor("a")
+    names = []
+    for fill in range(MAX_STATES_HELD):
+        names.append((await world.index_of(donor))[0])
+        donor.goes_on(fill)
+    newest = donor.step - 1
+    for fill in range(MAX_STEPS_BEHIND - 1):
+        donor.goes_on(fill)
+    name, index = await world.index_of(donor)
+    assert (name, index.step) == (names[-1], newest)
+    for step in range(newest, donor.step):
+        await world.fetch(donor, kind="update", min_step=step)
+    assert (await world.index_of(donor, min_step=newest + 1))[1].step == donor.step
+    donor.enter(donor.step + 4, Origin(donor.step + 4, donor.trainer.step, donor.step))
+    assert (await world.index_of(donor))[1].step == donor.step, "of the line before is none of use"
+
+
+async def test_a_state_that_is_too_old_to_be_caught_up_with_makes_room(world):
+    donor = await world.donor("a")
+    for fill in range(MAX_STATES_HELD):
+        await world.index_of(donor)
+        donor.goes_on(fill)
+    for fill in range(MAX_STEPS_BEHIND):
+        donor.goes_on(fill)
+    assert (await world.index_of(donor))[1].step == donor.step
+    assert len(donor.donor._held()) == MAX_STATES_HELD
+
+
+async def test_who_downloads_a_state_that_had_to_make_room_takes_the_next(world):
+    donor = await world.donor("a")
+    fault = world.network.fault(op="state_chunk", times=CHUNKS_IN_FLIGHT, before=anyio.Event())
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    await fault.struck.wait()
+    for fill in range(MAX_STATES_HELD):
+        donor.goes_on(fill)
+        await world.index_of(donor, min_step=donor.step)
+    fault.before.set()
+    with pytest.raises(CallError, match="not kept here any more"):
+        await fetching
+    assert_state_of(await world.fetch(donor), donor)
 
 
 async def test_a_state_serves_all_who_ask_in_a_step(world, monkeypatch):
