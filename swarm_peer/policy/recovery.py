@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm_peer.policy.view import PeerState, SwarmView
+
+# The last one that the wire carries (wire/records.py, Step).
+MAX_STEP = 2**40 - 1
+# Announcements are up to their lifetime old, and views some seconds more: a run makes fewer steps in that time. The harm
+# of lies within it is bounded: step numbers that nobody uses, and newcomers that are of no use until the run is there.
+MAX_STEPS_AHEAD = 500
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,12 +38,23 @@ class Origin:
         """When the weights that `step` begins with were born."""
         return self.born if step == self.step else step
 
+    def is_possible_at(self, step: int) -> bool:
+        """Whether a line may have begun here that is in `step` now: each update takes a step of its own."""
+        return self.updates <= self.born <= self.step <= step
+
     def gave_up(self, line: Origin, born: int) -> bool:
         """Whether weights of an earlier line, born then, were given up when the run went on from here."""
         return line < self and born > self.born
 
 
 FIRST_ORIGIN = Origin(0, 0, 0)
+
+
+def last_credible_step(steps: Iterable[int]) -> int:
+    """The last global step that a peer may be in, by what all serving peers say: their stages make each step together,
+    so that half of them would have to lie."""
+    known = sorted(steps)
+    return min(known[len(known) // 2] + MAX_STEPS_AHEAD, MAX_STEP) if known else MAX_STEP
 
 
 class Kept(NamedTuple):

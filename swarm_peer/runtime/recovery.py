@@ -111,7 +111,7 @@ class Recovery:
         if newest <= origin.step:
             wanted = Kept(self._stage, origin.born, origin.updates)
             holders = sorted(peer for peer, snapshots in kept.items() if wanted in snapshots)
-            state = await self._fetch(self._stage, origin.born, holders) if origin.updates else None
+            state = await self._fetch(wanted, holders) if origin.updates else None
             return Start(origin, state, False, "nothing was computed since the run's beginning")
         rivals = [
             peer.peer_id
@@ -129,7 +129,8 @@ class Recovery:
         )
         if rewind.updates is None:
             raise CallError(rewind.reason)
-        state = await self._fetch(self._stage, rewind.born, rewind.holders) if rewind.updates else None
+        wanted = Kept(self._stage, rewind.born, rewind.updates)
+        state = await self._fetch(wanted, rewind.holders) if rewind.updates else None
         start = Origin(newest + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
         return Start(start, state, True, rewind.reason)
 
@@ -148,12 +149,18 @@ class Recovery:
                 tasks.start_soon(ask, peer_id)
         return replies
 
-    async def _fetch(self, stage: int, born: int, holders: Sequence[str]) -> StageState:
-        own = await anyio.to_thread.run_sync(self._donor.kept_state, stage, born)
+    async def _fetch(self, wanted: Kept, holders: Sequence[str]) -> StageState:
+        own = await anyio.to_thread.run_sync(self._donor.kept_state, wanted.stage, wanted.born)
         if own is not None:
             return own
-        call = StateIndexCall(manifest=self._hash, of_stage=stage, born=born)
-        return await fetch_state(self._transport, holders, call, max_bytes=max_state_bytes(self._manifest, stage))
+        call = StateIndexCall(manifest=self._hash, of_stage=wanted.stage, born=wanted.born)
+        return await fetch_state(
+            self._transport,
+            holders,
+            call,
+            max_bytes=max_state_bytes(self._manifest, wanted.stage),
+            updates=wanted.updates,
+        )
 
     async def have_all_go_back(self, origin: Origin) -> None:
         """Tell all peers of other stages that the run goes on from `origin`, until none is left before it."""
@@ -222,7 +229,8 @@ class Recovery:
             for attempt in range(GUARD_TRIES):
                 peers = [peer.peer_id for peer in self._view().serving(stage)]
                 try:
-                    await self._donor.keep(stage, await self._fetch(stage, guarded.born, peers))
+                    wanted = Kept(stage, guarded.born, guarded.updates)
+                    await self._donor.keep(stage, await self._fetch(wanted, peers))
                     break
                 except CallError as error:
                     log.info("snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded.updates, error)

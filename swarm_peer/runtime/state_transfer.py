@@ -12,11 +12,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.policy.recovery import MAX_STEP
 from swarm_peer.runtime.state_index import StageState, assemble, num_bytes, origin_of
 from swarm_peer.runtime.transport import Transport, unpack_fields
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
@@ -44,6 +46,7 @@ async def fetch_state(
     call: StateIndexCall,
     *,
     max_bytes: int,
+    max_step: int = MAX_STEP,
     updates: int | None = None,
     rng: random.Random | None = None,
 ) -> StageState:
@@ -52,11 +55,13 @@ async def fetch_state(
     Args:
         donors: peers that may have it, in any order
         max_bytes: refuse what claims to be larger
+        max_step: or to be of a later step
         updates: and what claims another number of them, if it is known how many led to it
 
     Raises:
         CallError: nobody gave it whole; says what each answered
     """
+    check = partial(_check_index, call=call, max_bytes=max_bytes, max_step=max_step, updates=updates)
     waiting = list(donors)
     (rng or random.Random()).shuffle(waiting)
     reasons: list[str] = []
@@ -69,7 +74,7 @@ async def fetch_state(
 
     while waiting:
         asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
-        found = await _ask_index(transport, asked, call, max_bytes, updates, failed)
+        found = await _ask_index(transport, asked, call, check, failed)
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # Whoever claims to be ahead of all others must not keep them from being asked.
         for name, (index, agreeing) in reversed(by_age):
@@ -89,8 +94,7 @@ async def _ask_index(
     transport: Transport,
     donors: Sequence[str],
     call: StateIndexCall,
-    max_bytes: int,
-    updates: int | None,
+    check: Callable[[StateIndex], None],
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
     """The indexes that they give, by hash, and who gives which."""
@@ -103,7 +107,7 @@ async def _ask_index(
                 raise InvalidMessage("the index is missing")
             packed = bytes(reply.tensors[0])
             index = unpack_fields(StateIndex, memoryview(packed))
-            _check_index(index, call, max_bytes, updates)
+            check(index)
             found.setdefault(hashlib.sha256(packed).digest(), (index, []))[1].append(donor)
         except CallError as error:
             failed(donor, error)
@@ -114,7 +118,7 @@ async def _ask_index(
     return found
 
 
-def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, updates: int | None) -> None:
+def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, max_step: int, updates: int | None) -> None:
     total_bytes = sum(num_bytes(entry) for entry in index.entries)
     origin = origin_of(index)
     born, claimed = origin.born_at(index.step), origin.updates_at(index.step)
@@ -122,7 +126,7 @@ def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, update
     if (
         (index.stage, index.kind) != (call.of_stage, call.kind)
         or not fits
-        or not index.origin_born <= index.origin_step <= index.step
+        or not origin.is_possible_at(index.step)
         or call.born not in (None, born)
         or total_bytes > max_bytes
     ):
@@ -131,6 +135,8 @@ def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, update
             f"wanted at most {max_bytes} bytes, {call.kind} of stage {call.of_stage} at step {call.min_step}, born in "
             f"{'any step' if call.born is None else call.born}"
         )
+    if index.step > max_step:
+        raise InvalidMessage(f"offered a state of step {index.step}, and the run cannot be beyond {max_step} yet")
     if updates not in (None, claimed):
         raise InvalidMessage(f"offered what {claimed} updates led to; wanted what {updates} updates led to")
 

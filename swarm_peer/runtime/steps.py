@@ -15,8 +15,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin, last_credible_step
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.gate import StepGate
@@ -254,7 +254,9 @@ class StepLoop:
         view = await self._look_again(range(self._manifest.stages.count))
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, born=target.born)
         keepers = [peer.peer_id for peer in view.peers if peer.peer_id != self._transport.peer_id]
-        return await fetch_state(self._transport, keepers, call, max_bytes=self._max_state_bytes(), rng=self._rng)
+        return await fetch_state(
+            self._transport, keepers, call, max_bytes=self._max_state_bytes(), updates=target.updates, rng=self._rng
+        )
 
     def _max_state_bytes(self) -> int:
         return max_state_bytes(self._manifest, self._stage)
@@ -325,11 +327,18 @@ class StepLoop:
             CallError: nobody gave it
         """
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_step=min_step)
+        view = self._view()
         for attempt in range(1, DOWNLOAD_TRIES + 1):
             try:
                 begin = time.monotonic()
+                max_step = last_credible_step(peer.step for peer in view.peers if peer.state is PeerState.SERVING)
                 state = await fetch_state(
-                    self._transport, donors, call, max_bytes=self._max_state_bytes(), rng=self._rng
+                    self._transport,
+                    donors,
+                    call,
+                    max_bytes=self._max_state_bytes(),
+                    max_step=max_step,
+                    rng=self._rng,
                 )
                 num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
                 self.download_bytes_per_s = num_bytes / (time.monotonic() - begin)
@@ -340,7 +349,8 @@ class StepLoop:
                     raise
                 log.warning("state_not_found stage=%d step=%d reason=%s", self._stage, min_step, error)
                 await anyio.sleep(RESYNC_PAUSE_S)
-                serving = [peer.peer_id for peer in self._view().serving(self._stage)]
+                view = await self._look_again(range(self._manifest.stages.count))
+                serving = [peer.peer_id for peer in view.serving(self._stage)]
                 donors = [peer_id for peer_id in serving if peer_id != self._transport.peer_id] or donors
 
     async def _take_over(self, state: StageState, step: int, origin: Origin) -> None:

@@ -1,9 +1,21 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Kept, Mover, Origin, choose_mover, choose_rewind
+from swarm_peer.policy.recovery import (
+    FIRST_ORIGIN,
+    MAX_STEP,
+    MAX_STEPS_AHEAD,
+    Kept,
+    Mover,
+    Origin,
+    choose_mover,
+    choose_rewind,
+    last_credible_step,
+)
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+from swarm_peer.wire.records import Step
 
 # --- origins ----------------------------------------------------------------------------------------------------------
 
@@ -23,6 +35,28 @@ def test_weights_that_were_gone_back_to_were_born_before():
     assert FIRST_ORIGIN.born_at(0) == 0
     assert Origin(20, 5, 9).born_at(20) == 9
     assert Origin(20, 5, 9).born_at(21) == 21
+
+
+def test_each_update_takes_a_step():
+    assert Origin(20, 5, 9).is_possible_at(20)
+    assert not Origin(20, 5, 9).is_possible_at(19)
+    assert not Origin(20, 5, 21).is_possible_at(30)
+    assert not Origin(20, 10, 9).is_possible_at(30)
+
+
+def test_no_peer_is_far_ahead_of_what_most_say():
+    assert last_credible_step([7, 8, 8]) == 8 + MAX_STEPS_AHEAD
+    assert last_credible_step([7, 8, MAX_STEP]) == 8 + MAX_STEPS_AHEAD
+    assert last_credible_step([0, 0, 7, 8, 8]) == 7 + MAX_STEPS_AHEAD
+    assert last_credible_step([MAX_STEP - 1]) == MAX_STEP
+    assert last_credible_step([]) == MAX_STEP, "nobody says anything"
+
+
+def test_the_last_step_is_the_last_that_the_wire_carries():
+    step = TypeAdapter(Step)
+    assert step.validate_python(MAX_STEP) == MAX_STEP
+    with pytest.raises(ValidationError):
+        step.validate_python(MAX_STEP + 1)
 
 
 def test_what_was_born_after_the_weights_that_the_run_went_back_to_was_given_up():

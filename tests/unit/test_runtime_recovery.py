@@ -13,7 +13,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Kept, Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEP, MAX_STEPS_AHEAD, Kept, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import recovery, steps
 from swarm_peer.runtime.averaging import checksum
@@ -312,7 +312,7 @@ async def test_after_two_rewinds_snapshots_of_the_first_line_are_told_from_those
     assert start.state.born == 44
     assert late.donor.kept_state(0, 44) is None
     late.enter(62, third)
-    state = await late.recovery._fetch(0, third.born, ["b"])
+    state = await late.recovery._fetch(Kept(0, third.born, third.updates), ["b"])
     assert state.born == 44, "not its own one of as many updates"
 
 
@@ -738,6 +738,27 @@ async def test_a_peer_goes_back_to_the_initial_weights(follower):
     assert (follower.steps.updates, follower.trainer.step) == (0, 0)
     assert_equal(follower.trainer.module.state_dict(), initial.module.state_dict())
     running.cancel()
+
+
+async def test_a_state_of_a_step_that_the_run_cannot_be_in_is_not_asked_for(follower, monkeypatch):
+    """Most peers say where it is; later tries go by what they say then."""
+    monkeypatch.setattr(steps, "RESYNC_PAUSE_S", 0.0)
+    follower.peers = [PeerView(name, 0, PeerState.SERVING, 100 + number) for number, name in enumerate("ab")]
+    follower.peers += [PeerView("liar", 0, PeerState.SERVING, MAX_STEP), PeerView("j", 1, PeerState.JOINING)]
+    asked = []
+
+    async def fetch(transport, donors, call, *, max_bytes, max_step, rng):
+        asked.append((sorted(donors), max_step))
+        if len(asked) == 1:
+            follower.peers.append(PeerView("c", 2, PeerState.SERVING, 110))
+            raise NotServing("not yet")
+        return StageState(111, "lineage of 111", state_of(follower.trainer), FIRST_ORIGIN)
+
+    monkeypatch.setattr(steps, "fetch_state", fetch)
+    await follower.steps._download(["a"], min_step=4)
+    assert asked == [(["a"], 101 + MAX_STEPS_AHEAD), (["a", "b", "liar"], 101 + MAX_STEPS_AHEAD)]
+    assert follower.looked == [[0, 1, 2]]
+    assert follower.steps.step == 111
 
 
 async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatch):

@@ -14,7 +14,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer, max_state_bytes
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEP, Origin
 from swarm_peer.runtime import snapshots, state_index, state_transfer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.metrics import PeerMetrics
@@ -123,12 +123,13 @@ class World:
         self.donors.append(donor)
         return donor
 
-    async def fetch(self, *donors, max_bytes=10_000, updates=None, stage=STAGE, rng=None, **wanted):
+    async def fetch(self, *donors, max_bytes=10_000, stage=STAGE, rng=None, max_step=MAX_STEP, updates=None, **wanted):
         """Donors are asked in this order."""
         call = StateIndexCall(manifest=HASH, of_stage=stage, **wanted)
         ids = [getattr(donor, "peer_id", donor) for donor in donors]
         me = self.network.transport("me")
-        return await fetch_state(me, ids, call, max_bytes=max_bytes, updates=updates, rng=rng or InOrder())
+        limits = {"max_bytes": max_bytes, "max_step": max_step, "updates": updates}
+        return await fetch_state(me, ids, call, **limits, rng=rng or InOrder())
 
     async def call(self, donor, body):
         return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
@@ -269,6 +270,10 @@ async def test_which_donors_are_asked_is_up_to_chance(world):
             {"op": "state_index", "tamper": changed_index(lambda index: {"origin_step": 4})},
             "born in 3; wanted",
         ),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"origin_updates": 1})},
+            "born in 3; wanted",
+        ),
         ({"op": "state_index", "tamper": changed_index(with_entry(0, dtype="object"))}, "weight of type object"),
         (
             {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(3_000, 1), chunks=chunks(750)))},
@@ -386,6 +391,16 @@ async def test_a_donor_that_claims_to_be_ahead_and_gives_nothing_is_left(world):
     world.network.fault(op="state_chunk", to="a", times=100, fail=PeerUnreachable("gone"))
     assert_state_of(await world.fetch(liar, good), good)
     assert 0 < world.chunks_from(liar) <= CHUNKS_IN_FLIGHT
+
+
+async def test_a_state_of_a_step_that_the_run_cannot_be_in_is_refused(world):
+    """Those who were asked first are not all who may have it."""
+    liars = [await world.donor(name, step=2**40 - 1, fill=7) for name in "abc"]
+    good = await world.donor("d")
+    assert_state_of(await world.fetch(*liars, good, max_step=3), good)
+    with pytest.raises(CallError, match=f"offered a state of step {2**40 - 1}, and the run cannot be beyond 3 yet"):
+        await world.fetch(*liars, max_step=3)
+    assert_state_of(await world.fetch(*liars), liars[0])
 
 
 async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
