@@ -10,8 +10,8 @@ from swarm_peer.policy.view import PeerState, SwarmView
 
 # The last one that the wire carries (wire/records.py, Step).
 MAX_STEP = 2**40 - 1
-# Announcements are up to their lifetime old, and views some seconds more: a run makes fewer steps in that time. The harm
-# of lies within it is bounded: step numbers that nobody uses, and newcomers that are of no use until the run is there.
+# Announcements are up to their lifetime old, and views some seconds more: a run makes fewer steps in that time. Lies
+# within it cost step numbers that nobody uses, and newcomers that are of no use until the run is there.
 MAX_STEPS_AHEAD = 500
 
 
