@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 from typing import NamedTuple
 
 from swarm_peer.policy.view import PeerState, SwarmView
@@ -13,6 +14,8 @@ MAX_STEP = 2**40 - 1
 # Announcements are up to their lifetime old, and views some seconds more: a run makes fewer steps in that time. Lies
 # within it cost step numbers that nobody uses, and newcomers that are of no use until the run is there.
 MAX_STEPS_AHEAD = 500
+# A run that goes back goes on above the highest step that is claimed: so many have to be left after it.
+MIN_STEPS_LEFT = 2**30
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,6 +58,56 @@ def last_credible_step(steps: Iterable[int]) -> int:
     so that half of them would have to lie."""
     known = sorted(steps)
     return min(known[len(known) // 2] + MAX_STEPS_AHEAD, MAX_STEP) if known else MAX_STEP
+
+
+class Claim(NamedTuple):
+    """What a serving peer says of itself: its stage, the global step that it is in, and its line."""
+
+    stage: int
+    step: int
+    origin: Origin
+
+
+def credible(claims: Mapping[str, Claim]) -> dict[str, Claim]:
+    """Without those that cannot be, and those that half of the others speak against."""
+    possible = {peer_id: claim for peer_id, claim in claims.items() if claim.origin.is_possible_at(claim.step)}
+    last = min(last_credible_step(claim.step for claim in possible.values()), MAX_STEP - MIN_STEPS_LEFT)
+    return {peer_id: claim for peer_id, claim in possible.items() if claim.step <= last}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Attributes:
+    origin: of the run's line
+    step: none of its peers is beyond it
+    updates: that it has made
+    """
+
+    origin: Origin
+    step: int
+    updates: int
+
+
+def find_standing(first: Origin, claims: Collection[Claim]) -> Standing:
+    """Where the run is. A minority of liars among the peers of each stage changes neither its line nor its updates.
+
+    A rewind begins with a stage that had lost its peers, so that all who serve it are on the new line. Hence the run's
+    line is the newest of those that more than half of some stage's peers have come to.
+
+    Args:
+        first: where the run began
+        claims: those of its peers that are credible
+    """
+    stages = sorted({claim.stage for claim in claims})
+    lines = [median_low(claim.origin for claim in claims if claim.stage == stage) for stage in stages]
+    origin = max([first, *lines])
+    steps_by_stage = [
+        [claim.step for claim in claims if (claim.stage, claim.origin) == (stage, origin)] for stage in stages
+    ]
+    reached = max((median_low(steps) for steps in steps_by_stage if steps), default=origin.step)
+    # A lie costs some numbers of steps, and a peer that is beyond it would not go back.
+    newest = max((claim.step for claim in claims), default=0)
+    return Standing(origin, newest, origin.updates_at(reached))
 
 
 class Kept(NamedTuple):
@@ -120,12 +173,19 @@ class Mover:
     reason: str
 
 
-def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str]) -> Mover:
+def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()) -> Mover:
     """Who takes over a stage that nobody serves. All who see the same view choose the same peer.
 
     From the stage with the most peers, the slowest of those that may move: it is missed least.
+
+    Args:
+        stuck: peers that have been joining for so long that nobody waits for them any more
     """
-    joining = [peer.peer_id for peer in view.in_stage(lost_stage) if peer.state is PeerState.JOINING]
+    joining = [
+        peer.peer_id
+        for peer in view.in_stage(lost_stage)
+        if peer.state is PeerState.JOINING and peer.peer_id not in stuck
+    ]
     if joining:
         return Mover(None, f"{len(joining)} peers are joining stage {lost_stage}")
     candidates = [

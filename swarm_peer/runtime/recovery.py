@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -12,7 +12,15 @@ import anyio
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import Kept, Origin, choose_mover, choose_rewind
+from swarm_peer.policy.recovery import (
+    Claim,
+    Kept,
+    Origin,
+    choose_mover,
+    choose_rewind,
+    credible,
+    find_standing,
+)
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.snapshots import StateDonor
@@ -32,6 +40,11 @@ GUARD_TRIES = 6
 GUARD_PAUSE_S = 0.2
 # A rewound run's global steps begin so much above the newest one known: who was a step ahead is behind it, too.
 STEPS_BETWEEN_LINES = 4
+# Lifetimes of an announcement that another peer has to take the same stage over. If it comes later, nothing is lost:
+# both find the same start.
+RIVAL_PATIENCE = 4
+# And that a peer which joins a lost stage has until another one moves there: it downloads a snapshot first.
+JOINER_PATIENCE = 20
 # Updates that may be given up where there is no snapshot yet, in intervals between snapshots.
 INTERVALS_FROM_SCRATCH = 2
 
@@ -83,6 +96,7 @@ class Recovery:
         self._first_origin = first_origin
         self._changed = changed
         self._kept_last: StageState | None = None  # without its tensors
+        self._rivals_since: float | None = None
 
     async def find_start(self) -> Start:
         """Where to begin, now that nobody serves this peer's stage.
@@ -91,48 +105,60 @@ class Recovery:
             CallError: it has to wait; says for what
         """
         view = self._view()
-        origin = await self._first_origin()
+        first = await self._first_origin()
         # A coordinator that goes on from a checkpoint gives it away.
-        asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(origin.updates)
+        asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(first.updates)
         replies = await self._ask_kept(asked)
-        known = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
-        serving = [replies[peer_id] for peer_id in known if peer_id in replies]
-        if known and not serving:
-            raise CallError(f"none of the {len(known)} serving peers can be reached")
-        for reply in serving:
-            origin = max(origin, _line_of(reply))
-        newest = max((reply.step for reply in serving), default=0)
+        claims = _claims_of(view, replies)
+        believed = credible(claims)
+        liars = claims.keys() - believed.keys()
+        if liars:
+            log.warning("claims_not_believed peers=%s", ",".join(sorted(liars)))
+        if claims and not believed:
+            raise CallError(f"what the {len(claims)} serving peers say of their steps cannot be")
+        standing = find_standing(first, believed.values())
+        origin = standing.origin
         kept = {
             peer_id: [Kept(*known) for known in reply.kept if _is_on_line(_line_of(reply), known[1], origin)]
             for peer_id, reply in replies.items()
+            if peer_id not in liars
         }
         # This peer may have moved here with the only snapshot that there is.
         kept[self._me] = [known for known, line in self._donor.kept() if _is_on_line(line, known.born, origin)]
-        if newest <= origin.step:
+        if standing.step <= origin.step:
             wanted = Kept(self._stage, origin.born, origin.updates)
             holders = sorted(peer for peer, snapshots in kept.items() if wanted in snapshots)
             state = await self._fetch(wanted, holders) if origin.updates else None
             return Start(origin, state, False, "nothing was computed since the run's beginning")
-        rivals = [
-            peer.peer_id
-            for peer in view.in_stage(self._stage)
-            if peer.state is PeerState.JOINING and peer.peer_id < self._me
-        ]
-        if rivals:
-            raise CallError(f"peer {rivals[0]} is taking stage {self._stage} over")
+        self._let_rivals_go_first(view)
         rewind = choose_rewind(
             kept,
             self._manifest.stages.count,
             self._stage,
-            origin.updates_at(newest),
+            standing.updates,
             INTERVALS_FROM_SCRATCH * self._manifest.recovery.snapshot_every,
         )
         if rewind.updates is None:
             raise CallError(rewind.reason)
         wanted = Kept(self._stage, rewind.born, rewind.updates)
         state = await self._fetch(wanted, rewind.holders) if rewind.updates else None
-        start = Origin(newest + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
+        start = Origin(standing.step + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
         return Start(start, state, True, rewind.reason)
+
+    def _let_rivals_go_first(self, view: SwarmView) -> None:
+        rivals = [
+            peer.peer_id
+            for peer in view.in_stage(self._stage)
+            if peer.state is PeerState.JOINING and peer.peer_id < self._me
+        ]
+        if not rivals:
+            self._rivals_since = None
+            return
+        now = time.monotonic()
+        if self._rivals_since is None:
+            self._rivals_since = now
+        if now < self._rivals_since + RIVAL_PATIENCE * self._manifest.limits.announcement_s:
+            raise CallError(f"peer {rivals[0]} is taking stage {self._stage} over")
 
     async def _ask_kept(self, peers: Sequence[str]) -> dict[str, KeptReply]:
         replies: dict[str, KeptReply] = {}
@@ -242,6 +268,7 @@ class Recovery:
         """Wait until a stage has no peers left and this one is chosen to move there; returns the stage."""
         patience_s = self._manifest.limits.announcement_s
         empty_since: dict[int, float] = {}
+        joining_since: dict[str, float] = {}
         reported: dict[int, str] = {}
         while True:
             await anyio.sleep(patience_s / 4)
@@ -250,11 +277,14 @@ class Recovery:
             empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
             empty_since = {stage: empty_since.get(stage, now) for stage in empty}
             reported = {stage: reason for stage, reason in reported.items() if stage in empty}
+            joining = [peer.peer_id for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]
+            joining_since = {peer_id: joining_since.get(peer_id, now) for peer_id in joining}
+            stuck = [peer_id for peer_id in joining if now >= joining_since[peer_id] + JOINER_PATIENCE * patience_s]
             movable = [peer.peer_id for peer in view.peers if peer.movable]
             for stage in empty:
                 if now < empty_since[stage] + patience_s:
                     continue
-                mover = choose_mover(view, stage, movable)
+                mover = choose_mover(view, stage, movable, stuck)
                 if reported.get(stage) != mover.reason:
                     log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
                     reported[stage] = mover.reason
@@ -266,6 +296,24 @@ def _line_of(reply: KeptReply) -> Origin:
     return Origin(reply.origin_step, reply.origin_updates, reply.origin_born)
 
 
+def _claims_of(view: SwarmView, replies: Mapping[str, KeptReply]) -> dict[str, Claim]:
+    """What serving peers say of themselves.
+
+    Raises:
+        CallError: there are some, and none of them replied
+    """
+    serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
+    claims = {
+        peer.peer_id: Claim(peer.stage, replies[peer.peer_id].step, _line_of(replies[peer.peer_id]))
+        for peer in serving
+        if peer.peer_id in replies
+    }
+    if serving and not claims:
+        raise CallError(f"none of the {len(serving)} serving peers can be reached")
+    return claims
+
+
 def _is_on_line(line: Origin, born: int, origin: Origin) -> bool:
-    """Whether weights of `line` belong to what `origin` goes on from: who has not gone back yet has others, too."""
-    return line == origin or born <= origin.born
+    """Whether weights of `line` belong to what `origin` goes on from: who has not gone back yet has others, too, and
+    who has gone back further than most has those from before that."""
+    return line == origin or born <= max(origin.born, line.born if line > origin else 0)

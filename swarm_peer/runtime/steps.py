@@ -15,7 +15,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin, last_credible_step
+from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEPS_AHEAD, Origin, last_credible_step
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread, Priority
@@ -44,6 +44,8 @@ RESYNC_PAUSE_S = 1.0
 DOWNLOAD_TRIES = 30
 # Callers may be a step ahead for as long as the slowest hop takes; who is behind for longer has missed something.
 BEHIND_S = 3.0
+# Of a rewind: the new line begins above the highest step that its author believes, of which this peer may be short.
+MAX_STEPS_OF_REWIND = 2 * MAX_STEPS_AHEAD
 # A newcomer that is still behind after so many rounds of catching up serves all the same: the end of the step tells.
 CATCH_UP_TRIES = 4
 
@@ -220,6 +222,8 @@ class StepLoop:
                 raise NotServing("only a peer that has taken over another stage rewinds the run")
             if any(peer.step < call.step for peer in others):
                 raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
+            if call.step > self.step + MAX_STEPS_OF_REWIND:
+                raise InvalidMessage(f"the run is in step {self.step} and cannot go on in {call.step}")
             if call.updates > self.updates:
                 raise InvalidMessage(f"the run has made {self.updates} updates and cannot go back to {call.updates}")
             if self._rewind_to is None or call.step > self._rewind_to.step:

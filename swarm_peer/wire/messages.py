@@ -314,8 +314,8 @@ class StateIndexCall(Body):
 
     Attributes:
         kind: state, with the snapshot of weights that were `born` then (policy/recovery.py, Origin), or the callee's
-            newest if that is None; or update, with the averaged gradients that ended global step `min_step` of the
-            callee's own stage
+            newest if that is None, or one a few steps older that it holds already; or update, with the averaged
+            gradients that ended global step `min_step` of the callee's own stage
         min_step: a state of an earlier global step is of no use to the caller; the callee waits for this one
     """
 

@@ -7,11 +7,16 @@ from swarm_peer.policy.recovery import (
     FIRST_ORIGIN,
     MAX_STEP,
     MAX_STEPS_AHEAD,
+    MIN_STEPS_LEFT,
+    Claim,
     Kept,
     Mover,
     Origin,
+    Standing,
     choose_mover,
     choose_rewind,
+    credible,
+    find_standing,
     last_credible_step,
 )
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
@@ -65,6 +70,57 @@ def test_what_was_born_after_the_weights_that_the_run_went_back_to_was_given_up(
     assert not origin.gave_up(FIRST_ORIGIN, 5)
     assert not origin.gave_up(origin, 21)
     assert not origin.gave_up(Origin(30, 5, 5), 31), "of a later line"
+
+
+# --- where the run is -------------------------------------------------------------------------------------------------
+
+OLD, NEW = FIRST_ORIGIN, Origin(38, 30, 30)
+
+
+def standing(*claims, first=FIRST_ORIGIN):
+    return find_standing(first, [Claim(*claim) for claim in claims])
+
+
+def test_claims_that_cannot_be_are_left_out():
+    possible = {"a": Claim(0, 34, OLD), "b": Claim(1, 38, NEW), "c": Claim(2, 34 + MAX_STEPS_AHEAD, OLD)}
+    possible |= {"g": Claim(1, 34, OLD), "h": Claim(1, 38, NEW)}
+    liars = {
+        "d": Claim(0, 39 + MAX_STEPS_AHEAD, OLD),
+        "e": Claim(0, 37, NEW),
+        "f": Claim(0, 2**40 - 1, Origin(2**40 - 1, 2**40 - 1, 0)),
+    }
+    assert credible(possible) == possible
+    assert credible(possible | liars) == possible
+    last = MAX_STEP - MIN_STEPS_LEFT
+    assert credible({"a": Claim(0, 1, OLD), "b": Claim(1, last, OLD)}).keys() == {"a", "b"}, "either may be right"
+    assert credible({"a": Claim(0, 1, OLD), "b": Claim(1, last + 1, OLD)}).keys() == {"a"}
+    assert credible({}) == {}
+
+
+def test_a_run_that_nobody_serves_is_where_it_began():
+    assert standing() == Standing(FIRST_ORIGIN, 0, 0)
+    assert standing(first=NEW) == Standing(NEW, 0, 30)
+
+
+def test_the_highest_step_counts():
+    """Who is beyond a rewind does not go back."""
+    assert standing((0, 33, OLD), (0, 34, OLD), (2, 33, OLD)) == Standing(OLD, 34, 33)
+
+
+def test_the_line_of_a_stage_that_was_taken_over_is_the_runs():
+    old = [(stage, 34, OLD) for stage in (0, 0, 0, 2, 2)]
+    assert standing(*old, (1, 38, NEW)) == Standing(NEW, 38, 30)
+    assert standing(*old, (1, 38, NEW), (1, 39, NEW), (0, 39, NEW)) == Standing(NEW, 39, 31)
+
+
+lie = st.tuples(st.sampled_from((0, 2)), st.integers(0, 500), st.sampled_from((OLD, NEW, Origin(400, 0, 0))))
+
+
+@given(st.lists(lie, max_size=4))
+def test_a_minority_of_each_stage_changes_neither_line_nor_updates(lies):
+    honest = [(stage, 60, NEW) for stage in (0, 2) for _ in range(len(lies) + 1)]
+    found = standing(*honest, *lies)
+    assert (found.origin, found.updates) == (NEW, 52)
 
 
 # --- where the run goes back to ---------------------------------------------------------------------------------------
@@ -217,6 +273,13 @@ def test_nobody_moves_where_somebody_joins():
     peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
     assert mover(*peers) == Mover(None, "1 peers are joining stage 1")
     assert mover(*peers[:2], serving("c", 1, state=PeerState.DRAINING)).peer_id == "a", "who leaves does not count"
+
+
+def test_who_is_stuck_keeps_nobody_from_moving():
+    peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
+    view = SwarmView(NUM_STAGES, (*peers, serving("d", 1, state=PeerState.JOINING)))
+    assert choose_mover(view, 1, {"a"}, stuck=["c"]).reason == "1 peers are joining stage 1"
+    assert choose_mover(view, 1, {"a"}, stuck=["c", "d"]).peer_id == "a"
 
 
 def test_the_reason_says_why_nobody_may_move():

@@ -13,7 +13,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEP, MAX_STEPS_AHEAD, Kept, Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEP, MAX_STEPS_AHEAD, MIN_STEPS_LEFT, Kept, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import recovery, steps
 from swarm_peer.runtime.averaging import checksum
@@ -22,12 +22,19 @@ from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.recovery import GUARD_TRIES, INTERVALS_FROM_SCRATCH, STEPS_BETWEEN_LINES, Recovery
+from swarm_peer.runtime.recovery import (
+    GUARD_TRIES,
+    INTERVALS_FROM_SCRATCH,
+    JOINER_PATIENCE,
+    RIVAL_PATIENCE,
+    STEPS_BETWEEN_LINES,
+    Recovery,
+)
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.snapshots import StateDonor
 from swarm_peer.runtime.stage_group import StageGroup
 from swarm_peer.runtime.state_index import StageState
-from swarm_peer.runtime.steps import StepLoop
+from swarm_peer.runtime.steps import MAX_STEPS_OF_REWIND, StepLoop
 from swarm_peer.runtime.transport import Reply, check_body
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import KeptCall, KeptReply, RewindCall, RewindReply
@@ -360,6 +367,88 @@ async def test_who_does_not_answer_is_done_without(swarm):
     assert silent.kept == liar.kept == []
 
 
+@pytest.mark.parametrize(
+    ("step", "origin"),
+    [(2**40 - 2, FIRST_ORIGIN), (2**40 - 1, Origin(2**40 - 1, 0, 0)), (34 + MAX_STEPS_AHEAD + 1, FIRST_ORIGIN)],
+)
+async def test_who_claims_a_step_that_the_run_cannot_be_in_is_not_believed(swarm, step, origin):
+    await lost_stage(swarm)
+    await swarm.add("liar", 2, step, origin=origin)
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(34 + STEPS_BETWEEN_LINES, 30, 30), True)
+    assert_state(start.state, 1, 30)
+
+
+async def test_an_origin_that_stage_mates_deny_is_not_believed(swarm):
+    """The run goes back all the same; its steps are numbered from above the lie."""
+    await lost_stage(swarm)
+    await swarm.add("liar", 2, 400, origin=Origin(400, 0, 0))
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(400 + STEPS_BETWEEN_LINES, 30, 30), True)
+
+
+async def test_where_one_word_stands_against_another_the_numbers_stay_possible(swarm):
+    first = await swarm.add("a", 0, 15)
+    await first.keep(*((stage, 10) for stage in range(3)))
+    liar = await swarm.add("liar", 2, 2**40 - 2)
+    peer = await swarm.newcomer()
+    assert (await peer.recovery.find_start()).origin == Origin(15 + STEPS_BETWEEN_LINES, 10, 10)
+    liar.enter(MAX_STEP - MIN_STEPS_LEFT)
+    start = await peer.recovery.find_start()
+    assert start.origin == Origin(MAX_STEP - MIN_STEPS_LEFT + STEPS_BETWEEN_LINES, 10, 10)
+    await peer.recovery.have_all_go_back(start.origin)
+    assert first.told == [("n", 1, start.origin)]
+    for name in ("a", "liar"):
+        swarm.peers[name].enter(2**40 - 1, FIRST_ORIGIN)
+    with pytest.raises(CallError, match="what the 2 serving peers say of their steps cannot be"):
+        await peer.recovery.find_start()
+
+
+async def test_a_rewind_that_has_begun_is_followed(swarm):
+    """One peer has taken stage 2 over and tells the others, when stage 1 is lost as well."""
+    rewound = Origin(38, 30, 30)
+    for name in "ab":
+        await swarm.add(name, 0, step=34)
+    taker = await swarm.add("c", 2, step=38, origin=rewound)
+    await taker.keep((1, 30))
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.origin, start.rewound) == (rewound, False)
+    assert_state(start.state, 1, 30)
+
+
+async def test_a_rewind_whose_author_is_gone_before_most_have_followed_is_done_anew(swarm):
+    """Who has followed has its snapshots of the line that most are on."""
+    for name in "ab":
+        peer = await swarm.add(name, 0, step=34)
+        await peer.keep((0, 30))
+    last = [await swarm.add(name, 2, step=34) for name in "cde"]
+    for peer in last:
+        await peer.keep((1, 30), (2, 30)) if peer is last[0] else await peer.keep((2, 30))
+    last[0].enter(38, Origin(38, 30, 30))
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(38 + STEPS_BETWEEN_LINES, 30, 30), True)
+    assert_state(start.state, 1, 30)
+
+
+async def test_who_never_comes_to_take_a_stage_over_is_not_waited_for(swarm, monkeypatch):
+    time = SimpleNamespace(now=100.0, monotonic=lambda: time.now)
+    monkeypatch.setattr(recovery, "time", time)
+    await lost_stage(swarm)
+    peer, rival = await swarm.newcomer(), await swarm.newcomer(peer_id="m")
+    patience_s = RIVAL_PATIENCE * MANIFEST.limits.announcement_s
+    for passed_s in (0.0, patience_s - 1):
+        time.now = 100.0 + passed_s
+        with pytest.raises(CallError, match="peer m is taking stage 1 over"):
+            await peer.recovery.find_start()
+    time.now = 100.0 + patience_s
+    assert (await peer.recovery.find_start()).rewound
+    rival.state = PeerState.DRAINING
+    assert (await peer.recovery.find_start()).rewound
+    rival.state = PeerState.JOINING
+    with pytest.raises(CallError, match="peer m is taking stage 1 over"):
+        await peer.recovery.find_start()
+
+
 async def test_of_two_that_take_a_stage_over_one_waits(swarm):
     await lost_stage(swarm)
     late, first = await swarm.newcomer(peer_id="z"), await swarm.newcomer(peer_id="m")
@@ -572,6 +661,36 @@ async def test_nobody_moves_as_long_as_a_stage_comes_back_in_time(swarm, clock):
     watching.cancel()
 
 
+async def test_who_never_comes_to_serve_a_lost_stage_is_not_waited_for(swarm, clock):
+    for name, stage in (("a", 0), ("b", 0), ("c", 2)):
+        await swarm.add(name, stage)
+    await swarm.newcomer(peer_id="d")
+    began = clock.now
+    assert await swarm.peers["a"].recovery.watch_stages() == 1
+    assert clock.now >= began + JOINER_PATIENCE * MANIFEST.limits.announcement_s
+
+
+async def test_each_who_joins_a_lost_stage_has_its_time(swarm, clock):
+    for name, stage in (("a", 0), ("b", 0), ("c", 2)):
+        await swarm.add(name, stage)
+    lifetime_s = MANIFEST.limits.announcement_s
+    began = clock.now
+
+    def come_and_go():
+        """Another one, each time the one before has nearly used up its time."""
+        swarm.peers.pop("d", None)
+        swarm.peers.pop("e", None)
+        number = int((clock.now - began) / ((JOINER_PATIENCE - 1) * lifetime_s))
+        swarm.peers["de"[number % 2]] = joiners["de"[number % 2]]
+
+    joiners = {name: await swarm.newcomer(peer_id=name) for name in "de"}
+    clock.slept = come_and_go
+    watching = asyncio.ensure_future(swarm.peers["a"].recovery.watch_stages())
+    await until(lambda: clock.now > began + 4 * JOINER_PATIENCE * lifetime_s)
+    assert not watching.done()
+    watching.cancel()
+
+
 async def test_who_is_not_chosen_stays(swarm, clock):
     for name, stage in (("a", 0), ("b", 0), ("c", 2)):
         await swarm.add(name, stage)
@@ -662,6 +781,8 @@ async def test_who_has_taken_over_a_lost_stage_is_obeyed(follower):
         ({"caller": "stranger"}, NotServing, "only a peer that has taken over another stage"),
         ({"caller": "me", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
         ({"caller": "n", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
+        ({"step": 2**40 - 1}, InvalidMessage, f"the run is in step 3 and cannot go on in {2**40 - 1}"),
+        ({"step": 3 + MAX_STEPS_OF_REWIND + 1}, InvalidMessage, "the run is in step 3 and cannot go on in"),
         ({"updates": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to 4"),
     ],
 )
