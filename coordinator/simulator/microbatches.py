@@ -162,12 +162,12 @@ class MicrobatchSwarm:
         return self._serving
 
     def _watch_first_stage(self) -> Generator[simpy.Event, Any, None]:
-        sources: set[int] = set()
+        sources: set[_Device] = set()
         while True:
             for peer in self._look()[0]:
                 device = self._devices[peer.peer_id]
-                if id(device) not in sources:
-                    sources.add(id(device))
+                if device not in sources:
+                    sources.add(device)
                     self._env.process(self._launch(peer.peer_id, device))
             yield self._env.timeout(LOOK_S)
 
