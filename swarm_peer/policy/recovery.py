@@ -16,6 +16,8 @@ MAX_STEP = 2**40 - 1
 MAX_STEPS_AHEAD = 500
 # A run that goes back goes on above the highest step that is claimed: so many have to be left after it.
 MIN_STEPS_LEFT = 2**30
+# Where nobody is left who knows how far the run has come, it may have been so many snapshots further.
+SNAPSHOTS_MISSED = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,6 +118,21 @@ class Kept(NamedTuple):
     stage: int
     born: int
     updates: int
+
+
+def find_standing_by_snapshots(first: Origin, snapshots: Collection[tuple[Kept, Origin]], interval: int) -> Standing:
+    """Where the run was at most, if nobody serves it any more, by the snapshots that are left of it.
+
+    Args:
+        snapshots: each with its line
+        interval: of updates between them; some may have been missed
+    """
+    left = [(known, line) for known, line in snapshots if known.born > first.step]
+    if not left:
+        return Standing(first, first.step, first.updates)
+    origin = max(first, *(line for _, line in left))
+    newest = max(known.born for known, _ in left) + SNAPSHOTS_MISSED * interval
+    return Standing(origin, min(newest, MAX_STEP - MIN_STEPS_LEFT), max(known.updates for known, _ in left))
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,13 +409,28 @@ class Peer:
             await anyio.sleep(JOIN_PAUSE_S)
 
     async def _move_when_needed(self) -> None:
-        stage = await self._recovery.watch_stages()
-        self._move_to(stage)
+        while not await self._leave_for(await self._recovery.watch_stages()):
+            pass
 
     def _join_anew(self, error: CallError) -> None:
         """As after a crash: its stage-mates went on without it, and are gone."""
         log.error("joining_anew stage=%d reason=%s", self._spec.index, error)
         self._move_to(self._spec.index)
+
+    async def _leave_for(self, stage: int) -> bool:
+        """Move elsewhere if somebody else serves this one: of peers that leave it at once, one at least stays."""
+        self._enter_state(PeerState.DRAINING)
+        # Stored first, looked up second: of two that leave, at least one sees that the other does.
+        await self._directory.announce()
+        view = await self._directory.refresh_surely([self._spec.index])
+        others = [peer for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
+        if others:
+            self._move_to(stage)
+        else:
+            log.warning("stays stage=%d reason=nobody else serves it any more", self._spec.index)
+            self._enter_state(PeerState.SERVING)
+            await self._directory.announce()
+        return bool(others)
 
     def _move_to(self, stage: int) -> None:
         """Leave, and have this process start anew in another stage."""
@@ -427,15 +442,17 @@ class Peer:
 
     async def _obey(self) -> None:
         """Move when the run's coordinator says so."""
-        order = await wait_for_order(
-            self._me,
-            self._spec.index,
-            lambda: self._dht.fetch_coordination(self._run_id),
-            lambda: self._directory.view,
-            lambda: self._directory.serial,
-        )
-        log.warning("assigned stage=%d reason=%s", order.to_stage, order.reason)
-        self._move_to(order.to_stage)
+        while True:
+            order = await wait_for_order(
+                self._me,
+                self._spec.index,
+                lambda: self._dht.fetch_coordination(self._run_id),
+                lambda: self._directory.view,
+                lambda: self._directory.serial,
+            )
+            log.warning("assigned stage=%d reason=%s", order.to_stage, order.reason)
+            if await self._leave_for(order.to_stage):
+                return
 
     async def _first_origin(self) -> Origin:
         records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)

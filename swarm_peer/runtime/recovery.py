@@ -20,6 +20,7 @@ from swarm_peer.policy.recovery import (
     choose_rewind,
     credible,
     find_standing,
+    find_standing_by_snapshots,
 )
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.signal import Signal
@@ -40,6 +41,9 @@ GUARD_TRIES = 6
 GUARD_PAUSE_S = 0.2
 # A rewound run's global steps begin so much above the newest one known: who was a step ahead is behind it, too.
 STEPS_BETWEEN_LINES = 4
+# Lifetimes of an announcement that a stage is without peers before one comes by itself: a coordinator is quicker, and
+# knows better whom to send.
+RESCUE_PATIENCE = 2
 # Lifetimes of an announcement that another peer has to take the same stage over. If it comes later, nothing is lost:
 # both find the same start.
 RIVAL_PATIENCE = 4
@@ -116,7 +120,13 @@ class Recovery:
             log.warning("claims_not_believed peers=%s", ",".join(sorted(liars)))
         if claims and not believed:
             raise CallError(f"what the {len(claims)} serving peers say of their steps cannot be")
-        standing = find_standing(first, believed.values())
+        if claims:
+            standing = find_standing(first, believed.values())
+        else:
+            left = [(Kept(*known), _line_of(reply)) for reply in replies.values() for known in reply.kept]
+            standing = find_standing_by_snapshots(
+                first, [*left, *self._donor.kept()], self._manifest.recovery.snapshot_every
+            )
         origin = standing.origin
         kept = {
             peer_id: [Kept(*known) for known in reply.kept if _is_on_line(_line_of(reply), known[1], origin)]
@@ -282,7 +292,7 @@ class Recovery:
             stuck = [peer_id for peer_id in joining if now >= joining_since[peer_id] + JOINER_PATIENCE * patience_s]
             movable = [peer.peer_id for peer in view.peers if peer.movable]
             for stage in empty:
-                if now < empty_since[stage] + patience_s:
+                if now < empty_since[stage] + RESCUE_PATIENCE * patience_s:
                     continue
                 mover = choose_mover(view, stage, movable, stuck)
                 if reported.get(stage) != mover.reason:

@@ -21,7 +21,7 @@ import torch
 
 from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import Kept, Origin
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Kept, Origin
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.state_index import StageState, assemble, make_index, num_bytes, origin_of
@@ -97,8 +97,8 @@ class SnapshotKeeper:
             log.info("snapshot_dropped stage=%d updates=%d reason=the run has gone back", stage, state.updates)
             return
         self._keep(offer)
-        self._forget_old()
         log.info("snapshot_kept stage=%d updates=%d bytes=%d", stage, state.updates, path.stat().st_size)
+        self._forget_old()
 
     def _keep(self, offer: _Offer) -> None:
         index, origin = offer.index, origin_of(offer.index)
@@ -174,11 +174,13 @@ class SnapshotKeeper:
         return Reply(tensors=(offer.tensors[call.entry][start : start + STATE_CHUNK_BYTES],))
 
     async def handle_kept(self, caller: str, call: KeptCall, tensors: Sequence[memoryview]) -> Reply:
-        if self.current is None:
-            raise NotServing("this peer has no state yet")
-        origin = self.current.origin
+        """Also of a peer that has no state yet: it may have moved, with the last snapshots that there are."""
+        step, origin = (0, FIRST_ORIGIN) if self.current is None else (self.current.step, self.current.origin)
+        if self.current is None and self._kept:
+            origin = max(line for _, line in self.kept())
+            step = max(known.born for known in self._kept)
         reply = KeptReply(
-            step=self.current.step,
+            step=step,
             origin_step=origin.step,
             origin_updates=origin.updates,
             origin_born=origin.born,

@@ -26,6 +26,7 @@ from swarm_peer.runtime.recovery import (
     GUARD_TRIES,
     INTERVALS_FROM_SCRATCH,
     JOINER_PATIENCE,
+    RESCUE_PATIENCE,
     RIVAL_PATIENCE,
     STEPS_BETWEEN_LINES,
     Recovery,
@@ -110,9 +111,8 @@ class Peer:
 
     def view(self):
         current = self.donor.current
-        return PeerView(
-            self.peer_id, self.stage, self.state, current.step, self.speed, 0, current.updates, self.movable
-        )
+        step, updates = (0, 0) if current is None else (current.step, current.updates)
+        return PeerView(self.peer_id, self.stage, self.state, step, self.speed, 0, updates, self.movable)
 
     async def __call__(self, caller, op, body, tensors):
         if op == "rewind":
@@ -205,6 +205,27 @@ async def test_who_has_moved_here_begins_with_the_snapshots_that_it_brings_along
     start = await peer.recovery.find_start()
     assert (start.origin, start.rewound) == (Origin(51, 40, 40), True)
     assert_state(start.state, 1, 40)
+
+
+async def all_have_moved(swarm, *kept):
+    """Nobody serves any more: all peers have started anew, and have their snapshots along."""
+    for peer_id, snapshots in zip("ac", kept, strict=True):
+        peer = await swarm.add(peer_id, {"a": 0, "c": 2}[peer_id], step=47, state=PeerState.JOINING)
+        await peer.keep(*snapshots)
+        peer.donor.current = None
+
+
+async def test_where_nobody_serves_any_more_the_snapshots_tell_where_the_run_was(swarm):
+    await all_have_moved(swarm, [(0, 40), (1, 40)], [(2, 40), (1, 20)])
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(40 + 4 * EVERY + STEPS_BETWEEN_LINES, 40, 40), True)
+    assert_state(start.state, 1, 40)
+
+
+async def test_where_nobody_serves_any_more_and_a_snapshot_is_missing_the_run_does_not_begin_anew(swarm):
+    await all_have_moved(swarm, [(0, 40), (1, 40)], [(1, 20)])
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await (await swarm.newcomer()).recovery.find_start()
 
 
 async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm):
@@ -642,7 +663,7 @@ async def test_the_chosen_peer_moves_to_a_stage_that_stays_empty(swarm, clock):
         await swarm.add(name, stage)
     swarm.peers["b"].speed = 0.5
     assert await swarm.peers["b"].recovery.watch_stages() == 1
-    assert clock.now >= 100.0 + MANIFEST.limits.announcement_s
+    assert clock.now >= 100.0 + RESCUE_PATIENCE * MANIFEST.limits.announcement_s
 
 
 async def test_nobody_moves_as_long_as_a_stage_comes_back_in_time(swarm, clock):

@@ -603,8 +603,6 @@ async def test_a_donor_without_the_state_says_so(world, monkeypatch):
     donor.donor.current = None
     with pytest.raises(CallError, match="this peer has the state of step None, not of 0"):
         await world.fetch(donor)
-    with pytest.raises(NotServing, match="this peer has no state yet"):
-        await world.call(donor, KeptCall(manifest=HASH))
 
 
 @pytest.mark.parametrize(("entry", "chunk"), [(6, 0), (99_999, 0), (0, 9), (0, 2**20 - 1), (5, 0)])
@@ -923,6 +921,21 @@ async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world
     again = dataclasses.replace(late, step=22, origin=Origin(20, 4, 4))
     await donor.donor.keep(2, again)
     assert (await kept_by(world, donor)).kept == ((2, 4, 4), (2, 22, 6))
+
+
+async def test_who_has_no_state_yet_tells_of_the_snapshots_that_it_brings_along(world):
+    before = await world.donor("a", step=30)
+    await before.donor.keep(2, before.state_of(4, origin=Origin(20, 2, 2)))
+    donor = StateDonor(FakeTrainer(0, 0), before.compute, Signal(), STAGE, before.folder)
+    reply = check_body(KeptReply, (await donor.handle_kept("b", KeptCall(manifest=HASH), ())).body)
+    assert (reply.step, reply.origin_step, reply.origin_updates, reply.kept) == (22, 20, 2, ((2, 22, 4),))
+
+
+async def test_a_snapshot_that_is_older_than_all_others_harms_nobody(world):
+    donor = await world.donor("a")
+    for updates in (6, 5, 4):
+        await donor.donor.keep(STAGE, donor.state_of(updates))
+    assert donor.files() == ["stage-1-step-5", "stage-1-step-6"]
 
 
 async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
