@@ -21,6 +21,9 @@ How a peer leases slices (two live peers never hold the same one, as long as eac
 4. It reads `uncounted(slice, pending)`: the gaps, and all from the next window on. `pending` are the ranges in the
    counts that are not added yet, its own among them. It counts windows only while it holds the lease.
 
+Who holds a slice finds its end itself, and others cannot end many without reading them (`credible`). Whoever has not
+believed an end finds the slice unfinished, asks for it, and is told, or reads it and finds the end itself.
+
 A refusal names the owner, for `note_lease`: the slice is not wanted again while that one lives. A peer that has
 restarted knows of no leases, and is granted what others believe it to have.
 
@@ -50,6 +53,9 @@ MAX_WINDOWS = 1 << 40
 # Passes begun before the oldest one is finished: of a data set of one window, as many as a global batch has samples.
 MAX_PASSES_AHEAD = 1 << 12
 MAX_PASSES = 1 << 40
+# Empty slices in one count that are believed of who is not known to hold them: whoever has joined of late has not heard
+# what its author had leased before.
+MAX_UNHELD_EMPTY = 32
 # Orders of slices kept: one peer's, of the passes that are under way at the same time.
 MAX_ORDERS = 4
 
@@ -142,6 +148,28 @@ class DataLedger:
                 if item.is_last:
                     state.finished[item.slice_index] = min(num_windows, item.end)
         return duplicates
+
+    def credible(
+        self,
+        author: str,
+        ranges: Iterable[WindowRange],
+        held: Collection[SliceId],
+        max_empty: int = MAX_UNHELD_EMPTY,
+    ) -> Iterator[WindowRange]:
+        """A stage-mate's count without ends that it cannot know: what follows a false one is never read.
+
+        Args:
+            held: slices that this peer reads: nobody else knows their ends
+            max_empty: slices without windows to believe in of those that the author is not known to lease; where
+                there are windows, an end is worth nothing before they have counted, too
+        """
+        for item in ranges:
+            if item.is_last and self.owner(item.slice_id) != author:
+                if item.slice_id in held or (item.end == 0 and max_empty <= 0):
+                    item = item._replace(is_last=False)
+                elif item.end == 0:
+                    max_empty -= 1
+            yield item
 
     def finish(self, slice_id: SliceId, num_windows: int) -> None:
         """Note where a slice ends. It is finished when all windows before that have counted."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import anyio
 
 from swarm_peer.errors import CallError, NotServing
-from swarm_peer.policy.data_ledger import DataLedger, arbiter
+from swarm_peer.policy.data_ledger import MAX_UNHELD_EMPTY, DataLedger, arbiter
 from swarm_peer.policy.ledger import StepCount
 from swarm_peer.policy.ranges import SampleId, SliceId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.recovery import Origin
@@ -120,7 +120,8 @@ class SliceLeases:
     def end_step(self, step: int) -> bytes:
         """Enter what all have counted in `step`; returns the ledger."""
         ledger = self._known()
-        repeated = sum(ledger.add(count.ranges) for _, count in self._progress.ledger.counts(step))
+        counts = self._progress.ledger.counts(step)
+        repeated = sum(ledger.add(self._credible(author, count.ranges)) for author, count in counts)
         self._note_repeated(step, repeated)
         ledger.add(self._told)
         self._told = ()
@@ -135,18 +136,25 @@ class SliceLeases:
             return
         ranges = self._progress.ledger.count_of(step, author).ranges
         if step == self._ended:
-            repeated = self._ledger.add(ranges) - sum(item.end - item.start for item in before.ranges)
+            # Of one step they may be many, and what each may tell must not add up.
+            news = self._credible(author, ranges, max_empty=0)
+            repeated = self._ledger.add(news) - sum(item.end - item.start for item in before.ranges)
             if step >= self._began:  # otherwise it may have been in the ledger that this peer began with
                 self._note_repeated(step, repeated)
         if author == self._me:
             return
-        news = {item.slice_id for item in set(ranges) - set(before.ranges)}
-        for slice_id in news & self._held - self._contested:
+        counted_from = {item.slice_id for item in set(ranges) - set(before.ranges) if item.start < item.end}
+        for slice_id in counted_from & self._held - self._contested:
             # It counted before it died, and another peer says so only now; or neither could know of the other.
             log.warning("slice_contested slice=%s author=%s", tuple(slice_id), author)
             self._contested.add(slice_id)
             self._pool.drop(slice_id)
             self._release_contested()
+
+    def _credible(
+        self, author: str, ranges: Iterable[WindowRange], max_empty: int = MAX_UNHELD_EMPTY
+    ) -> Iterable[WindowRange]:
+        return ranges if author == self._me else self._known().credible(author, ranges, self._held, max_empty)
 
     def _note_repeated(self, step: int, num_samples: int) -> None:
         if num_samples > 0:

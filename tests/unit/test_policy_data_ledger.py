@@ -139,6 +139,20 @@ def test_a_slice_without_windows_is_finished_at_once() -> None:
     assert ledger.is_finished(SliceId(0, 1))
 
 
+def test_the_end_of_a_slice_is_its_holders_to_tell() -> None:
+    ledger = ledger_of([], [(SliceId(0, 0), "me"), (SliceId(0, 1), "a")])
+
+    def believed(author: str, end: int, max_empty: int) -> list[int]:
+        ends = [WindowRange(0, index, 0, end, True) for index in range(NUM_SLICES)]
+        items = list(ledger.credible(author, ends, {SliceId(0, 0)}, max_empty))
+        assert [item[:4] for item in items] == [item[:4] for item in ends], "what counted has counted"
+        return [item.slice_index for item in items if item.is_last]
+
+    assert believed("a", 0, max_empty=1) == [1, 2]
+    assert believed("b", 0, max_empty=0) == []
+    assert believed("b", 5, max_empty=0) == [1, 2, 3], "if its windows count, too"
+
+
 def test_of_two_ends_the_smaller_one_counts() -> None:
     """Peers whose data differ must not wait for windows that one of them lacks."""
     for ends in ((5, 7), (7, 5)):
