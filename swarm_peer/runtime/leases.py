@@ -34,6 +34,8 @@ RETRY_S = 0.5
 # In announcement lifetimes: how long the leases of a peer that is gone without a word are respected. It may be alive,
 # and merely out of this peer's reach.
 PATIENCE = 2
+# Stage-mates that must say that a pass is over, where there are so many.
+PASS_WITNESSES = 2
 
 
 class SliceLeases:
@@ -80,6 +82,7 @@ class SliceLeases:
         self._began = 0
         self._line = 0  # the global step that the line of updates began with
         self._ended = -1  # the newest step whose counts are in the ledger
+        self._passes: dict[str, int] = {}  # that stage-mates last said they are in
         self._seen: dict[str, float] = {}  # when a stage-mate was last known to be there
         progress.on_count = self._heard
 
@@ -111,6 +114,7 @@ class SliceLeases:
         self._given_up.clear()
         self._pool.take_ends()
         self._told = ()
+        self._passes.clear()
         self._ledger = ledger
         self._began, self._ended = step, step - 1
         self._line = origin.step
@@ -254,20 +258,28 @@ class SliceLeases:
                 log.info("lease_not_answered peer=%s reason=%s: %s", peer_id, error.code, error)
                 refused.update(wanted)
                 return
-            # A stage-mate may have heard of the end of a pass before; it cannot be further ahead.
-            ledger.begin_pass(min(answer.current_pass, ledger.current_pass + 1))
+            self._note_pass(ledger, peer_id, answer.current_pass)
             ledger.release(peer_id, answer.corrections)
             for slice_id, owner in answer.refused:
                 refused.add(slice_id)
                 if owner is not None and owner != self._me and owner in self._live():
                     ledger.note_lease(slice_id, owner)
             if ledger is self._ledger:
-                self._told = merge_ranges([*self._told, *answer.facts])
+                self._told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
 
         async with anyio.create_task_group() as tasks:
             for peer_id in sorted(mates):
                 tasks.start_soon(ask, peer_id)
         return [slice_id for slice_id in wanted if slice_id not in refused]
+
+    def _note_pass(self, ledger: DataLedger, peer_id: str, current_pass: int) -> None:
+        """A stage-mate may have heard of the end of a pass before; one alone of several is not believed."""
+        self._passes[peer_id] = current_pass
+        mates = self._present()
+        ahead = [mate for mate in mates if self._passes.get(mate, 0) > ledger.current_pass]
+        if ahead and len(ahead) >= min(PASS_WITNESSES, len(mates)):
+            ledger.begin_pass(ledger.current_pass + 1)  # more than one it cannot have missed
+            self._passes = {mate: self._passes[mate] for mate in ahead}
 
     async def handle_lease(self, caller: str, call: LeaseCall, tensors: Sequence[memoryview]) -> Reply:
         ledger = self._known()

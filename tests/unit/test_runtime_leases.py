@@ -437,6 +437,37 @@ async def test_no_stage_mate_can_end_many_passes_at_once(swarm: Swarm) -> None:
     assert b.ledger.current_pass <= 1
 
 
+async def test_one_stage_mate_of_several_cannot_end_a_pass(swarm: Swarm) -> None:
+    def exaggerate(reply):  # type: ignore[no-untyped-def]
+        reply.body["current_pass"] = 1 << 30
+        return reply
+
+    a, b, c = [await swarm.add(name, *[500] * 40) for name in "abc"]
+    await a.has_leased(8)
+    slices = [SliceId(0, 5)]
+    swarm.network.fault(op="lease", to=b.peer_id, tamper=exaggerate, times=10**6)
+    for _ in range(3):
+        await a.leases._ask({b.peer_id, c.peer_id}, slices)
+        assert a.ledger.current_pass == 0
+    swarm.network.fault(op="lease", to=c.peer_id, tamper=exaggerate, times=10**6)
+    await a.leases._ask({b.peer_id, c.peer_id}, slices)
+    assert a.ledger.current_pass > 0
+
+
+async def test_what_nobody_has_asked_for_is_not_believed(swarm: Swarm) -> None:
+    def tell_more(reply):  # type: ignore[no-untyped-def]
+        reply.body["facts"] = tuple((0, index, 0, 0, True) for index in range(40))
+        return reply
+
+    a, b = [await swarm.add(name, *[500] * 40) for name in "ab"]
+    await a.has_leased(8)
+    a.leases._told = ()
+    fault = swarm.network.fault(op="lease", to=b.peer_id, tamper=tell_more)
+    await a.leases._ask({b.peer_id}, [SliceId(0, 5), SliceId(0, 6)])
+    assert fault.fired == 1
+    assert a.leases._told == (WindowRange(0, 5, 0, 0, True), WindowRange(0, 6, 0, 0, True))
+
+
 async def test_a_ledger_of_other_data_is_refused(swarm: Swarm) -> None:
     with pytest.raises(InvalidMessage, match="of 4 slices, where the data here has 5"):
         await swarm.add("a", *[10] * 5, ledger=encode_ledger(DataLedger(4)))
