@@ -365,6 +365,12 @@ BAD_LEDGERS = [
     [4, 0, [[0, 0.0, 0, 1, False]]],
     [4, 1, [[0, 0, 0, 1, False]]],
     [4, 0, [[MAX_PASSES_AHEAD, 0, 0, 1, False]]],
+    [4, 0, [[0, 1, 0, 1, False], [0, 0, 0, 1, False]]],
+    [4, 0, [[1, 0, 0, 1, False], [0, 1, 0, 1, False]]],
+    [4, 0, [[0, 0, 2, 3, False], [0, 0, 0, 1, False]]],
+    [4, 0, [[0, 0, 0, 2, False], [0, 0, 2, 3, False]]],
+    [4, 0, [[0, 0, 5, 5, True], [0, 0, 5, 5, True]]],
+    [4, 0, [[0, 0, 5, 5, True], [0, 0, 6, 7, False]]],
     [4, 0, ["abcde"]],
     [4, 0, b"abcde"],
 ]
@@ -374,6 +380,14 @@ BAD_LEDGERS = [
 def test_no_ledger(value: object) -> None:
     with pytest.raises(InvalidMessage, match=r"^data ledger: "):
         decode_ledger(msgpack.packb(value), 4)
+
+
+def test_a_ledger_has_no_more_facts_than_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_peer.policy.data_ledger.MAX_SPARE_FACTS", 3)
+    ranges = [[0, 0, 2 * n, 2 * n + 1, False] for n in range(12)]
+    assert decode_ledger(msgpack.packb([4, 0, ranges[:-1]]), 4).num_finished == 0
+    with pytest.raises(InvalidMessage, match="12 facts: at most 11 go with 4 slices"):
+        decode_ledger(msgpack.packb([4, 0, ranges]), 4)
 
 
 def nested(depth: int) -> bytes:
