@@ -1,6 +1,7 @@
 import asyncio
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -399,7 +400,8 @@ async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):
     absent = group.network.fault(op="ready", to=newcomer.peer_id, fail=PeerUnreachable("gone"), times=2)
     group.rounds.script = {(0, None): "fail"}
     early = [members[0].settle(2), members[1].settle(2)]
-    await anyio.wait_all_tasks_blocked()
+    while group.network.num_calls("ready", newcomer.peer_id) < 4:  # two of them in the second attempt
+        await anyio.lowlevel.checkpoint()
     assert absent.fired == 2
     assert not any(task.done() for task in early), "in the second attempt they wait for it"
     settled = await asyncio.gather(*early, newcomer.settle(4))
