@@ -12,7 +12,7 @@ import anyio
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.position import Position, position_of
+from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD, Position, position_of
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
@@ -29,11 +29,6 @@ log = logging.getLogger(__name__)
 STAGE_TRIES = 30
 # Rounds of downloading all stages until they are of one step. Later rounds aim at steps further ahead.
 ROUNDS = 8
-# A state that is so much newer than what is announced is none of this run: between two announcements, not even steps of
-# a hundredth of a second come as far.
-FAR_STEPS = 1024
-# That a call can name (wire/records.py).
-LAST_STEP = 2**40 - 1
 
 
 async def fetch_model(
@@ -89,9 +84,9 @@ def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin:
     stages = [view.serving(stage) for stage in range(view.num_stages)]
     announced = [median_low(map(position_of, peers)) for peers in stages if peers]
     newest = max(announced, default=Position(0, 0))
-    given = [Position(state.step, state.updates) for state in states if state.step <= newest.step + FAR_STEPS]
+    given = [Position(state.step, state.updates) for state in states if state.step <= newest.step + MAX_STEPS_AHEAD]
     step, updates = max([newest, *given])
-    return min(step + max(min(margin, num_updates - updates), 0), LAST_STEP)
+    return min(step + max(min(margin, num_updates - updates), 0), MAX_STEP)
 
 
 def _step_of(state: StageState | None) -> int:

@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
-# So much may happen between two announcements of a run whose steps take a thirtieth of a second.
-MAX_STEPS_AHEAD = 256
+# The last global step that the wire carries (wire/records.py, Step).
+MAX_STEP = 2**40 - 1
+# Announcements are up to their lifetime old, and views some seconds more: a run makes fewer steps in that time. Lies
+# within it cost step numbers that nobody uses, and newcomers that are of no use until the run is there.
+MAX_STEPS_AHEAD = 500
 
 
 class Position(NamedTuple):

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
 from swarm_peer.policy.view import PeerState, SwarmView
 
-# The last one that the wire carries (wire/records.py, Step).
-MAX_STEP = 2**40 - 1
-# Announcements are up to their lifetime old, and views some seconds more: a run makes fewer steps in that time. Lies
-# within it cost step numbers that nobody uses, and newcomers that are of no use until the run is there.
-MAX_STEPS_AHEAD = 500
 # A run that goes back goes on above the highest step that is claimed: so many have to be left after it.
 MIN_STEPS_LEFT = 2**30
 # Where nobody is left who knows how far the run has come, it may have been so many snapshots further.

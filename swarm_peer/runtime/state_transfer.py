@@ -18,7 +18,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.policy.recovery import MAX_STEP
+from swarm_peer.policy.position import MAX_STEP
 from swarm_peer.runtime.state_index import StageState, assemble, num_bytes, origin_of
 from swarm_peer.runtime.transport import Transport, unpack_fields
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall

@@ -15,7 +15,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
-from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEPS_AHEAD, Origin, last_credible_step
+from swarm_peer.policy.position import MAX_STEPS_AHEAD
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin, last_credible_step
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.averaging import checksum
 from swarm_peer.runtime.compute import ComputeThread, Priority

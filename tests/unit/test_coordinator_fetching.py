@@ -6,9 +6,10 @@ import torch
 from memory_transport import MemoryNetwork
 
 from coordinator import fetching
-from coordinator.fetching import FAR_STEPS, aim, fetch_states
+from coordinator.fetching import aim, fetch_states
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import NotServing, SwarmError
+from swarm_peer.policy.position import MAX_STEPS_AHEAD
 from swarm_peer.policy.recovery import Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.state_index import StageState, make_index
@@ -175,7 +176,7 @@ def test_what_is_aimed_at_can_be_asked_for():
 
 def test_a_state_that_is_far_ahead_of_the_run_is_not_aimed_at():
     view = SwarmView(3, (PeerView("p", 0, PeerState.SERVING, 20, updates=14),))
-    states = [StageState(step, "x", {}, Origin(10, 4, 4)) for step in (30, 20 + FAR_STEPS + 1)]
+    states = [StageState(step, "x", {}, Origin(10, 4, 4)) for step in (30, 20 + MAX_STEPS_AHEAD + 1)]
     assert aim(view, states, 1000, 0) == 30
 
 

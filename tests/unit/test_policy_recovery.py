@@ -3,10 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
 from swarm_peer.policy.recovery import (
     FIRST_ORIGIN,
-    MAX_STEP,
-    MAX_STEPS_AHEAD,
     MIN_STEPS_LEFT,
     Claim,
     Kept,

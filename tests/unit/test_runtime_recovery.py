@@ -13,7 +13,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEP, MAX_STEPS_AHEAD, MIN_STEPS_LEFT, Kept, Origin
+from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
+from swarm_peer.policy.recovery import FIRST_ORIGIN, MIN_STEPS_LEFT, Kept, Origin
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import recovery, steps
 from swarm_peer.runtime.averaging import checksum

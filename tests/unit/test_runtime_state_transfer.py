@@ -14,7 +14,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.training import StageTrainer, max_state_bytes
-from swarm_peer.policy.recovery import FIRST_ORIGIN, MAX_STEP, Origin
+from swarm_peer.policy.position import MAX_STEP
+from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
 from swarm_peer.runtime import snapshots, state_index, state_transfer
 from swarm_peer.runtime.compute import ComputeThread, Priority
 from swarm_peer.runtime.metrics import PeerMetrics
