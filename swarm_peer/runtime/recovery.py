@@ -22,7 +22,7 @@ from swarm_peer.policy.recovery import (
     find_standing,
     find_standing_by_snapshots,
 )
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.runtime.snapshots import StateDonor
 from swarm_peer.runtime.state_index import StageState
@@ -140,7 +140,8 @@ class Recovery:
             holders = sorted(peer for peer, snapshots in kept.items() if wanted in snapshots)
             state = await self._fetch(wanted, holders) if origin.updates else None
             return Start(origin, state, False, "nothing was computed since the run's beginning")
-        self._let_rivals_go_first(view)
+        # Where nobody serves any stage, the first one to do so says what all others go on from.
+        self._let_rivals_go_first(view.in_stage(self._stage) if claims else view.peers)
         rewind = choose_rewind(
             kept,
             self._manifest.stages.count,
@@ -155,12 +156,8 @@ class Recovery:
         start = Origin(standing.step + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
         return Start(start, state, True, rewind.reason)
 
-    def _let_rivals_go_first(self, view: SwarmView) -> None:
-        rivals = [
-            peer.peer_id
-            for peer in view.in_stage(self._stage)
-            if peer.state is PeerState.JOINING and peer.peer_id < self._me
-        ]
+    def _let_rivals_go_first(self, peers: Sequence[PeerView]) -> None:
+        rivals = [peer for peer in peers if peer.state is PeerState.JOINING and peer.peer_id < self._me]
         if not rivals:
             self._rivals_since = None
             return
@@ -168,7 +165,7 @@ class Recovery:
         if self._rivals_since is None:
             self._rivals_since = now
         if now < self._rivals_since + RIVAL_PATIENCE * self._manifest.limits.announcement_s:
-            raise CallError(f"peer {rivals[0]} is taking stage {self._stage} over")
+            raise CallError(f"peer {rivals[0].peer_id} is taking stage {rivals[0].stage} over")
 
     async def _ask_kept(self, peers: Sequence[str]) -> dict[str, KeptReply]:
         replies: dict[str, KeptReply] = {}

@@ -218,7 +218,9 @@ async def all_have_moved(swarm, *kept):
 
 async def test_where_nobody_serves_any_more_the_snapshots_tell_where_the_run_was(swarm):
     await all_have_moved(swarm, [(0, 40), (1, 40)], [(2, 40), (1, 20)])
-    start = await (await swarm.newcomer()).recovery.find_start()
+    with pytest.raises(CallError, match="peer a is taking stage 0 over"):
+        await (await swarm.newcomer()).recovery.find_start()
+    start = await (await swarm.newcomer(peer_id="A")).recovery.find_start()
     assert (start.origin, start.rewound) == (Origin(40 + 4 * EVERY + STEPS_BETWEEN_LINES, 40, 40), True)
     assert_state(start.state, 1, 40)
 
@@ -226,7 +228,7 @@ async def test_where_nobody_serves_any_more_the_snapshots_tell_where_the_run_was
 async def test_where_nobody_serves_any_more_and_a_snapshot_is_missing_the_run_does_not_begin_anew(swarm):
     await all_have_moved(swarm, [(0, 40), (1, 40)], [(1, 20)])
     with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
-        await (await swarm.newcomer()).recovery.find_start()
+        await (await swarm.newcomer(peer_id="A")).recovery.find_start()
 
 
 async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm):
