@@ -59,5 +59,5 @@ format: $(VENV)/.installed-dev  ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## Remove what setup and runs made
-	rm -rf $(VENV) runs build *.egg-info
+clean:  ## Remove what setup made; what runs made stays in runs/
+	rm -rf $(VENV) build *.egg-info

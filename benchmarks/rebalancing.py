@@ -4,7 +4,7 @@ Simulated (flow level): no rebalancing, the paper's protocol every 300 and every
 events, over recorded or drawn traces. Each figure is the mean over seeds with its 95 % interval (Student's t); a seed
 draws the machines' speeds, and who leaves where a trace has counts only. Newcomers and movers download alike under all.
 
-    python benchmarks/rebalancing.py --trace g4dn=../shared/data/traces/g4dn-trace.csv --stages 4 6 8 --seeds 10
+    python benchmarks/rebalancing.py --trace g4dn=traces/g4dn-trace.csv --stages 4 6 8 --seeds 10
     python benchmarks/rebalancing.py --draw 40,12,9000 --stages 4 --figure swarm_peer/policy/rebalancing.png
     python benchmarks/rebalancing.py --decision
 

@@ -19,7 +19,7 @@ app = App(name="swarm-coordinator", version=__version__, help_format="plaintext"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Overrides = Annotated[
-    tuple[str, ...], Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=10.")
+    tuple[str, ...], Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=500.")
 ]
 Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
 CheckpointEvery = Annotated[

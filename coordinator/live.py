@@ -45,6 +45,10 @@ class LiveView:
         if self._console.is_terminal:
             self._live.stop()
 
+    def print(self, text: str) -> None:
+        """Print above the view, lines as they are: a command that is broken at the terminal's edge cannot be copied."""
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
     def update(self, watch: RunWatch) -> None:
         summary = watch.summary()
         if not self._console.is_terminal:

@@ -82,8 +82,8 @@ def run_serve(
         addresses = dht.addresses()
 
         def be_ready() -> None:
-            print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
-            print(f"Peers join with:\n\n  {join_command(addresses)}\n", flush=True)
+            live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
+            live.print(f"Peers join with:\n\n  {join_command(addresses)}\n")
             if address_file is not None:
                 _write_atomically(address_file, "\n".join(addresses) + "\n")
 

@@ -58,7 +58,8 @@ def run_app(application: App) -> Callable[[], None]:
         try:
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         except (UserError, CycloptsError, ValidationError) as error:
-            cause = error.__cause__ if isinstance(error.__cause__, ValidationError) else error
+            # Cyclopts says less than the check that failed; our own errors say more: which file, and what to do.
+            cause = error.__cause__ if isinstance(error, CycloptsError) and error.__cause__ else error
             text = describe(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())
             print(f"{application.name[0]}: {text}", file=sys.stderr)
             sys.exit(2)
