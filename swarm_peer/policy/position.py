@@ -24,6 +24,10 @@ class Position(NamedTuple):
         """Whether the run was not rewound between the two."""
         return self.step - other.step == self.updates - other.updates
 
+    def is_beyond(self, other: Position) -> bool:
+        """Whether the run is here later, with at least as many updates, whatever was between the two."""
+        return self.step >= other.step and self.updates >= other.updates
+
     def follows(self, other: Position) -> bool:
         """Whether the run goes from `other` to here without a rewind, or is there."""
         return self.step >= other.step and self.is_on_line(other)
@@ -51,14 +55,19 @@ def is_reached(position: Position, told: Mapping[str, Collection[Position]], vie
         told: by peer of stage 0, where it says that it has been
         last: what was believed last
     """
+    # Of what the run did right before it went back, whoever has gone back bears out what it has kept.
+    continues = position.follows(last)
     authors = [peer for peer in view.in_stage(0) if peer.state is not PeerState.JOINING]
     others = [view.serving(stage) for stage in range(1, view.num_stages)]
 
     def has_come(peer: PeerView) -> bool:
-        return any(known.follows(position) for known in (position_of(peer), *told.get(peer.peer_id, ())))
+        return any(
+            known.follows(position) or (continues and known.is_beyond(position))
+            for known in (position_of(peer), *told.get(peer.peer_id, ()))
+        )
 
     def is_near(peer: PeerView) -> bool:
-        goes_on = position.follows(last) or position.is_on_line(position_of(peer))
+        goes_on = continues or position.is_on_line(position_of(peer))
         return goes_on and position.step <= peer.step + MAX_STEPS_AHEAD
 
     if others and all(2 * sum(map(has_come, peers)) > len(peers) for peers in others):

@@ -247,7 +247,9 @@ class StepLoop:
                 await self._take_over(state, target.step, target)
             else:
                 await self.begin(target, None)
+        kept = [report for report in self.reports if report.updates <= target.updates]  # not told to all yet, maybe
         self.reports.clear()
+        self.reports.extend(kept)
         self._admit()
 
     async def _snapshot_of(self, target: Origin) -> StageState:

@@ -243,6 +243,16 @@ def test_a_rewind_is_believed_when_the_next_stage_tells_of_it():
     assert steps_of(watch.observe(rewound(6, 1), gone_back, 2.0)) == [2, 3]
 
 
+def test_what_was_kept_of_the_line_before_is_told_after_a_rewind():
+    """It went back before the other stages had announced that they had been there."""
+    watch = make_watch()
+    watch.observe(VIEW, {"a": record(report(1))}, 0.0)
+    gone_back = {"a": record(report(2), report(3), report(4, global_step=9))}
+    authors = (peer("a", 0, step=10, updates=4), peer("d", 0, step=10, updates=4))
+    view = SwarmView(2, (*authors, peer("c", 1, step=10, updates=4)))
+    assert steps_of(watch.observe(view, gone_back, 1.0)) == [2, 3, 4]
+
+
 def test_reports_of_a_line_that_was_given_up_come_too_late():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
