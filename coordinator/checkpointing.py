@@ -124,7 +124,7 @@ class CheckpointWriter:
         self._born = born
         self._view = view
         self._acts = acts
-        self._saved = finished() // plan.every * plan.every
+        self._saved = max(finished(), plan.resume.updates if plan.resume else 0) // plan.every * plan.every
 
     async def run(self, transport: Transport) -> None:
         """For ever."""
