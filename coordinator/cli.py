@@ -288,6 +288,8 @@ def plan(
     configure_logging("warning")
     if config is None and not initial_peers:
         raise UserError("plan needs a run's YAML file, or --initial-peers ADDRESS of a live run")
+    if config is None and set_:
+        raise UserError(f"--set {set_[0]}: it overrides a run's YAML file; name that, too")
     if peers is None and not initial_peers:
         raise UserError("plan needs peers: describe them with --peers FILE, or name a live run with --initial-peers")
     numbers = {

@@ -352,6 +352,10 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         ([], "plan needs a run's YAML file, or --initial-peers ADDRESS"),
+        (
+            ["--initial-peers", "/ip4/127.0.0.1/tcp/1", "--set", "seed=2"],
+            "--set seed=2: it overrides a run's",
+        ),
         (["demo.yaml"], "plan needs peers: describe them with --peers FILE"),
         (["demo.yaml", "--peers", "x.yaml", "--stages", "0"], "--stages 0: expected more than 0"),
         (["demo.yaml", "--peers", "x.yaml", "--tokens", "-5"], "--tokens -5: expected more than 0"),
