@@ -426,7 +426,7 @@ class Peer:
         others = [peer for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
         if others:
             self._move_to(stage)
-        else:
+        elif not self._stop.is_set():  # told to end meanwhile, it must not announce that it serves
             log.warning("stays stage=%d reason=nobody else serves it any more", self._spec.index)
             self._enter_state(PeerState.SERVING)
             await self._directory.announce()
