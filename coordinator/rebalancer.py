@@ -38,6 +38,8 @@ LONGEST_WAIT_S = 30.0
 MOVE_PATIENCE = 3.0
 # A peer that did not obey is not asked again for this long.
 REFUSAL_S = 600.0
+# Nor is one that has moved, as long as the others are the same: to move the same peers about again is to follow noise.
+REST_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,9 @@ class Rebalancer:
         self._orders: dict[str, _Order] = {}  # by the id of the peer, as it was
         self._arrived: dict[str, float] = {}  # by the id that a mover has now: its work per second before
         self._refused_s: dict[str, float] = {}
+        self._first_ids: dict[str, str] = {}  # by the id that a mover has now
+        self._members: frozenset[str] = frozenset()  # by their first ids
+        self._moved_s: dict[str, float] = {}  # by first id: when it was last ordered, since others have come or gone
         self._speeds: dict[str, dict[int, float]] = {}  # by peer and serial number of its announcement
         self._reported: frozenset[str] = frozenset()
         self._serving: frozenset[tuple[str, int]] = frozenset()
@@ -131,19 +136,21 @@ class Rebalancer:
         for finding in findings if reported - self._reported else ():
             log.warning("speed_not_believed peer=%s reason=%s", finding.peer_id, finding.reason)
         self._reported = reported
-        self._churn.observe(view, now_s)
+        self._observe_members(view, now_s)
         if now_s < self._settled_s or not delivered:
             return  # not all have been heard of yet, nor those whom another coordinator moves; nobody is measured
         if self._is_awaiting_inherited(view, now_s):
             return
-        if any(self._is_being_measured(peer, now_s) for peer in view.peers):
-            return
         # Of peers that vanish together, one is missed sooner than the other.
-        if now_s - self._serving_since_s < self._interval_s and now_s - self._decided_s < LONGEST_WAIT_S:
+        unsettled = now_s - self._serving_since_s < self._interval_s
+        # How fast a newcomer is does not matter where nobody serves a stage.
+        if view.fewest_serving() > 0:
+            unsettled |= any(self._is_being_measured(peer, now_s) for peer in view.peers)
+        if unsettled and now_s - self._decided_s < LONGEST_WAIT_S:
             return
         self._decided_s = now_s
         horizon_s = self._options.horizon_s or self._churn.horizon_s(view.num_stages, now_s)
-        decision = rebalance(view, replace(self._params, horizon_s=horizon_s), now_s)
+        decision = rebalance(self._without_resting(view), replace(self._params, horizon_s=horizon_s), now_s)
         kind = decision.reason.partition(":")[0]
         if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
             log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)
@@ -154,6 +161,7 @@ class Rebalancer:
             patience_s = MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)
             work_per_s = peer.samples_per_s * self._params.stage_costs[move.from_stage] or peer.work_per_s
             self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
+            self._moved_s[self._first_id(peer.peer_id)] = now_s
             self.migrations += 1
             log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)
 
@@ -172,9 +180,40 @@ class Rebalancer:
         return SwarmView(view.num_stages, tuple(peers))
 
     def _is_being_measured(self, peer: PeerView, now_s: float) -> bool:
-        """Whether it serves, and will know in a moment how fast."""
-        unknown = peer.state is PeerState.SERVING and not (peer.samples_per_s or peer.work_per_s)
-        return unknown and peer.since_s is not None and now_s - peer.since_s < self._announcement_s
+        """Whether it has begun to serve, and it will be known in a moment how fast."""
+        if peer.state is not PeerState.SERVING or peer.since_s is None:
+            return False
+        unknown = len(self._speeds.get(peer.peer_id, ())) < ANNOUNCEMENTS_PER_LIFETIME
+        return unknown and now_s - peer.since_s < 2 * self._announcement_s
+
+    def _first_id(self, peer_id: str) -> str:
+        return self._first_ids.get(peer_id, peer_id)
+
+    def _observe_members(self, view: SwarmView, now_s: float) -> None:
+        """A peer that moves gets a new id, and yet nobody has come or gone."""
+        self._first_ids = {
+            peer.peer_id: self._first_ids.get(peer.peer_id) or self._first_id(peer.formerly)
+            for peer in view.peers
+            if peer.formerly
+        }
+        members = frozenset(self._first_id(peer.peer_id) for peer in view.peers)
+        self._churn.observe(members, now_s)
+        if members != self._members:
+            self._moved_s.clear()
+        self._members = members
+        self._moved_s = {peer: at for peer, at in self._moved_s.items() if now_s - at < REST_S}
+
+    def _without_resting(self, view: SwarmView) -> SwarmView:
+        """The view where those are not movable that have moved, or that did not when they should have."""
+        return SwarmView(
+            view.num_stages,
+            tuple(
+                replace(peer, movable=False)
+                if peer.peer_id in self._refused_s or self._first_id(peer.peer_id) in self._moved_s
+                else peer
+                for peer in view.peers
+            ),
+        )
 
     def _is_awaiting_inherited(self, view: SwarmView, now_s: float) -> bool:
         """Whether somebody who moves at the former coordinator's word is in neither stage yet."""
@@ -233,6 +272,4 @@ class Rebalancer:
         for peer_id, work in self._arrived.items():
             if not peers[peer_id].samples_per_s:
                 peers[peer_id] = replace(peers[peer_id], work_per_s=work)
-        for peer_id in self._refused_s.keys() & peers.keys():
-            peers[peer_id] = replace(peers[peer_id], movable=False)
         return SwarmView(view.num_stages, tuple(peer for peer in peers.values() if peer.peer_id not in former))

@@ -74,7 +74,7 @@ class EventRebalancing:
     churn: ChurnMeter = field(default_factory=ChurnMeter)
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
-        self.churn.observe(view, now_s)
+        self.churn.observe((peer.peer_id for peer in view.peers), now_s)
         horizon_s = self.churn.horizon_s(view.num_stages, now_s)
         return rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-
-from swarm_peer.policy.view import SwarmView
+from collections.abc import Iterable
 
 # How far back comings and goings count.
 REMEMBERED_S = 3600.0
@@ -22,9 +21,13 @@ class ChurnMeter:
         self._begun_s = 0.0
         self._moments: deque[float] = deque()
 
-    def observe(self, view: SwarmView, now_s: float) -> None:
-        """To be called with every view; what has changed since the last one is taken to have changed now."""
-        known = frozenset(peer.peer_id for peer in view.peers)
+    def observe(self, members: Iterable[str], now_s: float) -> None:
+        """To be called with every view; who has come or gone since the last one is taken to have done so now.
+
+        Args:
+            members: names of all peers, each of which it keeps when it moves
+        """
+        known = frozenset(members)
         if self._known is None:
             self._begun_s = now_s
         elif known != self._known:

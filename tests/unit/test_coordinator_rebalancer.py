@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rebalancer import MOVE_OVERHEAD_S, MOVE_PATIENCE, REFUSAL_S, SETTLING_S, Rebalancer, RebalancingOptions
+from coordinator.rebalancer import (
+    MOVE_OVERHEAD_S,
+    MOVE_PATIENCE,
+    REFUSAL_S,
+    REST_S,
+    SETTLING_S,
+    Rebalancer,
+    RebalancingOptions,
+)
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Assignment
@@ -43,7 +51,7 @@ class Run:
         self.rebalancer = Rebalancer(MANIFEST, options, self.now_s, inherited)
         self.delivered = 100
         for name, stage in zip("abcdef", (0, 0, 0, 0, 0, 1), strict=True):
-            self.add(name, stage)
+            self.add(name, stage, since_s=0.0)
 
     def add(self, name: str, stage: int, **fields: object) -> None:
         peer = PeerView(name, stage, PeerState.SERVING, 1, 10.0, movable=True, since_s=self.now_s, announced=7)
@@ -55,6 +63,16 @@ class Run:
         before = set(self.rebalancer._orders)
         self.rebalancer.look(SwarmView(2, tuple(self.peers.values())), self.delivered, 10.0, self.now_s)
         return sorted(set(self.rebalancer._orders) - before)
+
+
+def in_balance() -> Run:
+    """Two in each stage."""
+    run = Run()
+    for name in "cde":
+        del run.peers[name]
+    run.add("g", 1)
+    assert run.look(60) == []
+    return run
 
 
 def test_nobody_is_moved_before_the_coordinator_has_heard_of_all() -> None:
@@ -90,11 +108,77 @@ def test_nobody_is_moved_before_the_run_has_begun() -> None:
     assert len(run.look()) == 1
 
 
-def test_who_serves_and_is_not_measured_yet_is_waited_for() -> None:
+@pytest.mark.parametrize("former", ["", "m"], ids=["a newcomer", "a mover"])
+def test_who_serves_and_is_not_measured_yet_is_waited_for(former: str) -> None:
+    run = in_balance()
+    for name in "cde":
+        run.add(name, 0)
+    run.add("new", 1, samples_per_s=0.0, formerly=former)
+    asked = [run.look(1) for _ in range(2 * int(ANNOUNCEMENT_S) - 1)]
+    assert not any(asked)
+    assert run.look(3) != [], "it had time enough"
+
+
+def test_where_somebody_is_always_new_not_all_are_waited_for() -> None:
+    run = in_balance()
+    for name in "cde":
+        run.add(name, 0)
+    asked = []
+    for n in range(40):
+        run.add(f"new{n}", 1, samples_per_s=0.0)
+        run.peers.pop(f"new{n - 1}", None)
+        asked += run.look(1)
+    assert asked
+
+
+def test_a_peer_is_not_moved_twice_as_long_as_the_others_are_the_same() -> None:
     run = Run()
-    run.add("new", 1, samples_per_s=0.0, since_s=130.0)
-    assert run.look(31) == []
-    assert run.look(ANNOUNCEMENT_S) != [], "it had time enough"
+    run.peers["f"] = replace(run.peers["f"], samples_per_s=1.0)
+    [mover] = run.look(60)
+    del run.peers[mover]
+    run.add("reborn", 1, formerly=mover)
+    for name in set(run.peers) - {"reborn"}:
+        run.peers[name] = replace(run.peers[name], movable=False)
+    assert run.look(60) == []
+    # Now its old stage needs it more.
+    for name in set(run.peers) - {"reborn"}:
+        run.peers[name] = replace(run.peers[name], samples_per_s=1.0 if run.peers[name].stage == 0 else 10.0)
+    run.delivered = 10
+    for serial in range(8, 20):
+        for name, peer in run.peers.items():
+            run.peers[name] = replace(peer, announced=serial)
+        assert run.look(ANNOUNCEMENT_S / 4) == []
+    assert run.look(REST_S) == ["reborn"], "but not for ever"
+
+
+def test_who_has_moved_may_move_again_when_somebody_has_gone() -> None:
+    run = Run()
+    [mover] = run.look(60)
+    del run.peers[mover]
+    run.add("reborn", 1, formerly=mover, samples_per_s=30.0)
+    assert run.look(60) == [], "in balance"
+    for name in run.peers.keys() - {"f", "reborn"}:
+        del run.peers[name]
+    run.add("a", 0, movable=False)
+    run.add("f", 1, movable=False)
+    run.add("reborn", 1, formerly=mover)
+    run.add("g", 1, movable=False)
+    assert run.look(60) == ["reborn"]
+
+
+def test_who_moves_neither_comes_nor_goes() -> None:
+    run = Run()
+    [mover] = run.look(60)
+    run.peers[mover] = replace(run.peers[mover], state=PeerState.DRAINING)
+    run.look(1)
+    del run.peers[mover]
+    run.look(1)
+    run.add("reborn", 1, formerly=mover)
+    run.look(1)
+    assert len(run.rebalancer._churn._moments) == 0
+    run.add("another", 1)
+    run.look(1)
+    assert len(run.rebalancer._churn._moments) == 1
 
 
 def test_an_order_says_who_where_and_why() -> None:
@@ -139,15 +223,10 @@ def test_who_dies_before_it_obeys_is_not_waited_for() -> None:
 
 
 def test_peers_that_vanish_one_after_the_other_make_one_decision() -> None:
-    run = Run()
-    for name in "abc":
-        del run.peers[name]
-    run.add("f", 1)
-    run.add("g", 1)
-    assert run.look(60) == [], "in balance"
+    run = in_balance()
     del run.peers["g"]
     assert run.look(1) == []
-    del run.peers["d"]
+    del run.peers["a"]
     assert run.look(1) == [], "who else is gone shows within an announcement's interval"
     assert run.look(ANNOUNCEMENT_S) == []
 
@@ -168,12 +247,7 @@ def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
 
 
 def test_one_odd_measurement_moves_nobody() -> None:
-    run = Run()
-    for name in "abc":
-        del run.peers[name]
-    run.add("f", 1)
-    run.add("g", 1)
-    assert run.look(60) == [], "in balance"
+    run = in_balance()
     for serial in range(8, 20):
         odd = 2.0 if serial == 15 else 10.0
         for name, peer in run.peers.items():

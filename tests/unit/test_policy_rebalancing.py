@@ -383,25 +383,23 @@ def test_newcomers_that_know_their_speed_are_counted_with_it():
 def test_without_changes_the_future_is_long():
     churn = ChurnMeter()
     for now_s in range(0, 7200, 60):
-        churn.observe(swarm([1.0], [1.0]), float(now_s))
+        churn.observe("ab", float(now_s))
         assert churn.horizon_s(2, float(now_s)) == QUIET_S
 
 
 def test_changes_make_the_future_short_and_are_forgotten():
     churn = ChurnMeter()
-    view = swarm([1.0] * 4, [1.0] * 2)
     for n in range(120):
-        churn.observe(SwarmView(2, view.peers[n % 2 :]), n * 30.0)
+        churn.observe("abcd"[n % 2 :], n * 30.0)
     short_s = churn.horizon_s(2, 3600.0)
     assert 30.0 < short_s < 120.0, "of 2 stages, each changes every 60 s"
-    churn.observe(SwarmView(2, view.peers[1:]), 3600.0 + REMEMBERED_S)
+    churn.observe("bcd", 3600.0 + REMEMBERED_S)
     assert churn.horizon_s(2, 3600.0 + REMEMBERED_S) == QUIET_S
 
 
 def test_many_that_go_at_once_are_one_change():
     together, one = ChurnMeter(), ChurnMeter()
-    view = swarm([1.0] * 8, [1.0] * 8)
     for churn, left in ((together, 8), (one, 1)):
-        churn.observe(view, 0.0)
-        churn.observe(SwarmView(2, view.peers[left:]), 10.0)
+        churn.observe("abcdefghijkl", 0.0)
+        churn.observe("abcdefghijkl"[left:], 10.0)
     assert together.horizon_s(2, 20.0) == one.horizon_s(2, 20.0)
