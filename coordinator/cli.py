@@ -237,6 +237,24 @@ def status(
 
 
 @app.command
+def end(*, initial_peers: Addresses, identity_path: Path) -> None:
+    """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
+
+    Parameters
+    ----------
+    initial_peers
+        Addresses of any peers of the run.
+    identity_path
+        The run's key: OUTPUT/identity where its coordinator ran.
+    """
+    configure_logging("warning")
+    from coordinator.serve import end_run
+
+    end_run(initial_peers, identity_path, lambda left: print(f"{left} peers left", flush=True))
+    print("The run has ended.")
+
+
+@app.command
 def plan(
     config: Path | None = None,
     *,

@@ -1,11 +1,12 @@
-"""`serve` and `status`: a coordinator for peers on other machines, and a look at a run from outside."""
+"""`serve`, `status`, `end`: a coordinator for peers on other machines, and a look at a run from outside and its end."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from coordinator.loggers import LoggerName, open_loggers
 from coordinator.onlooker import onlooker
 from coordinator.rebalancer import EVEN_OUT, RebalancingOptions
 from coordinator.run_watch import RunWatch
-from coordinator.service import RunService, check_output, join_command, observe
+from coordinator.service import RunService, check_output, end_run_for, join_command, observe
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.bootstrap import find_manifest, parse_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
@@ -28,12 +29,15 @@ from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
+from swarm_peer.wire.records import MANIFESTS_KEY, EndRecord, ManifestRecord, end_key
 
 log = logging.getLogger(__name__)
 
 # Peers look for the end every few seconds, and find it in the DHT only while somebody keeps it there.
 LINGER_S = 15.0
+# A peer finishes what is in flight, and hands over what it has.
+ENDING_S = 60.0
+END_POLL_S = 1.0
 # Of a standby, below its output.
 STANDBY_IDENTITY = "standby-identity"
 
@@ -118,7 +122,7 @@ async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, re
     """A run's manifest never changes: peers of two manifests would refuse each other's calls.
 
     Raises:
-        UserError: it would, or the run is not there to stand by, or alive and not to be resumed
+        UserError: it would, or the run is not there to stand by, or alive and not to be resumed, or has ended
         CallError: the DHT gives no answer: what is under way is not known
     """
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
@@ -129,6 +133,8 @@ async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, re
             f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
             f"configuration that the run began with, or begin another run with another --identity-path"
         )
+    if (end := (await dht.fetch(end_key(run_id), EndRecord, run_id)).get(run_id)) is not None:
+        raise UserError(f"run {run_id} has ended: {end.reason}; begin anew without --initial-peers, or with --resume")
     directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
     if resume and any((await directory.refresh(range(manifest.stages.count))).peers):
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
@@ -145,11 +151,11 @@ async def _serve(service: RunService) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop_on_signal)
         if await service.run():
-            await service.end("the run has reached its steps, and its model is saved")
+            await service.end("it has reached its steps, and its model is saved where its coordinator ran")
             print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
             await anyio.sleep(LINGER_S)
         else:
-            print("The run has ended; its model is where the coordinator ran that acted at its end.", flush=True)
+            print(f"The run has ended: {service.ended}.", flush=True)
         tasks.cancel_scope.cancel()
 
 
@@ -169,6 +175,43 @@ def look_at_run(initial_peers: Sequence[str], run_id: str | None) -> dict[str, A
     addresses = read_addresses(initial_peers)
     with onlooker(addresses) as dht:
         return run_loop(_look, dht, addresses, run_id)
+
+
+def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None] = lambda _: None) -> None:
+    """End a live run before its steps: its peers and coordinators go, each as it would upon a signal.
+
+    Args:
+        identity_path: of the run's key
+        on_left: told how many peers are left, each time that it is another number
+
+    Raises:
+        UserError: nobody answers, there is no such run, or some of its peers do not go
+    """
+    if not identity_path.exists():
+        raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
+    addresses = read_addresses(initial_peers)
+    with onlooker(addresses) as dht:
+        run_loop(_end, dht, addresses, Identity.load_or_create(identity_path), on_left)
+
+
+async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: Callable[[int], None]) -> None:
+    _, manifest = await find_manifest(dht, addresses, run_key.peer_id)
+    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+    lifetime_s = manifest.limits.announcement_s
+    told, left, answered_s = False, -1, anyio.current_time()
+    with anyio.move_on_after(ENDING_S + lifetime_s):
+        while left != 0 and not (told and anyio.current_time() - answered_s > lifetime_s):  # no node of it is left
+            # Again and again: whoever stores it may be among those who go.
+            told |= await end_run_for(dht, run_key, "its operator has ended it")
+            with suppress(CallError):
+                seen = len((await directory.refresh(range(manifest.stages.count))).peers)
+                answered_s = anyio.current_time()
+                if seen != left:
+                    on_left(seen)
+                left = seen
+            await anyio.sleep(END_POLL_S)
+        return
+    raise UserError(f"the run has been told to end, and {left} peers still announce themselves: look at their logs")
 
 
 async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.orders import wait_for_end
 from swarm_peer.runtime.p2p_transport import P2PTransport
 from swarm_peer.runtime.recovery import STEPS_BETWEEN_LINES
 from swarm_peer.runtime.signal import Signal
@@ -97,6 +98,9 @@ class RunService:
         rebalancing: how peers are moved between stages; None for not at all
         run_key: which the run is named after; this node's identity if not given
         standby: leave the run to another coordinator for as long as there is one
+
+    Attributes:
+        ended: why, if the run has been ended by another coordinator or its operator
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class RunService:
         self.manifest = manifest
         self.watch = RunWatch(manifest, SwarmView(manifest.stages.count))
         self.metrics = CoordinatorMetrics()
+        self.ended: str | None = None
         self._dht = dht
         self._run_key = run_key or dht.identity
         self._run_id = self._run_key.peer_id
@@ -143,7 +148,7 @@ class RunService:
         """Until the run has reached its steps and its model is saved.
 
         Returns:
-            whether it is saved here; False if another coordinator acts and has done it
+            whether it is saved here; False if the run has been ended elsewhere
 
         Raises:
             UserError: the model could not be saved in that folder
@@ -173,7 +178,8 @@ class RunService:
                     tasks.start_soon(writer.run, transport)
                 tasks.start_soon(self._drop_who_is_gone, transport)
                 saved = False
-                while not saved and (coordination.acts or not await self._is_ended()):
+                tasks.start_soon(self._look_for_end)
+                while not saved and self.ended is None:
                     for line in await self._observe():
                         if metrics_file.write(line):
                             self._on_line(line)
@@ -207,19 +213,16 @@ class RunService:
         await coordination.order(self._rebalancer.assignments(), self._rebalancer.reason)
         self.metrics.migrations.set(self._rebalancer.migrations)
 
-    async def _is_ended(self) -> bool:
-        try:
-            return self._run_id in await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
-        except CallError:
-            return False  # not known; asked again
+    async def _look_for_end(self) -> None:
+        self.ended = await wait_for_end(self._dht, self._run_id)
 
     async def look(self, stages: Sequence[int]) -> SwarmView:
         """Look up who announces these stages now."""
         return await self._directory.refresh(stages)
 
     async def end(self, reason: str) -> None:
-        """Tell the peers that they may go."""
-        await self._store_for_run(end_key(self._run_id), EndRecord(reason=reason), END_LIFETIME_S)
+        """Tell the peers, and other coordinators, that they may go."""
+        await end_run_for(self._dht, self._run_key, reason)
 
     async def _find_origin(self) -> Origin:
         """Where the run begins, or where it began if this is another coordinator of it."""
@@ -289,6 +292,12 @@ class RunService:
         await anyio.to_thread.run_sync(export_states, self.manifest, states, self.model_folder, self._cache_dir)
         log.info("model_saved folder=%s", self.model_folder)
         return True
+
+
+async def end_run_for(dht: SwarmDHT, run_key: Identity, reason: str) -> bool:
+    """Tell a run's peers and coordinators that they may go; returns whether the DHT has taken it."""
+    run_id = run_key.peer_id
+    return await dht.store(end_key(run_id), EndRecord(reason=reason), run_id, END_LIFETIME_S, signer=run_key)
 
 
 async def _removed_at_end(folder: Path) -> None:

@@ -1,20 +1,23 @@
-"""Orders of the run's coordinators: which of them mean this peer, and whether it follows."""
+"""What the run's coordinators say: which orders mean this peer, whether it follows, and that the run is over."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 import anyio
 
 from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.wire.records import Assignment, CoordinationRecord
+from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.wire.records import Assignment, CoordinationRecord, EndRecord, end_key
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+LOOK_FOR_END_S = 2.0
 
 
 async def wait_for_order(
@@ -53,3 +56,13 @@ async def wait_for_order(
             if order != refused:
                 log.warning("order_refused to=%d others=%d reason=%s", order.to_stage, len(others), order.reason)
                 refused = order
+
+
+async def wait_for_end(dht: SwarmDHT, run_id: str) -> str:
+    """Wait until the run's key says that the run is over; returns why."""
+    while True:
+        with suppress(CallError):  # the DHT does not answer; logged
+            ends = await dht.fetch(end_key(run_id), EndRecord, run_id)
+            if run_id in ends:
+                return ends[run_id].reason
+        await anyio.sleep(LOOK_FOR_END_S)

@@ -6,7 +6,6 @@ import logging
 import random
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from swarm_peer.runtime.handover import GradientHandover
 from swarm_peer.runtime.leases import SliceLeases
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.next_stage import NextStage
-from swarm_peer.runtime.orders import wait_for_order
+from swarm_peer.runtime.orders import wait_for_end, wait_for_order
 from swarm_peer.runtime.p2p_transport import P2PTransport
 from swarm_peer.runtime.preemption import wait_for_notice
 from swarm_peer.runtime.preparation import (
@@ -59,7 +58,7 @@ from swarm_peer.runtime.steps import StepLoop
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
-from swarm_peer.wire.records import EndRecord, OriginRecord, ProgressRecord, end_key, origin_key, progress_key
+from swarm_peer.wire.records import OriginRecord, ProgressRecord, origin_key, progress_key
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,6 @@ CHOOSING_S = 1.5
 PUBLISH_PROGRESS_S = 1.0
 # Between tries to join a stage that nobody serves.
 JOIN_PAUSE_S = 1.0
-LOOK_FOR_END_S = 2.0
 # To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
 LAST_REPLIES_S = 3.0
 # For a peer that starts anew: one of them will be there.
@@ -478,15 +476,9 @@ class Peer:
             await anyio.sleep(PUBLISH_PROGRESS_S)
 
     async def _look_for_end(self) -> None:
-        """Stop when the coordinator says that the run is over and its model saved."""
-        while True:
-            with suppress(CallError):
-                ends = await self._dht.fetch(end_key(self._run_id), EndRecord, self._run_id)
-                if self._run_id in ends:
-                    log.info("run_ended reason=%s", ends[self._run_id].reason)
-                    self._stop.set()
-                    return
-            await anyio.sleep(LOOK_FOR_END_S)
+        """Stop when the run's key says that the run is over."""
+        log.info("run_ended reason=%s", await wait_for_end(self._dht, self._run_id))
+        self._stop.set()
 
     async def _leave(self) -> None:
         """Finish what is in flight, hand over what it has accumulated, and tell the others."""

@@ -200,7 +200,7 @@ class StepLoop:
             async with self._ending:
                 await self._end(step)
             self._admit()
-        log.info("run_finished updates=%d", self.updates)
+        log.info("run_finished updates=%d: the coordinator saves the model now, and ends the run", self.updates)
 
     async def leave(self) -> None:
         """Hand this peer's share of the step to a stage-mate, or end the step with them. Nothing comes in any more."""

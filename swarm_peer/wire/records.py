@@ -62,7 +62,7 @@ class OriginRecord(Record):
 
 
 class EndRecord(Record):
-    """The run is over and its model is saved: peers may go. Signed with the run key."""
+    """The run is over, and its model saved if it has reached its steps: peers may go. Signed with the run key."""
 
     kind = "end"
     reason: str = Field(max_length=200)

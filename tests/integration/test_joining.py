@@ -62,7 +62,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     assert (output / "model" / "model.safetensors").exists()
 
 
-def test_a_stage_that_does_not_exist_a_wrong_run_and_another_manifest(tmp_path: Path, processes: Processes) -> None:
+def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path: Path, processes: Processes) -> None:
     config, address_file = tmp_path / "run.yaml", tmp_path / "address"
     config.write_text(yaml.safe_dump(tiny_manifest().model_dump(mode="json")))
     options = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(address_file))
@@ -86,8 +86,20 @@ def test_a_stage_that_does_not_exist_a_wrong_run_and_another_manifest(tmp_path: 
     changed = subprocess.run([*back, "--set", "seed=7"], capture_output=True, text=True, timeout=60, check=False)
     assert changed.returncode == 2, changed.stderr[-2000:]
     assert "under way with manifest" in changed.stderr.splitlines()[-1]
-    member.send_signal(signal.SIGTERM)
-    assert member.wait(30) == 0
+
+    coordinator = processes.start("back", *back, *options[:2])
+    wait_for(lambda: "Peers join with" in processes.log("back"), "the coordinator's return")
+    end = (*COORDINATOR, "end", "--initial-peers", address, "--identity-path")
+    stranger = subprocess.run([*end, str(tmp_path / "none")], capture_output=True, text=True, timeout=60, check=False)
+    assert stranger.returncode == 2
+    assert "only the run's key" in stranger.stderr
+    ended = subprocess.run(
+        [*end, str(tmp_path / "out" / "identity")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert (member.wait(30), coordinator.wait(30)) == (0, 0)
+    assert "run_ended reason=its operator has ended it" in processes.log("member")
+    assert "The run has ended: its operator has ended it." in processes.log("back")
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:

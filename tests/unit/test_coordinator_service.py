@@ -51,7 +51,6 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
 async def test_a_look_without_an_answer_ends_nothing(tmp_path):
     run = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path)
     assert await run._observe() == []
-    assert not await run._is_ended()
 
 
 class Coordination:
