@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -12,6 +13,10 @@ from coordinator.plan import MOST_NAMED, named_counts
 
 # Options that do less than this share of the best one's tokens/s are left out.
 SHOWN = 0.25
+# Shares of the square-cube table: each microbatch waits for the one before it; enough of them to hide latency.
+HOW = ("alone", "many")
+# Columns of words, which may be wrapped: numbers that are cut off say nothing.
+WORDS = ("peers", "limit", "what", "peer", "peers a stage")
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -37,16 +42,22 @@ def _headline(report: dict[str, Any]) -> str:
 
 
 def _table(title: str, *columns: str, caption: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    """Of at most 80 columns, as wide as a terminal is at least."""
+    table = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD, show_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for column in columns:
-        table.add_column(column, justify="left" if column in ("peers", "limit", "what", "peer") else "right")
+        table.add_column(
+            column, justify="left" if column in WORDS else "right", no_wrap=column not in WORDS, overflow="fold"
+        )
     return table
 
 
 def _stages(report: dict[str, Any]) -> Table:
     table = _table(
-        "Stages", "stage", "layers", "parameters", "peers", "tokens/s", "busy", "memory", "in flight", "limit",
-        caption="busy: share of a step that devices compute; memory: needed with the microbatches in flight, and there",
+        "Stages", "stage", "layers", "params", "peers", "tokens/s", "busy", "memory\nGB", "in\nflight", "limit",
+        caption="busy: share of a step that devices compute; memory: with the microbatches in flight, of what is there",
     )  # fmt: skip
     for _, alike in groupby(report["stage_plans"], key=_kind):
         run = list(alike)
@@ -59,7 +70,7 @@ def _stages(report: dict[str, Any]) -> Table:
             named_counts(first["peers"]),
             f"{min(stage['tokens_per_s'] for stage in run):,.0f}",
             f"{first['busy_share']:.0%}",
-            f"{max(s['memory_bytes'] for s in run) / 1e9:.1f} of {'?' if limit is None else f'{limit / 1e9:.1f}'} GB",
+            f"{max(s['memory_bytes'] for s in run) / 1e9:.1f} of {'?' if limit is None else f'{limit / 1e9:.1f}'}",
             str(max(stage["in_flight"] for stage in run)),
             first["limit"],
         )
@@ -157,8 +168,8 @@ def _square_cube(report: dict[str, Any]) -> Table | None:
     table = _table(
         f"Square-cube law: share of the time that {square_cube['group']} computes, at "
         f"{square_cube['bytes_per_s'] * 8 / 1e6:,.0f} Mb/s and {square_cube['latency_s'] * 1e3:.0f} ms",
-        "hidden", "layers", "compute", "fp32 alone", "in flight", "fp16 alone", "in flight", "8-bit alone", "in flight",
-        caption="alone: each microbatch waits for the one before it; in flight: enough of them to hide latency",
+        "hidden", "layers", "compute", *(f"{codec}\n{how}" for codec in ("fp32", "fp16", "8-bit") for how in HOW),
+        caption="alone: each microbatch waits for the one before it; many: enough of them in flight to hide latency",
     )  # fmt: skip
     for row in square_cube["rows"]:
         shares = [

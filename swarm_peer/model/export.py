@@ -62,6 +62,8 @@ def export_model(
     try:
         (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        # safetensors makes a file that nobody else can read.
+        shutil.copymode(partial / "config.json", partial / "model.safetensors")
         partial.replace(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

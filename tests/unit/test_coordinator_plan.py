@@ -257,7 +257,7 @@ def test_a_report_in_words() -> None:
         make_report(manifest_of("swarm-1b-shared"), load_peers(CONFIGS / "peers" / "spot-t4.yaml", "fp16")),
     ):
         out = StringIO()
-        print_report(report, Console(file=out, width=200))
+        print_report(report, Console(file=out, width=80))
         for words in (
             "What limits it: ",
             "Stages",
@@ -268,6 +268,10 @@ def test_a_report_in_words() -> None:
         ):
             assert words in out.getvalue()
         assert f"{report['tokens_per_s']:,.0f} tokens/s" in out.getvalue()
+        assert "…" not in out.getvalue(), "nothing is cut off"
+        for stage in report["stage_plans"]:
+            assert f"{stage['parameters'] / 1e6:,.1f} M" in out.getvalue()
+            assert f"{stage['tokens_per_s']:,.0f}" in out.getvalue()
 
 
 def test_where_layers_share_weights_the_stages_are_part_of_the_model() -> None:
