@@ -20,6 +20,9 @@ VALIDATION_WAIT_S = 20.0
 # What is asked of older ones is in metrics.jsonl.
 LINES_KEPT = 1024
 RECENT_STEPS = 3
+# Who has served stage 0 so long ago may have left a record of what nobody else tells: it was killed, and its stage-mate
+# is new. What it says is believed only as far as those who are there bear it out.
+AUTHORS_REMEMBERED_S = 60.0
 
 
 def step_line(
@@ -72,6 +75,7 @@ class RunWatch:
     coordination: tuple[Term, CoordinationRecord] | None = None
     _reports: dict[int, tuple[StepReport, list[int], float]] = field(default_factory=dict)
     _validations: dict[int, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    _authors: dict[str, float] = field(default_factory=dict)  # when each was seen last
     _older_validation_loss: float | None = None  # the last one of lines that are not kept any more
 
     @property
@@ -107,8 +111,11 @@ class RunWatch:
         self.current_samples = sum(
             record.current.samples for record in known.values() if record.current.step == self.current_step
         )
-        self._believe(known, now)
-        for author, record in known.items():
+        self._authors |= dict.fromkeys(authors, now)
+        self._authors = {author: seen for author, seen in self._authors.items() if now - seen < AUTHORS_REMEMBERED_S}
+        told = {author: progress[author] for author in sorted(self._authors) if author in progress}
+        self._believe(told, now)
+        for author, record in told.items():
             for validation in record.validations:
                 if validation.step - 1 in self._reports:
                     self._validations.setdefault(validation.step, {})[author] = (
@@ -256,6 +263,11 @@ class MetricsFile:
     def global_step(self) -> int:
         """Of the last line; -1 if there is none."""
         return int(self._lines[-1]["global_step"]) if self._lines else -1
+
+    @property
+    def step(self) -> int:
+        """Of the last line; 0 if there is none."""
+        return int(self._lines[-1]["step"]) if self._lines else 0
 
     def write(self, line: dict[str, Any]) -> bool:
         """Add a line; where the run has gone back, the lines of the steps that it gave up are removed.

@@ -181,6 +181,9 @@ class RunService:
                 tasks.start_soon(self._look_for_end)
                 while not saved and self.ended is None:
                     for line in await self._observe():
+                        if 0 < metrics_file.step < line["step"] - 1:
+                            missing = f"{metrics_file.step + 1} to {line['step'] - 1}"
+                            log.warning("lines_missing steps=%s reason=nobody tells of them any more", missing)
                         if metrics_file.write(line):
                             self._on_line(line)
                     self.watch.coordination = coordination.newest

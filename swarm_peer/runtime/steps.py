@@ -34,7 +34,7 @@ from swarm_peer.runtime.state_index import StageState
 from swarm_peer.runtime.state_transfer import fetch_state
 from swarm_peer.runtime.transport import Handler, Reply, Transport
 from swarm_peer.wire.messages import Body, RewindCall, RewindReply, StateIndexCall
-from swarm_peer.wire.records import StepReport
+from swarm_peer.wire.records import MAX_REPORTS, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class StepLoop:
         self.step = 0
         self.origin = FIRST_ORIGIN
         self.download_bytes_per_s = 0.0  # of the last state; 0 if none was downloaded
-        self.reports: deque[StepReport] = deque(maxlen=32)
+        self.reports: deque[StepReport] = deque(maxlen=MAX_REPORTS)
 
     @property
     def calls(self) -> dict[type[Body], Handler]:

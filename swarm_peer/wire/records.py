@@ -28,6 +28,8 @@ MAX_STORED_BYTES = 15 * 1024
 
 # So many fit, with reasons of any length.
 MAX_ASSIGNMENTS = 32
+# Finished steps that a stage-0 peer tells of: where they take a second, coordinators may look away for a minute.
+MAX_REPORTS = 64
 
 # Bounded, so that sums of what peers report stay finite.
 FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
@@ -220,7 +222,7 @@ class ProgressRecord(Record):
 
     kind = "progress_record"
     current: Progress
-    finished: tuple[StepReport, ...] = Field(max_length=64)
+    finished: tuple[StepReport, ...] = Field(max_length=MAX_REPORTS)
     validations: tuple[Validation, ...] = Field(max_length=64)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import statistics
 import sys
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -193,8 +195,8 @@ def wait_for_end(pids: set[int], timeout_s: float = 15.0) -> list[int]:
     return left
 
 
-def check_counts(folder: Path) -> tuple[int, int]:
-    """No microbatch was counted twice in the line of updates that survived. Returns (steps, samples)."""
+def counts(folder: Path) -> dict[str, Any]:
+    """Of the line of updates that survived: steps without a line, and microbatches that were counted twice."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {line["global_step"] for line in lines}
     counted: Counter[tuple[int, ...]] = Counter()
@@ -204,10 +206,15 @@ def check_counts(folder: Path) -> tuple[int, int]:
                 entry = json.loads(text)
                 if entry["step"] in steps:
                     counted[tuple(token for sample in entry["tokens"] for token in sample)] += 1
-    doubled = [tokens for tokens, times in counted.items() if times > 1]
-    assert not doubled, f"{len(doubled)} of {len(counted)} microbatches counted twice"
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), "a line a step, none missing"
-    return len(lines), sum(line["samples"] for line in lines)
+    told = [line["step"] for line in lines]
+    assert told == sorted(set(told)), "a line a step, in order"
+    return {
+        "steps": told[-1],
+        "steps_without_a_line": sorted(set(range(1, told[-1])) - set(told)),
+        "samples": sum(line["samples"] for line in lines),
+        "microbatches_counted": len(counted),
+        "microbatches_counted_twice": sum(times > 1 for times in counted.values()),
+    }
 
 
 def main() -> None:
@@ -224,19 +231,17 @@ def main() -> None:
         recovery={"snapshot_every": SNAPSHOT_EVERY},
     )
     soak = Soak(60 * options.minutes, options.every, random.Random(options.seed))
-    with tempfile.TemporaryDirectory(prefix="swarm-soak-") as name:
-        folder = Path(name)
-        run_swarm(manifest, [PEERS_PER_STAGE] * NUM_STAGES, folder, 60 * options.minutes + 300, script=soak)
-        steps, samples = check_counts(folder)
-        logs = "\n".join(path.read_text(errors="replace") for path in (folder / "logs").glob("*.log"))
+    folder = Path(tempfile.mkdtemp(prefix="swarm-soak-"))
+    print(f"logs and records, removed if all holds: {folder}", flush=True)
+    run_swarm(manifest, [PEERS_PER_STAGE] * NUM_STAGES, folder, 60 * options.minutes + 300, script=soak)
+    logs = "\n".join(path.read_text(errors="replace") for path in (folder / "logs").glob("*.log"))
     orphans = wait_for_end(soak.pids)
     quarter = 60 * options.minutes / 4
     early, late = soak.memory_between(quarter, 2 * quarter), soak.memory_between(3 * quarter, 4 * quarter)
     figures = {
         "minutes": options.minutes,
         "seed": options.seed,
-        "steps": steps,
-        "samples": samples,
+        **counts(folder),
         "events": dict(soak.events),
         "rewinds": logs.count("run_rewound"),
         "handovers": logs.count("gradient_handed_over"),
@@ -249,9 +254,12 @@ def main() -> None:
         "orphans": len(orphans),
     }
     print(json.dumps(figures, indent=2))
+    assert not figures["microbatches_counted_twice"]
+    assert not figures["steps_without_a_line"]
     assert not orphans, f"processes are left: {orphans}"
     assert sum(late.values()) < MEMORY_GROWTH * sum(early.values()), "memory grew"
     assert soak.snapshots_compared >= 2 * NUM_STAGES
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from coordinator.run_watch import LINES_KEPT, VALIDATION_WAIT_S, MetricsFile, RunWatch, step_line
+from coordinator.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, MetricsFile, RunWatch, step_line
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.position import MAX_STEPS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
@@ -323,6 +323,28 @@ def test_who_has_died_is_not_waited_for_when_its_announcement_is_over():
     told = {"a": record(report(1), report(2)), "b": record(report(1))}
     assert steps_of(watch.observe(BOTH, told, 0.0)) == [1]
     assert steps_of(watch.observe(SwarmView(2, (peer("a", 0), peer("c", 1))), told, 1.0)) == [2]
+
+
+def test_what_one_told_and_died_is_known_though_its_stage_mate_is_new():
+    watch = make_watch()
+    watch.observe(BOTH, dict.fromkeys("ab", record(report(1))), now=0.0)
+    left = SwarmView(2, (peer("b", 0, step=3), peer("c", 1, step=3)))
+    progress = {"a": record(report(1), report(2), report(3)), "b": record(report(4))}
+    assert steps_of(watch.observe(left, progress, now=AUTHORS_REMEMBERED_S - 1)) == [2, 3, 4]
+
+
+def test_who_died_bears_nothing_out():
+    watch = make_watch()
+    watch.observe(BOTH, dict.fromkeys("ab", record(report(1))), now=0.0)
+    left = SwarmView(2, (peer("b", 0, step=1), peer("c", 1, step=1)))
+    assert steps_of(watch.observe(left, {"a": record(report(1), report(2))}, now=1.0)) == []
+
+
+def test_who_died_long_ago_is_nobody():
+    watch = make_watch()
+    watch.observe(BOTH, dict.fromkeys("ab", record(report(1))), now=0.0)
+    left = SwarmView(2, (peer("b", 0, step=3), peer("c", 1, step=3)))
+    assert steps_of(watch.observe(left, {"a": record(report(2))}, now=AUTHORS_REMEMBERED_S)) == []
 
 
 def test_who_came_later_bears_out_what_came_before():
