@@ -7,6 +7,7 @@ their way from one stage to another, and speeds that can be believed.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +39,10 @@ LONGEST_WAIT_S = 30.0
 MOVE_PATIENCE = 3.0
 # A peer that did not obey is not asked again for this long.
 REFUSAL_S = 600.0
-# Nor is one that has moved, as long as the others are the same: to move the same peers about again is to follow noise.
+# Nor is one that has moved, as long as nobody comes or goes: to move the same peers about again is to follow noise.
 REST_S = 900.0
+# Nor for this long whoever comes or goes, as long as all stages are served.
+LEAST_REST_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +108,17 @@ class Rebalancer:
         )
         self._churn = ChurnMeter()
         self._orders: dict[str, _Order] = {}  # by the id of the peer, as it was
-        self._arrived: dict[str, float] = {}  # by the id that a mover has now: its work per second before
+        self._arrived: dict[str, _Order] = {}  # by the id that a mover has now
         self._refused_s: dict[str, float] = {}
-        self._first_ids: dict[str, str] = {}  # by the id that a mover has now
-        self._members: frozenset[str] = frozenset()  # by their first ids
-        self._moved_s: dict[str, float] = {}  # by first id: when it was last ordered, since others have come or gone
+        self._first_ids: dict[str, str] = {}  # of all peers: a mover has another id now
+        self._members: frozenset[str] | None = None  # by their first ids
+        self._members_changed_s = -math.inf
         self._speeds: dict[str, dict[int, float]] = {}  # by peer and serial number of its announcement
         self._reported: frozenset[str] = frozenset()
         self._serving: frozenset[tuple[str, int]] = frozenset()
         self._serving_since_s = begun_s
         self._decided_s = begun_s
+        self._computing_s = begun_s  # when the run was first seen to compute
         self.reason = ""
         self.migrations = 0
 
@@ -137,20 +141,21 @@ class Rebalancer:
             log.warning("speed_not_believed peer=%s reason=%s", finding.peer_id, finding.reason)
         self._reported = reported
         self._observe_members(view, now_s)
-        if now_s < self._settled_s or not delivered:
-            return  # not all have been heard of yet, nor those whom another coordinator moves; nobody is measured
-        if self._is_awaiting_inherited(view, now_s):
+        if not delivered:
+            self._computing_s = now_s
+        # Not all have been heard of yet, nor those whom another coordinator moves; or nobody is measured.
+        if not delivered or now_s < self._settled_s or self._is_awaiting_inherited(view, now_s):
+            self._decided_s = now_s
             return
+        waited_s = now_s - self._decided_s
         # Of peers that vanish together, one is missed sooner than the other.
-        unsettled = now_s - self._serving_since_s < self._interval_s
-        # How fast a newcomer is does not matter where nobody serves a stage.
-        if view.fewest_serving() > 0:
-            unsettled |= any(self._is_being_measured(peer, now_s) for peer in view.peers)
-        if unsettled and now_s - self._decided_s < LONGEST_WAIT_S:
+        if now_s - self._serving_since_s < self._interval_s and waited_s < LONGEST_WAIT_S:
+            return
+        if self._are_unknown(view, now_s) and waited_s < 2 * self._announcement_s:
             return
         self._decided_s = now_s
         horizon_s = self._options.horizon_s or self._churn.horizon_s(view.num_stages, now_s)
-        decision = rebalance(self._without_resting(view), replace(self._params, horizon_s=horizon_s), now_s)
+        decision = rebalance(self._without_resting(view, now_s), replace(self._params, horizon_s=horizon_s), now_s)
         kind = decision.reason.partition(":")[0]
         if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
             log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)
@@ -161,7 +166,6 @@ class Rebalancer:
             patience_s = MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)
             work_per_s = peer.samples_per_s * self._params.stage_costs[move.from_stage] or peer.work_per_s
             self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
-            self._moved_s[self._first_id(peer.peer_id)] = now_s
             self.migrations += 1
             log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)
 
@@ -179,41 +183,55 @@ class Rebalancer:
             peers.append(peer)
         return SwarmView(view.num_stages, tuple(peers))
 
-    def _is_being_measured(self, peer: PeerView, now_s: float) -> bool:
-        """Whether it has begun to serve, and it will be known in a moment how fast."""
-        if peer.state is not PeerState.SERVING or peer.since_s is None:
-            return False
-        unknown = len(self._speeds.get(peer.peer_id, ())) < ANNOUNCEMENTS_PER_LIFETIME
-        return unknown and now_s - peer.since_s < 2 * self._announcement_s
+    def _are_unknown(self, view: SwarmView, now_s: float) -> bool:
+        """Whether so many have just begun to serve a stage that what they turn out to do may change the decision."""
+        if view.fewest_serving() == 0:
+            return False  # whatever they do, somebody has to go there
+        for stage in range(view.num_stages):
+            serving = view.serving(stage)
+            if sum(self._is_being_measured(peer, now_s) for peer in serving) > LEAST_GAIN * len(serving):
+                return True
+        return False
 
-    def _first_id(self, peer_id: str) -> str:
-        return self._first_ids.get(peer_id, peer_id)
+    def _is_being_measured(self, peer: PeerView, now_s: float) -> bool:
+        """Whether its speed will be known in a moment. That of a mover is known from where it was."""
+        if peer.peer_id in self._arrived or self._is_measured(peer.peer_id) or peer.since_s is None:
+            return False
+        return now_s - max(peer.since_s, self._computing_s) < 2 * self._announcement_s
+
+    def _is_measured(self, peer_id: str) -> bool:
+        return len(self._speeds.get(peer_id, ())) >= ANNOUNCEMENTS_PER_LIFETIME
 
     def _observe_members(self, view: SwarmView, now_s: float) -> None:
         """A peer that moves gets a new id, and yet nobody has come or gone."""
+        # What a peer said first is kept: it could say that it is another one each time.
         self._first_ids = {
-            peer.peer_id: self._first_ids.get(peer.peer_id) or self._first_id(peer.formerly)
+            peer.peer_id: self._first_ids.get(peer.peer_id)
+            or self._first_ids.get(peer.formerly)
+            or peer.formerly
+            or peer.peer_id
             for peer in view.peers
-            if peer.formerly
         }
-        members = frozenset(self._first_id(peer.peer_id) for peer in view.peers)
+        members = frozenset(self._first_ids.values())
         self._churn.observe(members, now_s)
-        if members != self._members:
-            self._moved_s.clear()
+        if self._members is not None and members != self._members:
+            self._members_changed_s = now_s
         self._members = members
-        self._moved_s = {peer: at for peer, at in self._moved_s.items() if now_s - at < REST_S}
 
-    def _without_resting(self, view: SwarmView) -> SwarmView:
+    def _without_resting(self, view: SwarmView, now_s: float) -> SwarmView:
         """The view where those are not movable that have moved, or that did not when they should have."""
-        return SwarmView(
-            view.num_stages,
-            tuple(
-                replace(peer, movable=False)
-                if peer.peer_id in self._refused_s or self._first_id(peer.peer_id) in self._moved_s
-                else peer
-                for peer in view.peers
-            ),
-        )
+        is_lost = view.fewest_serving() == 0
+
+        def stays(peer: PeerView) -> bool:
+            if peer.peer_id in self._refused_s:
+                return True
+            if is_lost or not peer.formerly or peer.since_s is None:
+                return False
+            rest_s = REST_S if peer.since_s > self._members_changed_s else LEAST_REST_S
+            return now_s - peer.since_s < rest_s
+
+        peers = (replace(peer, movable=False) if stays(peer) else peer for peer in view.peers)
+        return SwarmView(view.num_stages, tuple(peers))
 
     def _is_awaiting_inherited(self, view: SwarmView, now_s: float) -> bool:
         """Whether somebody who moves at the former coordinator's word is in neither stage yet."""
@@ -244,10 +262,10 @@ class Rebalancer:
             order = self._orders.get(peer.formerly)
             if order is not None and peer.stage == order.move.to_stage:
                 del self._orders[peer.formerly]
-                self._arrived[peer.peer_id] = order.work_per_s
+                self._arrived[peer.peer_id] = order
                 log.info("peer_moved peer=%s from=%d to=%d", peer.peer_id, order.move.from_stage, peer.stage)
-        self._arrived = {peer_id: work for peer_id, work in self._arrived.items() if peer_id in peers}
-        former = {peers[peer_id].formerly for peer_id in self._arrived}
+        self._arrived = {peer_id: order for peer_id, order in self._arrived.items() if peer_id in peers}
+        former = {order.move.peer_id for order in self._arrived.values()}
         for peer_id, order in list(self._orders.items()):
             seen = peers.get(peer_id)
             order.is_obeyed |= seen is not None and seen.state is PeerState.DRAINING
@@ -269,7 +287,8 @@ class Rebalancer:
                 since_s=order.given_s,
                 moved_from=order.move.from_stage,
             )
-        for peer_id, work in self._arrived.items():
-            if not peers[peer_id].samples_per_s:
-                peers[peer_id] = replace(peers[peer_id], work_per_s=work)
+        for peer_id, order in self._arrived.items():
+            if not self._is_measured(peer_id):
+                samples_per_s = order.work_per_s / self._params.stage_costs[peers[peer_id].stage]
+                peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s)
         return SwarmView(view.num_stages, tuple(peer for peer in peers.values() if peer.peer_id not in former))

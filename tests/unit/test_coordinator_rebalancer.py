@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.rebalancer import (
+    LEAST_REST_S,
     MOVE_OVERHEAD_S,
     MOVE_PATIENCE,
     REFUSAL_S,
@@ -57,6 +58,11 @@ class Run:
         peer = PeerView(name, stage, PeerState.SERVING, 1, 10.0, movable=True, since_s=self.now_s, announced=7)
         self.peers[name] = replace(peer, **fields)
 
+    def announce(self) -> None:
+        """All say the same again."""
+        for name, peer in self.peers.items():
+            self.peers[name] = replace(peer, announced=peer.announced + 1)
+
     def look(self, after_s: float = 1.0) -> list[str]:
         """Those who are newly ordered."""
         self.now_s += after_s
@@ -77,7 +83,9 @@ def in_balance() -> Run:
 
 def test_nobody_is_moved_before_the_coordinator_has_heard_of_all() -> None:
     run = Run()
-    assert run.look(ANNOUNCEMENT_S - 1) == []
+    for _ in range(4):
+        run.announce()
+        assert run.look((ANNOUNCEMENT_S - 1) / 4) == []
     assert len(run.look(3)) == 1
 
 
@@ -105,6 +113,9 @@ def test_nobody_is_moved_before_the_run_has_begun() -> None:
     run.delivered = 0
     assert run.look(60) == []
     run.delivered = 100
+    for _ in range(3):
+        assert run.look() == [], "whatever is announced first is as good as nothing"
+        run.announce()
     assert len(run.look()) == 1
 
 
@@ -153,9 +164,10 @@ def test_a_peer_is_not_moved_twice_as_long_as_the_others_are_the_same() -> None:
 
 def test_who_has_moved_may_move_again_when_somebody_has_gone() -> None:
     run = Run()
+    run.add("f", 1, samples_per_s=30.0, since_s=0.0)
     [mover] = run.look(60)
     del run.peers[mover]
-    run.add("reborn", 1, formerly=mover, samples_per_s=30.0)
+    run.add("reborn", 1, formerly=mover)
     assert run.look(60) == [], "in balance"
     for name in run.peers.keys() - {"f", "reborn"}:
         del run.peers[name]
@@ -164,6 +176,83 @@ def test_who_has_moved_may_move_again_when_somebody_has_gone() -> None:
     run.add("reborn", 1, formerly=mover)
     run.add("g", 1, movable=False)
     assert run.look(60) == ["reborn"]
+
+
+def needs_reborn_back(run: Run, mover: str, **fields: object) -> None:
+    """A peer has moved to stage 1, and stage 0 has one peer for its three now."""
+    for name in run.peers.keys() - {"f"}:
+        del run.peers[name]
+    run.add("a", 0, movable=False, since_s=0.0)
+    run.add("f", 1, movable=False, since_s=0.0)
+    run.add("g", 1, movable=False, since_s=0.0)
+    run.add("reborn", 1, **({"formerly": mover} | fields))
+
+
+def test_who_has_moved_rests_under_the_next_coordinator_too() -> None:
+    run = Run()
+    needs_reborn_back(run, "m")
+    assert run.look(60) == []
+    assert run.look(60) == []
+    assert run.look(REST_S - 120) == ["reborn"]
+
+
+def test_who_has_moved_rests_a_little_whoever_comes_or_goes() -> None:
+    run = Run()
+    needs_reborn_back(run, "m")
+    assert run.look(60) == []
+    run.add("h", 1, movable=False, since_s=0.0)
+    assert run.look(1) == []
+    assert run.look(LEAST_REST_S - 62) == []
+    assert run.look(2) == ["reborn"]
+
+
+def test_nobody_rests_when_a_stage_is_lost() -> None:
+    run = Run()
+    needs_reborn_back(run, "m")
+    assert run.look(30) == []
+    del run.peers["a"]
+    assert run.look(1) == []
+    assert run.look(ANNOUNCEMENT_S) == ["reborn"]
+
+
+def test_what_a_mover_does_is_known_from_where_it_was() -> None:
+    """So that nobody has to wait for it, and its first measurements move nobody."""
+    run = Run()
+    [mover] = run.look(60)
+    del run.peers[mover]
+    run.add("reborn", 1, formerly=mover, samples_per_s=0.1)
+    assert run.look(1) == []
+    [second] = run.look(3)
+    assert second in "abcde", "four are left in stage 0, and two are in stage 1"
+    del run.peers[second]
+    run.add("reborn too", 1, formerly=second, samples_per_s=0.1)
+    assert run.look(1) == []
+    assert run.look(3) == [], "in balance"
+    asked = []
+    for _ in range(4):
+        run.announce()
+        asked.append(run.look(3))
+    assert not any(asked[:2])
+    assert any(asked), "now it is known that they do nothing"
+
+
+def test_a_peer_that_says_each_time_that_it_was_another_one_is_one_peer() -> None:
+    run = in_balance()
+    for number in range(50):
+        run.peers["f"] = replace(run.peers["f"], formerly=f"x{number}" if number % 2 else "")
+        run.look(1)
+    assert len(run.rebalancer._churn._moments) == 0
+
+
+def test_who_has_moved_hides_nobody_by_what_it_says_later() -> None:
+    run = Run()
+    [mover] = run.look(60)
+    del run.peers[mover]
+    run.add("reborn", 1, formerly=mover)
+    run.look(1)
+    run.peers["reborn"] = replace(run.peers["reborn"], formerly="f")
+    view = run.rebalancer._with_movers(SwarmView(2, tuple(run.peers.values())), run.now_s)
+    assert view.peer("f") is not None
 
 
 def test_who_moves_neither_comes_nor_goes() -> None:
