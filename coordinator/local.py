@@ -115,8 +115,8 @@ async def _watch(service: RunService, peers: Sequence[LocalPeer]) -> None:
     async def interrupt() -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for _ in signals:
-                print("Interrupted: the peers leave now, which takes up to half a minute.", file=sys.stderr, flush=True)
-                raise Interrupted("interrupted: the peers have left")
+                print("Interrupted: the peers leave now, which can take half a minute.", file=sys.stderr, flush=True)
+                raise Interrupted("interrupted")
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch_processes)

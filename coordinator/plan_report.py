@@ -48,9 +48,10 @@ def _table(title: str, *columns: str, caption: str | None = None) -> Table:
         padding=(0, 1, 0, 0),
     )  # fmt: skip
     for column in columns:
-        table.add_column(
-            column, justify="left" if column in WORDS else "right", no_wrap=column not in WORDS, overflow="fold"
-        )
+        if column in WORDS:
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

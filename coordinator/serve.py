@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,15 +22,16 @@ from coordinator.run_watch import RunWatch
 from coordinator.service import RunService, check_output, end_run_for, join_command, observe
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import UNDECIDED, SwarmView
 from swarm_peer.runtime.bootstrap import find_manifest, parse_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.orders import find_end
 from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import MANIFESTS_KEY, EndRecord, ManifestRecord, end_key
+from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord, OriginRecord, origin_key
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +135,8 @@ async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, re
             f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
             f"configuration that the run began with, or begin another run with another --identity-path"
         )
-    if (end := (await dht.fetch(end_key(run_id), EndRecord, run_id)).get(run_id)) is not None:
-        raise UserError(f"run {run_id} has ended: {end.reason}; begin anew without --initial-peers, or with --resume")
+    if not resume and (end := await find_end(dht, run_id)) is not None:
+        raise UserError(f"run {run_id} has ended: {end.reason}; go on from its checkpoint with --resume")
     directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
     if resume and any((await directory.refresh(range(manifest.stages.count))).peers):
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
@@ -195,23 +197,31 @@ def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable
 
 
 async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: Callable[[int], None]) -> None:
-    _, manifest = await find_manifest(dht, addresses, run_key.peer_id)
+    run_id = run_key.peer_id
+    _, manifest = await find_manifest(dht, addresses, run_id)
     directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
     lifetime_s = manifest.limits.announcement_s
-    told, left, answered_s = False, -1, anyio.current_time()
+    told, left, answered_s = False, None, anyio.current_time()
     with anyio.move_on_after(ENDING_S + lifetime_s):
-        while left != 0 and not (told and anyio.current_time() - answered_s > lifetime_s):  # no node of it is left
-            # Again and again: whoever stores it may be among those who go.
-            told |= await end_run_for(dht, run_key, "its operator has ended it")
+        while not (told and left == 0):
+            if told and anyio.current_time() - answered_s > lifetime_s:
+                log.warning("run_not_seen reason=nobody answers any more: all have gone, or the way to them is cut")
+                return
             with suppress(CallError):
-                seen = len((await directory.refresh(range(manifest.stages.count))).peers)
+                origin = (await dht.fetch(origin_key(run_id), OriginRecord, run_id)).get(run_id)
+                begun = int(time.time()) if origin is None else origin.begun
+                # Again and again: whoever stores it may be among those who go.
+                told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
+                seen = len((await directory.refresh([*range(manifest.stages.count), UNDECIDED])).peers)
                 answered_s = anyio.current_time()
                 if seen != left:
                     on_left(seen)
                 left = seen
             await anyio.sleep(END_POLL_S)
         return
-    raise UserError(f"the run has been told to end, and {left} peers still announce themselves: look at their logs")
+    if not told:
+        raise UserError("the run was not ended: the DHT did not take it, or did not answer; see the warnings")
+    raise UserError(f"the run was told to end, and {left} peers still announce themselves: look at their logs")
 
 
 async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ class RunService:
         self._cache_dir = cache_dir
         self._rebalancing = rebalancing
         self._rebalancer: Rebalancer | None = None
-        self._origin = FIRST_ORIGIN
+        self._origin, self._begun = FIRST_ORIGIN, int(time.time())
         self._rebalancer_term: Term | None = None
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
@@ -152,7 +153,7 @@ class RunService:
 
         Raises:
             UserError: the model could not be saved in that folder
-            SwarmError: the DHT process has died
+            SwarmError: the DHT process has died, or the run was ended before its model was saved
         """
         check_output(self._output)
         metrics_file = MetricsFile(self._output, self._resume)
@@ -162,7 +163,7 @@ class RunService:
                 if self._plan.resume is not None:
                     self._origin = await self._resume_run(transport, metrics_file, tasks)
                 else:
-                    self._origin = await self._find_origin()
+                    await self._find_origin()
                 await self._publish_run()
                 tasks.start_soon(self._keep_published)
                 self._on_ready()
@@ -196,6 +197,8 @@ class RunService:
                 tasks.cancel_scope.cancel()
         finally:
             metrics_file.close()
+        if not saved and coordination.acts and self.watch.step >= self.manifest.training.steps:
+            raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
     async def _observe(self) -> list[dict[str, Any]]:
@@ -225,18 +228,19 @@ class RunService:
 
     async def end(self, reason: str) -> None:
         """Tell the peers, and other coordinators, that they may go."""
-        await end_run_for(self._dht, self._run_key, reason)
+        await end_run_for(self._dht, self._run_key, self._begun, reason)
 
-    async def _find_origin(self) -> Origin:
-        """Where the run begins, or where it began if this is another coordinator of it."""
+    async def _find_origin(self) -> None:
+        """Where and when the run began, if this is another coordinator of it."""
         while True:
             try:
                 records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
             except CallError:
                 await anyio.sleep(POLL_S)
                 continue
-            record = records.get(self._run_id)
-            return FIRST_ORIGIN if record is None else record.origin()
+            if (record := records.get(self._run_id)) is not None:
+                self._origin, self._begun = record.origin(), record.begun
+            return
 
     async def _resume_run(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> Origin:
         checkpoint = self._plan.resume
@@ -268,7 +272,7 @@ class RunService:
 
     async def _publish_run(self) -> None:
         """The origin first: peers join when they have the manifest, and wait for the origin."""
-        origin = OriginRecord(step=self._origin.step, updates=self._origin.updates)
+        origin = OriginRecord(step=self._origin.step, updates=self._origin.updates, begun=self._begun)
         await self._store_for_run(origin_key(self._run_id), origin, RUN_LIFETIME_S)
         manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
         await self._store_for_run(MANIFESTS_KEY, manifest, RUN_LIFETIME_S)
@@ -297,10 +301,11 @@ class RunService:
         return True
 
 
-async def end_run_for(dht: SwarmDHT, run_key: Identity, reason: str) -> bool:
+async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str) -> bool:
     """Tell a run's peers and coordinators that they may go; returns whether the DHT has taken it."""
     run_id = run_key.peer_id
-    return await dht.store(end_key(run_id), EndRecord(reason=reason), run_id, END_LIFETIME_S, signer=run_key)
+    record = EndRecord(reason=reason, begun=begun)
+    return await dht.store(end_key(run_id), record, run_id, END_LIFETIME_S, signer=run_key)
 
 
 async def _removed_at_end(folder: Path) -> None:

@@ -42,9 +42,10 @@ async def find_manifest(dht: SwarmDHT, initial_peers: Sequence[str], run_id: str
     if len(set(chosen)) != 1:
         known_runs = ", ".join(sorted(records)) or "none"
         wanted = f"run {run_id}" if run_id is not None else "one run to join"
+        hint = "name one with --run-id" if run_id is None else "check its id or its key"
         raise UserError(
             f"expected {wanted} at {', '.join(initial_peers)}, found: {known_runs}; "
-            + ("name one with --run-id" if records else "check that the coordinator is running")
+            + ("check that the coordinator is running" if not records else hint)
         )
     return chosen[0], parse_manifest(records[chosen[0]])
 

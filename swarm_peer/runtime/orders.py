@@ -12,7 +12,14 @@ from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.wire.records import Assignment, CoordinationRecord, EndRecord, end_key
+from swarm_peer.wire.records import (
+    Assignment,
+    CoordinationRecord,
+    EndRecord,
+    OriginRecord,
+    end_key,
+    origin_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +65,22 @@ async def wait_for_order(
                 refused = order
 
 
+async def find_end(dht: SwarmDHT, run_id: str) -> EndRecord | None:
+    """What the run's key says of the run's end, unless it has let the run go on from a checkpoint since.
+
+    Raises:
+        CallError: the DHT does not answer
+    """
+    end = (await dht.fetch(end_key(run_id), EndRecord, run_id)).get(run_id)
+    origin = (await dht.fetch(origin_key(run_id), OriginRecord, run_id)).get(run_id) if end else None
+    return None if end is None or (origin is not None and origin.begun > end.begun) else end
+
+
 async def wait_for_end(dht: SwarmDHT, run_id: str) -> str:
-    """Wait until the run's key says that the run is over; returns why."""
+    """Wait until the run is over; returns why."""
     while True:
         with suppress(CallError):  # the DHT does not answer; logged
-            ends = await dht.fetch(end_key(run_id), EndRecord, run_id)
-            if run_id in ends:
-                return ends[run_id].reason
+            end = await find_end(dht, run_id)
+            if end is not None:
+                return end.reason
         await anyio.sleep(LOOK_FOR_END_S)

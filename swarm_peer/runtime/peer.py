@@ -268,6 +268,7 @@ class Peer:
             tasks.start_soon(self._averager.watch)
             tasks.start_soon(self._watch_event_loop)
             tasks.start_soon(self._leave_on_notice)
+            tasks.start_soon(self._look_for_end)
             tasks.start_soon(self._work)
             await self._stop.wait()
             await self._leave()
@@ -373,7 +374,6 @@ class Peer:
             tasks.start_soon(self._move_when_needed)
             if self._options.stage == "auto":
                 tasks.start_soon(self._obey)
-            tasks.start_soon(self._look_for_end)
             if self._source is not None:
                 tasks.start_soon(self._source.run)
                 tasks.start_soon(self._publish_progress)
@@ -478,6 +478,7 @@ class Peer:
     async def _look_for_end(self) -> None:
         """Stop when the run's key says that the run is over."""
         log.info("run_ended reason=%s", await wait_for_end(self._dht, self._run_id))
+        self._told_to_end.set()
         self._stop.set()
 
     async def _leave(self) -> None:

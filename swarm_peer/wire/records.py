@@ -31,6 +31,8 @@ MAX_ASSIGNMENTS = 32
 # Finished steps that a stage-0 peer tells of: where they take a second, coordinators may look away for a minute.
 MAX_REPORTS = 64
 
+# Of the Unix clock.
+Seconds = Annotated[int, Field(ge=0, lt=2**40)]
 # Bounded, so that sums of what peers report stay finite.
 FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -53,20 +55,30 @@ class ManifestRecord(Record):
 
 
 class OriginRecord(Record):
-    """Where the run begins: beyond 0 if it goes on from a checkpoint. Signed with the run key, under the run's id."""
+    """Where the run begins: beyond 0 if it goes on from a checkpoint. Signed with the run key, under the run's id.
+
+    Attributes:
+        begun: Unix seconds when it began, or went on from a checkpoint
+    """
 
     kind = "origin"
     step: Step
     updates: Step
+    begun: Seconds
 
     def origin(self) -> Origin:
         return Origin(self.step, self.updates, born=self.step)
 
 
 class EndRecord(Record):
-    """The run is over, and its model saved if it has reached its steps: peers may go. Signed with the run key."""
+    """The run is over, and its model saved if it has reached its steps: peers may go. Signed with the run key.
+
+    Attributes:
+        begun: of the run's origin; it may have gone on from a checkpoint since, with the same key
+    """
 
     kind = "end"
+    begun: Seconds
     reason: str = Field(max_length=200)
 
 

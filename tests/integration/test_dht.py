@@ -38,7 +38,7 @@ def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:
     key = end_key(run_id)
 
     async def end(reason: str) -> None:
-        await run.store(key, EndRecord(reason=reason), run_id, LIFETIME_S)
+        await run.store(key, EndRecord(reason=reason, begun=1), run_id, LIFETIME_S)
 
     async def heard(node: SwarmDHT) -> str | None:
         records = await node.fetch(key, EndRecord, run_id)

@@ -13,7 +13,7 @@ from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord,
 
 ME, OTHER = Identity.generate(), Identity.generate()
 KEY = DHTID.generate(source=end_key(ME.peer_id)).to_bytes()
-END = EndRecord(reason="done")
+END = EndRecord(reason="done", begun=1_790_000_000)
 pack = MSGPackSerializer.dumps
 
 

@@ -11,8 +11,8 @@ import pytest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import orders
-from swarm_peer.runtime.orders import wait_for_order
-from swarm_peer.wire.records import Assignment, CoordinationRecord
+from swarm_peer.runtime.orders import find_end, wait_for_order
+from swarm_peer.wire.records import Assignment, CoordinationRecord, EndRecord, OriginRecord
 
 ORDER = Assignment(peer="me", announced=10, from_stage=0, to_stage=1, reason="stage 1 is slow")
 
@@ -102,3 +102,29 @@ async def test_the_last_peer_of_a_stage_stays(world: World) -> None:
     world.order(ORDER)
     world.mates = [PeerView("mate", 0, PeerState.JOINING), PeerView("other", 1, PeerState.SERVING)]
     assert await world.is_refused()
+
+
+class Board:
+    """A DHT that holds what a run's key has said."""
+
+    def __init__(self, *records):
+        self._records = {type(record): record for record in records}
+
+    async def fetch(self, key, record_type, run):
+        assert run == "run"
+        return {"run": self._records[record_type]} if record_type in self._records else {}
+
+
+@pytest.mark.parametrize(
+    ("records", "is_over"),
+    [
+        ((), False),
+        ((OriginRecord(step=0, updates=0, begun=7),), False),
+        ((OriginRecord(step=0, updates=0, begun=7), EndRecord(reason="x", begun=7)), True),
+        ((EndRecord(reason="x", begun=7),), True),
+        ((OriginRecord(step=9, updates=5, begun=8), EndRecord(reason="x", begun=7)), False),
+    ],
+    ids=["nothing", "alive", "ended", "ended, and its origin forgotten", "gone on from a checkpoint since"],
+)
+async def test_a_run_is_over_when_its_key_says_so_and_has_not_begun_anew(records, is_over):
+    assert (await find_end(Board(*records), "run") is not None) == is_over

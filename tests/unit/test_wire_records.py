@@ -59,8 +59,8 @@ RECORDS = [
     PROGRESS,
     ANNOUNCEMENT,
     ManifestRecord(manifest='{"name":"x"}'),
-    EndRecord(reason="done"),
-    OriginRecord(step=9, updates=5),
+    EndRecord(reason="done", begun=1_790_000_000),
+    OriginRecord(step=9, updates=5, begun=1_790_000_000),
     CoordinationRecord(warrant=b"w", beat=3, assignments=(ASSIGNMENT,), reason="stage 1 is slow"),
     Warrant(coordinator="a", term=2),
     ProgressRecord(
@@ -131,7 +131,7 @@ def test_a_record_of_another_kind_is_refused():
 
 
 def test_kind_and_run_cannot_be_changed_after_signing():
-    kind, run, body, signature = msgpack.unpackb(seal(EndRecord(reason="x"), "other", ME))
+    kind, run, body, signature = msgpack.unpackb(seal(EndRecord(reason="x", begun=1), "other", ME))
     for changed in ([kind, RUN, body, signature], ["manifest", run, body, signature]):
         with pytest.raises(InvalidMessage, match="the signature does not match"):
             unseal(EndRecord, msgpack.packb(changed), RUN, ME.peer_id)
@@ -254,7 +254,7 @@ def test_a_coordinator_acts_by_a_warrant_of_the_run_key():
         (b"", OTHER.peer_id, "no msgpack"),
         (seal(Warrant(coordinator=OTHER.peer_id, term=3), ME.peer_id, OTHER), OTHER.peer_id, "signature"),
         (seal(Warrant(coordinator=OTHER.peer_id, term=3), RUN, ME), OTHER.peer_id, "of run"),  # of another run
-        (seal(EndRecord(reason="done"), ME.peer_id, ME), OTHER.peer_id, "expected warrant"),
+        (seal(EndRecord(reason="done", begun=1_790_000_000), ME.peer_id, ME), OTHER.peer_id, "expected warrant"),
     ],
 )
 def test_warrants_are_checked(warrant, author, complaint):
