@@ -16,6 +16,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.churn import ChurnMeter
 from swarm_peer.policy.exchange import RebalancingParameters
+from swarm_peer.policy.forecast import ideal_capacity, serving_capacity, work_per_s
 from swarm_peer.policy.rebalancing import Move, rebalance
 from swarm_peer.policy.trust import believed
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
@@ -27,6 +28,12 @@ log = logging.getLogger(__name__)
 
 # Measured speeds wander by some percent. What is smaller than this is not worth a move.
 LEAST_GAIN = 0.1
+# Nor is what is not well above what moves have lately fallen short of their promise by: peers that share a machine slow
+# each other down, and a stage may cost more there than its arithmetic says. Halved in an hour.
+SHORTFALL_MARGIN = 1.5
+SHORTFALL_HALVED_S = 3600.0
+# Of what the least stage takes, whatever has fallen short.
+MOST_NEEDED_GAIN = 0.5
 # To drain, end the process, start anew, and build the stage's module.
 MOVE_OVERHEAD_S = 20.0
 # A peer's speed is the median of so many announcements: two lifetimes of one.
@@ -98,13 +105,13 @@ class Rebalancer:
         self._inherited = {order.peer for order in inherited}
         self._inherited_until_s = begun_s + MOVE_PATIENCE * MOVE_OVERHEAD_S
         self._options = options
+        self._costs = stage_costs(manifest)
         self._params = RebalancingParameters(
-            stage_costs=tuple(stage_costs(manifest)),
+            stage_costs=tuple(self._costs),
             state_bytes=tuple(float(max_state_bytes(manifest, stage)) for stage in range(count)),
             stage_memory_bytes=tuple(stage_memory(manifest)),
             min_replicas=(options.min_replicas,) * count,
             overhead_s=MOVE_OVERHEAD_S,
-            least_gain=LEAST_GAIN,
         )
         self._churn = ChurnMeter()
         self._orders: dict[str, _Order] = {}  # by the id of the peer, as it was
@@ -119,6 +126,8 @@ class Rebalancer:
         self._serving_since_s = begun_s
         self._decided_s = begun_s
         self._computing_s = begun_s  # when the run was first seen to compute
+        self._promised: tuple[float, frozenset[str]] | None = None  # by the last moves, to these members
+        self._shortfall, self._shortfall_s = 0.0, begun_s
         self.reason = ""
         self.migrations = 0
 
@@ -135,7 +144,7 @@ class Rebalancer:
             self._serving, self._serving_since_s = serving, now_s
         # What was done by others says nothing of those that are here now.
         is_theirs = seconds > 0 and now_s - self._serving_since_s > seconds + SETTLING_S
-        view, findings = believed(view, self._params.stage_costs, delivered / seconds if is_theirs else 0.0)
+        view, findings = believed(view, self._costs, delivered / seconds if is_theirs else 0.0)
         reported = frozenset(finding.peer_id or finding.reason[:10] for finding in findings)
         for finding in findings if reported - self._reported else ():
             log.warning("speed_not_believed peer=%s reason=%s", finding.peer_id, finding.reason)
@@ -155,16 +164,19 @@ class Rebalancer:
             return
         self._decided_s = now_s
         horizon_s = self._options.horizon_s or self._churn.horizon_s(view.num_stages, now_s)
-        decision = rebalance(self._without_resting(view, now_s), replace(self._params, horizon_s=horizon_s), now_s)
+        params = replace(self._params, horizon_s=horizon_s, least_gain=self._least_gain(view, now_s))
+        decision = rebalance(self._without_resting(view, now_s), params, now_s)
         kind = decision.reason.partition(":")[0]
         if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
             log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)
         self.reason = decision.reason
+        if decision.moves and self._members is not None:
+            self._promised = decision.promised, self._members
         for move in decision.moves:
             peer = view.peer(move.peer_id)
             assert peer is not None
             patience_s = MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)
-            work_per_s = peer.samples_per_s * self._params.stage_costs[move.from_stage] or peer.work_per_s
+            work_per_s = peer.samples_per_s * self._costs[move.from_stage] or peer.work_per_s
             self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
             self.migrations += 1
             log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)
@@ -217,6 +229,22 @@ class Rebalancer:
         if self._members is not None and members != self._members:
             self._members_changed_s = now_s
         self._members = members
+
+    def _least_gain(self, view: SwarmView, now_s: float) -> float:
+        """Above the noise, by what has become of the last moves."""
+        if self._promised is not None and not self._orders and all(map(self._is_measured, self._arrived)):
+            promised, members = self._promised
+            self._promised = None
+            capacity = serving_capacity(view, work_per_s(view.peers, self._costs), self._costs)
+            if members == self._members and min(capacity) > 0:
+                kept = min(capacity) / ideal_capacity(capacity, self._costs)
+                if promised / kept - 1 > self._faded_shortfall(now_s):
+                    self._shortfall, self._shortfall_s = promised / kept - 1, now_s
+                    log.info("moves_fell_short promised=%.2f kept=%.2f", promised, kept)
+        return min(max(LEAST_GAIN, SHORTFALL_MARGIN * self._faded_shortfall(now_s)), MOST_NEEDED_GAIN)
+
+    def _faded_shortfall(self, now_s: float) -> float:
+        return self._shortfall * 0.5 ** ((now_s - self._shortfall_s) / SHORTFALL_HALVED_S)
 
     def _without_resting(self, view: SwarmView, now_s: float) -> SwarmView:
         """The view where those are not movable that have moved, or that did not when they should have."""
@@ -275,6 +303,7 @@ class Rebalancer:
             elif now_s - order.given_s > order.patience_s:
                 del self._orders[peer_id]
                 self._refused_s[peer_id] = now_s
+                self._promised = None
                 log.warning("order_given_up peer=%s to=%d reason=it did not come", peer_id, order.move.to_stage)
         self._refused_s = {peer: at for peer, at in self._refused_s.items() if now_s - at < REFUSAL_S}
         for peer_id, order in self._orders.items():
@@ -289,6 +318,6 @@ class Rebalancer:
             )
         for peer_id, order in self._arrived.items():
             if not self._is_measured(peer_id):
-                samples_per_s = order.work_per_s / self._params.stage_costs[peers[peer_id].stage]
+                samples_per_s = order.work_per_s / self._costs[peers[peer_id].stage]
                 peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s)
         return SwarmView(view.num_stages, tuple(peer for peer in peers.values() if peer.peer_id not in former))

@@ -52,6 +52,11 @@ def serving_capacity(view: SwarmView, work: Mapping[str, float], stage_costs: Se
     return capacity
 
 
+def ideal_capacity(capacity: Sequence[float], stage_costs: Sequence[float]) -> float:
+    """Samples per second of each stage, if speed could be shared out at will."""
+    return sum(each * cost for each, cost in zip(capacity, stage_costs, strict=True)) / sum(stage_costs)
+
+
 def discounted_samples(capacity: Sequence[float], shifts: Iterable[Shift], horizon_s: float) -> float:
     """Samples that the swarm does from now on; those in t seconds count by exp(-t / horizon_s).
 

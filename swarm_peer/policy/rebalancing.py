@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_peer.policy.exchange import Plan, RebalancingParameters, Situation, best_plan
-from swarm_peer.policy.forecast import Shift, fits, serving_capacity, work_per_s
+from swarm_peer.policy.forecast import Shift, fits, ideal_capacity, serving_capacity, work_per_s
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 
@@ -64,10 +64,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Rebalancing:
-    """Moves to be made now, all at once; none is a decision, too."""
+    """Moves to be made now, all at once; none is a decision, too.
+
+    Attributes:
+        promised: what the least stage will take when the moves are made, as a share of the ideal
+    """
 
     moves: tuple[Move, ...]
     reason: str
+    promised: float = 0.0
 
 
 def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> Rebalancing:
@@ -96,9 +101,7 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     for shift in arrivals:
         planned[shift.stage] += shift.samples_per_s
 
-    total = sum(capacity * cost for capacity, cost in zip(planned, costs, strict=True))
-    ideal = total / sum(costs)
-    least = min(planned)
+    ideal, least = ideal_capacity(planned, costs), min(planned)
     if ideal - least <= params.least_gain * ideal:
         return Rebalancing((), f"in balance: the least stage will take {least:.3g} of at most {ideal:.3g} samples/s")
 
@@ -139,5 +142,7 @@ def _announced(plan: Plan, rest: Plan, situation: Situation) -> Rebalancing:
     moves_words = f"{len(plan.moves)} move{'s' * (len(plan.moves) > 1)}"
     waiting = f"; {later} more wait{'s' * (later == 1)} for movers under way" if later else ""
     return Rebalancing(
-        moves, f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {moves_words}{waiting}"
+        moves,
+        f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {moves_words}{waiting}",
+        after / situation.ideal,
     )
