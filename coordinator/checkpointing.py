@@ -140,6 +140,9 @@ class CheckpointWriter:
         while self._finished() < updates + 2 * self._manifest.recovery.snapshot_every:
             try:
                 born = self._born(updates)  # another one after the run has gone back and come here again
+                if born is None and self._finished() >= updates:
+                    log.info("checkpoint_left_out updates=%d reason=this coordinator was not there then", updates)
+                    return
                 if born is None:
                     raise CallError("the run has gone back to before it")
                 weights = Origin(born, updates, born)

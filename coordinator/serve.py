@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio import to_thread
 
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
@@ -103,7 +104,7 @@ def run_serve(
             )  # fmt: skip
             if metrics_port is not None:
                 log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, metrics_port))
-            run_loop(_serve, service)
+            run_loop(_serve, service, plan)
     finally:
         dht.shutdown()
 
@@ -142,7 +143,7 @@ async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, re
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
 
 
-async def _serve(service: RunService) -> None:
+async def _serve(service: RunService, plan: CheckpointPlan) -> None:
     async def stop_on_signal() -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
@@ -158,6 +159,8 @@ async def _serve(service: RunService) -> None:
             await anyio.sleep(LINGER_S)
         else:
             print(f"The run has ended: {service.ended}.", flush=True)
+            if plan.store is not None and (newest := await to_thread.run_sync(plan.store.newest, service.manifest)):
+                print(f"Go on from global step {newest.updates} with --resume {newest.path}", flush=True)
         tasks.cancel_scope.cancel()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import dataclasses
 import gc
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 # From one life of a peer's process to the next; nothing that a user sets.
 _RESTART = "SWARM_RESTART"
+_HANGING_UP = ("coro=<ControlClient._handler()", "RuntimeError('cannot reuse already awaited coroutine')")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,27 @@ def prepare_to_fork() -> None:
 
 def run_loop(function: Callable[..., Any], *args: object) -> Any:
     """Run a coroutine function in an event loop of uvloop; the first error of its task groups is raised bare."""
+
+    async def run() -> Any:
+        asyncio.get_running_loop().set_exception_handler(_report)
+        return await function(*args)
+
     try:
-        return anyio.run(function, *args, backend_options={"use_uvloop": True})
+        return anyio.run(run, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from group
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """hivemind's client drops its tasks when a peer hangs up, which asyncio calls errors."""
+    what = f"{context['message']} {context.get('task')} {context.get('exception')!r}"
+    if any(words in what for words in _HANGING_UP):
+        log.debug("peer_hung_up reason=%s", what)
+    else:
+        loop.default_exception_handler(context)
 
 
 def start_anew(restart: Restart) -> None:

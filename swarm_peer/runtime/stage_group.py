@@ -22,7 +22,7 @@ import anyio
 import torch
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, NotServing, StepClosed
+from swarm_peer.errors import CallError, NotServing, PeerUnreachable, StepClosed
 from swarm_peer.policy.agreement import Agreement, Verdict, Vote, agree
 from swarm_peer.policy.health import PeerHealth
 from swarm_peer.policy.view import PeerState, SwarmView
@@ -281,6 +281,8 @@ class StageGroup:
                 return
             except CallError as error:
                 log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
+                if isinstance(error, PeerUnreachable):
+                    self._welcomed.pop(peer_id, None)  # each step would dial it, and wait for that
                 return
             if answer.attempt is not None:
                 members[peer_id] = answer

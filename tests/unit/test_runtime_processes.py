@@ -1,10 +1,12 @@
+import asyncio
+import logging
 import subprocess
 import sys
 
 import pytest
 
 from swarm_peer.runtime import processes
-from swarm_peer.runtime.processes import Restart
+from swarm_peer.runtime.processes import Restart, run_loop
 
 # Forks a child off a process with a heap of some size, and prints by how much a full garbage collection in the child
 # adds to the memory that the child has for itself, in units of that heap.
@@ -76,3 +78,16 @@ except KeyboardInterrupt:
 def test_the_first_signal_ends_a_peer_in_order_and_the_second_at_once():
     done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == ["leaves in order", "ends at once"], done.stderr
+
+
+def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
+    async def drop(*contexts):
+        for context in contexts:
+            asyncio.get_running_loop().call_exception_handler(context)
+
+    hung_up = {"message": "Unhandled exception", "exception": RuntimeError("cannot reuse already awaited coroutine")}
+    ours = {"message": "Unhandled exception", "exception": RuntimeError("ours")}
+    with caplog.at_level(logging.WARNING):
+        run_loop(drop, hung_up, ours)
+    [record] = caplog.records
+    assert "ours" in str(record.exc_info)
