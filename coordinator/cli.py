@@ -248,6 +248,9 @@ def end(*, initial_peers: Addresses, identity_path: Path) -> None:
         The run's key: OUTPUT/identity where its coordinator ran.
     """
     configure_logging("warning")
+    if not identity_path.is_file():
+        raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
+
     from coordinator.serve import end_run
 
     end_run(initial_peers, identity_path, lambda left: print(f"{left} peers left", flush=True))

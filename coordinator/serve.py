@@ -186,14 +186,12 @@ def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable
     """End a live run before its steps: its peers and coordinators go, each as it would upon a signal.
 
     Args:
-        identity_path: of the run's key
+        identity_path: of the run's key, which is there
         on_left: told how many peers are left, each time that it is another number
 
     Raises:
         UserError: nobody answers, there is no such run, or some of its peers do not go
     """
-    if not identity_path.exists():
-        raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
     addresses = read_addresses(initial_peers)
     with onlooker(addresses) as dht:
         run_loop(_end, dht, addresses, Identity.load_or_create(identity_path), on_left)

@@ -47,7 +47,9 @@ def choose_stage(
         stage = min(fitting or [smallest], key=lambda k: (capacity[k], num_peers[k], k))
         if peer.peer_id == me:
             which = "the least capacity" if len(fitting) == len(stages) else "the least capacity of those that fit"
-            reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {capacity[stage]:.3g} samples/s"
+            is_known = any(other.samples_per_s > 0 for other in others)
+            amount = f"{capacity[stage]:.3g} samples/s" if is_known else "as far as is known before anybody computes"
+            reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {amount}"
             return StageChoice(stage, reason if fitting else f"none fits; stage {stage} takes the least memory")
         capacity[stage] += work[peer.peer_id] / stage_costs[stage]
         num_peers[stage] += 1
