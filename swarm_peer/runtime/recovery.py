@@ -266,7 +266,9 @@ class Recovery:
                     await self._donor.keep(stage, await self._fetch(wanted, peers))
                     break
                 except CallError as error:
-                    log.info("snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded.updates, error)
+                    # The first tries come while the others are still taking theirs.
+                    level = logging.WARNING if attempt == GUARD_TRIES - 1 else logging.DEBUG
+                    log.log(level, "snapshot_not_there stage=%d updates=%d reason=%s", stage, guarded.updates, error)
                 with anyio.move_on_after(GUARD_PAUSE_S * 2**attempt):
                     await self._changed.wait_for(lambda seen=guarded: self._kept_last is not seen)  # type: ignore[misc]
                     break

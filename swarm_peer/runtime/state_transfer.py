@@ -68,7 +68,7 @@ async def fetch_state(
 
     def failed(donor: str, error: CallError) -> None:
         # Who does not have it yet, or not any more, has done nothing wrong.
-        level = logging.INFO if isinstance(error, NotServing) else logging.WARNING
+        level = logging.DEBUG if isinstance(error, NotServing) else logging.WARNING
         log.log(level, "download_failed donor=%s reason=%s: %s", donor, error.code, error)
         reasons.append(f"{donor}: {error}")
 
