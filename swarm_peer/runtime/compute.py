@@ -19,7 +19,7 @@ from swarm_peer.runtime.metrics import PeerMetrics
 
 Result = TypeVar("Result")
 
-# Weight of a new measurement of the time per sample, once there are as many as it stands for.
+# Weight of a new measurement of the time per sample.
 _SMOOTHING = 0.1
 
 
@@ -42,7 +42,6 @@ class ComputeThread:
         self._metrics = metrics
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._trained_at = -math.inf
-        self._passes = dict.fromkeys((Priority.FORWARD, Priority.BACKWARD), 0)
         self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
         self._thread.start()
 
@@ -70,10 +69,7 @@ class ComputeThread:
 
     @property
     def samples_per_s(self) -> float:
-        """Measured throughput of a forward and a backward pass together; 0 before both were measured.
-
-        The first of each is not counted: it sets up kernels and memory, and can take a hundred times as long.
-        """
+        """Measured throughput of a forward and a backward pass together; 0 before both were measured."""
         forward, backward = self._seconds_per_sample.values()
         return 1 / (forward + backward) if forward and backward else 0.0
 
@@ -112,11 +108,9 @@ class ComputeThread:
             return
         histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds
         histogram.observe(seconds)
-        measured = self._passes[priority]
-        self._passes[priority] += 1
-        if measured:
-            weight = max(_SMOOTHING, 1 / measured)
-            self._seconds_per_sample[priority] += weight * (seconds / num_samples - self._seconds_per_sample[priority])
+        known = self._seconds_per_sample[priority]
+        new = seconds / num_samples
+        self._seconds_per_sample[priority] = known + _SMOOTHING * (new - known) if known else new
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
