@@ -176,7 +176,7 @@ class Rebalancer:
             peer = view.peer(move.peer_id)
             assert peer is not None
             patience_s = MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)
-            work_per_s = peer.samples_per_s * self._costs[move.from_stage] or peer.work_per_s
+            work_per_s = peer.samples_per_s * self._costs[move.from_stage]
             self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
             self.migrations += 1
             log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)

@@ -72,8 +72,10 @@ async def find_end(dht: SwarmDHT, run_id: str) -> EndRecord | None:
         CallError: the DHT does not answer
     """
     end = (await dht.fetch(end_key(run_id), EndRecord, run_id)).get(run_id)
-    origin = (await dht.fetch(origin_key(run_id), OriginRecord, run_id)).get(run_id) if end else None
-    return None if end is None or (origin is not None and origin.begun > end.begun) else end
+    if end is None:
+        return None
+    origin = (await dht.fetch(origin_key(run_id), OriginRecord, run_id)).get(run_id)
+    return end if origin is None or origin.begun <= end.begun else None
 
 
 async def wait_for_end(dht: SwarmDHT, run_id: str) -> str:

@@ -1,5 +1,7 @@
 """What the coordinator of a run does when the run's peers or its DHT do not give what they should."""
 
+import anyio
+
 from coordinator import service
 from coordinator.service import RunService
 from swarm_peer.config import RunManifest
@@ -51,6 +53,10 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
 async def test_a_look_without_an_answer_ends_nothing(tmp_path):
     run = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path)
     assert await run._observe() == []
+    with anyio.move_on_after(0.05) as scope:
+        await run._look_for_end()
+    assert scope.cancelled_caught, "asked again"
+    assert run.ended is None
 
 
 class Coordination:
