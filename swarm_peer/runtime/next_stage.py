@@ -60,6 +60,7 @@ class HopResult:
     loss_sum: float
     grad: memoryview | None = None  # encoded gradient (B, T, D) in training
     logits: memoryview | None = None  # (B, V), fp32, to predict
+    peer_id: str | None = None  # of the next stage, whose reply it is
 
 
 class NextStage:
@@ -92,6 +93,8 @@ class NextStage:
         self._rng = rng
         self._router = Router(rng)
         self._health = PeerHealth()
+        # Each of their replies looks like a success until it is decoded, so none of them clears the record; time does.
+        self._refused = PeerHealth()
         # Queries wait for an idle moment, and may wait in vain: that says nothing of how well a peer trains.
         self._query_router = Router(rng)
         self._query_health = PeerHealth()
@@ -129,7 +132,7 @@ class NextStage:
             serving = self._view().serving(self.stage)
             router.update(serving)
             now = time.monotonic()
-            avoided = health.avoided(now) | self._health.avoided(now)
+            avoided = health.avoided(now) | self._health.avoided(now) | self._refused.avoided(now)
             route = router.choose(microbatch.num_samples, avoided | tried)
             if route.peer_id is None:
                 reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
@@ -151,11 +154,21 @@ class NextStage:
                 reason = f"{error.code}: {error}"
                 self._metrics.retries.labels(error.code).inc()
                 if error.avoid:
-                    pause_s = health.failed(route.peer_id, time.monotonic())
-                    log.info("peer_avoided peer=%s seconds=%.0f reason=%s", route.peer_id, pause_s, reason)
+                    self._avoid(route.peer_id, health, reason)
                 tried.add(route.peer_id)
                 failures += not isinstance(error, Busy)
         raise HopFailed(f"stage {self.stage} after {failures} failed tries: {reason:.300}")
+
+    def refuse(self, result: HopResult, reason: str) -> None:
+        """Avoid whose result this is: it cannot be used, which every peer checks before it sends."""
+        assert result.peer_id is not None
+        self._metrics.retries.labels("refused").inc()
+        self._avoid(result.peer_id, self._refused, reason)
+
+    @staticmethod
+    def _avoid(peer_id: str, health: PeerHealth, reason: str) -> None:
+        pause_s = health.failed(peer_id, time.monotonic())
+        log.info("peer_avoided peer=%s seconds=%.0f reason=%s", peer_id, pause_s, reason)
 
     async def _call(
         self, peer_id: str, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
@@ -183,19 +196,19 @@ class NextStage:
             reply = await self._transport.call(
                 peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
             )
-        return self._check(reply, microbatch)
+        return self._check(peer_id, reply, microbatch)
 
-    def _check(self, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
+    def _check(self, peer_id: str, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
         body = check_body(MicrobatchReply, reply.body)
         self._progress.merge(body.counts)
         if microbatch.mode == "train":
             shape = microbatch.hidden_shape(self._manifest, self._hidden_size)
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
-            return HopResult(body.loss_sum, grad), body.samples_per_s
+            return HopResult(body.loss_sum, grad, peer_id=peer_id), body.samples_per_s
         if microbatch.mode == "predict":
             logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._vocab_size), "none"))
-            return HopResult(body.loss_sum, logits=logits), body.samples_per_s
-        return HopResult(body.loss_sum), body.samples_per_s
+            return HopResult(body.loss_sum, logits=logits, peer_id=peer_id), body.samples_per_s
+        return HopResult(body.loss_sum, peer_id=peer_id), body.samples_per_s
 
 
 def _only_tensor(reply: Reply, num_bytes: int) -> memoryview:

@@ -138,14 +138,21 @@ class StageRunner:
         passed = await self._compute.run(
             Priority.FORWARD, lambda: self._forward(microbatch, hidden), microbatch.num_samples
         )
-        loss_sum, grad = passed.loss_sum, None
+        result = HopResult(passed.loss_sum)
         if self._next_stage is not None:
             assert passed.hidden is not None
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
-            loss_sum, grad = result.loss_sum, result.grad
-        return await self._compute.run(
-            Priority.BACKWARD, lambda: self._backward(microbatch, passed, loss_sum, grad), microbatch.num_samples
-        )
+        try:
+            return await self._compute.run(
+                Priority.BACKWARD, lambda: self._backward(microbatch, passed, result), microbatch.num_samples
+            )
+        except InvalidMessage as error:
+            # The next stage's fault and not the caller's, who must not be blamed for it.
+            assert self._next_stage is not None
+            self._metrics.invalid_messages.labels("gradient").inc()
+            reason = f"the next stage returned a gradient that cannot be used: {error}"
+            self._next_stage.refuse(result, reason)
+            raise HopFailed(reason) from error
 
     async def _run_forward(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
         if microbatch.is_query:
@@ -208,10 +215,14 @@ class StageRunner:
             raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
         return _Pass(graph, loss_sum=loss_sum)
 
-    def _backward(self, microbatch: Microbatch, passed: _Pass, loss_sum: float, grad: memoryview | None) -> HopResult:
+    def _backward(self, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
+        """Raises InvalidMessage if the gradient that came back cannot be used."""
         trainer, codec = self._trainer, self._manifest.wire.gradients
         assert passed.graph is not None
-        grad_BTD = None if trainer.spec.is_last else self._decode_gradient(grad, self._shape(microbatch))
+        grad_BTD = None
+        if not trainer.spec.is_last:
+            assert result.grad is not None
+            grad_BTD = decode(result.grad, self._shape(microbatch), codec)
         try:
             input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
         except torch.OutOfMemoryError as error:
@@ -227,25 +238,16 @@ class StageRunner:
             raise
         # From here on the accumulator holds the microbatch; that it is counted must follow without fail.
         self.counted[microbatch.id] = microbatch.num_samples
-        result = HopResult(loss_sum, encoded)
+        reply = HopResult(result.loss_sum, encoded)
         if encoded is not None:
-            self._replies[microbatch.id] = result
+            self._replies[microbatch.id] = reply
             while len(self._replies) > self._replies_kept:
                 self._replies.popitem(last=False)
-        return result
+        return reply
 
     def _lose_step(self) -> None:
         self._metrics.lost_samples.inc(sum(self.counted.values()))
         self.forget_step()
-
-    def _decode_gradient(self, grad: memoryview | None, shape: tuple[int, int, int]) -> torch.Tensor:
-        try:
-            assert grad is not None
-            return decode(grad, shape, self._manifest.wire.gradients)
-        except InvalidMessage as error:
-            # The next stage's fault and not the caller's, who must not be blamed for it.
-            self._metrics.invalid_messages.labels("gradient").inc()
-            raise HopFailed(f"the next stage returned a gradient that cannot be used: {error}") from error
 
     @staticmethod
     def _encode(tensor: torch.Tensor, codec: str) -> memoryview:

@@ -2,6 +2,7 @@ import asyncio
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -485,6 +486,28 @@ async def test_a_gradient_that_is_not_finite_is_a_failed_hop_and_not_counted(swa
     assert first.trainer.num_samples == 0
     assert not any(gradient.any() for gradient in first.gradients())
     assert first.metric("invalid_messages", "gradient") == 1
+
+
+async def test_whoever_returns_gradients_that_are_not_finite_is_avoided_ever_longer(swarm, pair, monkeypatch):
+    first, last = pair
+    now = 0.0
+    monkeypatch.setattr("swarm_peer.runtime.next_stage.time", SimpleNamespace(monotonic=lambda: now))
+
+    def poison(reply):
+        torch.frombuffer(reply.tensors[0], dtype=torch.float32)[5] = float("nan")
+        return reply
+
+    swarm.network.fault(op="microbatch", tamper=poison, times=3)
+    for seed in range(3):
+        with pytest.raises(HopFailed, match="cannot be used"):
+            await first.run(make_microbatch(seed))
+        pause_s = 2**seed
+        now += 0.9 * pause_s
+        assert first.next_stage._refused.avoided(now) == {last.peer_id}, "though its reply came in time"
+        now += 0.2 * pause_s
+        assert not first.next_stage._refused.avoided(now)
+    await first.run(make_microbatch(3))
+    assert first.trainer.num_samples == SAMPLES
 
 
 def cut_gradient(reply):
