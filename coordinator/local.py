@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -36,11 +36,29 @@ LEAVE_TIMEOUT_S = 25.0
 WATCH_PROCESSES_S = 0.5
 
 
+class Process(Protocol):
+    """As subprocess.Popen has it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+# Starts a peer: with these options of swarm-peer, a file for what it prints, and so many threads to compute with.
+Launch = Callable[[Sequence[str], Path, int], Process]
+
+
 @dataclass(frozen=True)
 class LocalPeer:
     name: str
     stage: int | str
-    process: subprocess.Popen[bytes]
+    process: Process
     log_file: Path
 
     def last_words(self) -> str:
@@ -131,7 +149,6 @@ class LocalPeers:
     Args:
         output: their logs go to a folder below it
         num_peers: how many share the cores
-        program: command that takes the options of swarm-peer
     """
 
     def __init__(
@@ -141,7 +158,7 @@ class LocalPeers:
         num_peers: int,
         device: str = "cpu",
         cache_dir: Path | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "swarm_peer.cli"),
+        launch: Launch | None = None,
     ):
         self.peers: list[LocalPeer] = []
         self._addresses = addresses
@@ -149,19 +166,19 @@ class LocalPeers:
         self._threads = max(1, (os.cpu_count() or 1) // max(1, num_peers))
         self._device = device
         self._cache_dir = cache_dir
-        self._program = program
+        self._launch = launch or launch_peer
 
-    def start(self, stage: int | str, name: str, program: Sequence[str] | None = None) -> LocalPeer:
+    def start(self, stage: int | str, name: str, launch: Launch | None = None) -> LocalPeer:
         """Start a peer of a stage, or of the one that it chooses itself (auto)."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        command = [
-            *(*(program or self._program), "--stage", str(stage), "--device", self._device),
+        options = [
+            *("--stage", str(stage), "--device", self._device),
             *("--host-maddrs", LOOPBACK, "--threads", str(self._threads), "--data-dir", "/"),
             *(("--cache-dir", str(self._cache_dir)) if self._cache_dir else ()),
             *("--initial-peers", *self._addresses),
         ]
         log_file = self._logs / f"peer-{name}.log"
-        peer = LocalPeer(name, stage, _start_peer(command, log_file, self._threads), log_file)
+        peer = LocalPeer(name, stage, (launch or self._launch)(options, log_file, self._threads), log_file)
         self.peers.append(peer)
         return peer
 
@@ -201,11 +218,11 @@ def peers_running(
         running.stop()
 
 
-def _start_peer(command: Sequence[str], log_file: Path, threads: int) -> subprocess.Popen[bytes]:
+def launch_peer(options: Sequence[str], log_file: Path, threads: int) -> Process:
     parent = os.getpid()
     with log_file.open("wb") as file:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "swarm_peer.cli", *options],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

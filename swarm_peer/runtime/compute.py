@@ -21,6 +21,9 @@ Result = TypeVar("Result")
 
 # Weight of a new measurement of the time per sample.
 _SMOOTHING = 0.1
+# A device's first passes load kernels and allocate memory, and may take a hundred times as long as those that follow.
+# Until there are so many, the fastest counts; smoothed, a slow one would be felt for forty passes.
+_FIRST_PASSES = 3
 
 
 class Priority(IntEnum):
@@ -43,6 +46,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._trained_at = -math.inf
         self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
+        self._passes = {Priority.FORWARD: 0, Priority.BACKWARD: 0}
         self._thread.start()
 
     async def run(self, priority: Priority, job: Callable[[], Result], num_samples: int = 0) -> Result:
@@ -108,9 +112,11 @@ class ComputeThread:
             return
         histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds
         histogram.observe(seconds)
-        known = self._seconds_per_sample[priority]
+        self._passes[priority] += 1
+        known = self._seconds_per_sample[priority] or math.inf
         new = seconds / num_samples
-        self._seconds_per_sample[priority] = known + _SMOOTHING * (new - known) if known else new
+        smoothed = min(known, new) if self._passes[priority] <= _FIRST_PASSES else known + _SMOOTHING * (new - known)
+        self._seconds_per_sample[priority] = smoothed
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import tempfile
 import time
@@ -384,13 +385,20 @@ class Peer:
 
     async def _begin(self) -> Start | None:
         """Take the state over from stage-mates; without any, find out where to begin, and wait for what that takes."""
+        lifetime_s = self._manifest.limits.announcement_s
+        served_at = -math.inf
         while True:
             view = await self._directory.refresh_surely(range(self._manifest.stages.count))
             donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
             try:
                 if donors:
+                    served_at = time.monotonic()
                     await self._steps.join(donors)
                     return None
+                # Who could not be reached is out of the view, and may be there all the same. To start over without
+                # stage-mates takes the whole run back, so all that are there have the time to announce themselves.
+                if time.monotonic() < served_at + lifetime_s:
+                    raise CallError("its peers cannot be reached, and may announce themselves again")
                 start = await self._recovery.find_start()
                 await self._steps.begin(start.origin, start.state)
                 log.info(
@@ -401,7 +409,8 @@ class Peer:
             except CallError as error:
                 note = f"waits to join stage {self._spec.index}: {error}"
                 if note != self._note:
-                    log.error("waiting stage=%d reason=%s", self._spec.index, error)
+                    level = logging.WARNING if donors else logging.ERROR
+                    log.log(level, "waiting stage=%d reason=%s", self._spec.index, error)
                 self._note = note
             await self._directory.announce()
             await anyio.sleep(JOIN_PAUSE_S)

@@ -82,7 +82,7 @@ async def fetch_state(
             if state is not None:
                 return state
     what = f"{call.kind} of stage {call.of_stage}"
-    raise CallError(f"no donor gave the {what}: {'; '.join(reasons) or 'there is none'}")
+    raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
 
 
 def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:

@@ -136,12 +136,12 @@ class StepLoop:
         self._enter(origin.step, lineage, origin, b"")
 
     async def join(self, donors: list[str]) -> None:
-        """Take over the newest state of stage-mates.
+        """Take over the newest state of stage-mates, who are asked once.
 
         Raises:
             CallError: none of them gave it
         """
-        await self._download(donors, min_step=0)
+        await self._download(donors, min_step=0, tries=1)
 
     async def catch_up(self, stage_mates: list[str]) -> None:
         """Make this peer known to its stage-mates, replay what they did meanwhile, and serve.
@@ -327,7 +327,7 @@ class StepLoop:
         self._gate.open(self.step)
         self._changed.notify()
 
-    async def _download(self, donors: list[str], min_step: int) -> None:
+    async def _download(self, donors: list[str], min_step: int, tries: int = DOWNLOAD_TRIES) -> None:
         """Take over the state of a stage-mate, asking for a while.
 
         Raises:
@@ -335,7 +335,7 @@ class StepLoop:
         """
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_step=min_step)
         view = self._view()
-        for attempt in range(1, DOWNLOAD_TRIES + 1):
+        for attempt in range(1, tries + 1):
             try:
                 begin = time.monotonic()
                 max_step = last_credible_step(peer.step for peer in view.peers if peer.state is PeerState.SERVING)
@@ -352,7 +352,7 @@ class StepLoop:
                 await self._take_over(state, state.step, state.origin)
                 return
             except CallError as error:
-                if attempt == DOWNLOAD_TRIES:
+                if attempt == tries:
                     raise
                 log.warning("state_not_found stage=%d step=%d reason=%s", self._stage, min_step, error)
                 await anyio.sleep(RESYNC_PAUSE_S)

@@ -65,7 +65,7 @@ def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
 
 
 def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
-    manifest = manifest_of(50, stages={"count": 2, "peers_to_start": 2})
+    manifest = manifest_of(36, stages={"count": 2, "peers_to_start": 2})
 
     async def script(swarm: LiveSwarm) -> None:
         await swarm.reached(5)
@@ -81,7 +81,7 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None:
-    manifest = manifest_of(60)
+    manifest = manifest_of(40)
 
     async def script(swarm: LiveSwarm) -> None:
         await swarm.reached(5)
@@ -98,7 +98,7 @@ def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None
 
 def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -> None:
     # One heir has to do where the run began with two.
-    manifest = manifest_of(40, recovery={"snapshot_every": 5}, stages={"count": 2, "peers_to_start": 2})
+    manifest = manifest_of(25, recovery={"snapshot_every": 5}, stages={"count": 2, "peers_to_start": 2})
 
     async def script(swarm: LiveSwarm) -> None:
         await swarm.reached(13)

@@ -23,13 +23,13 @@ app = App()
 
 
 @app.default
-def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
+def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     configure_logging("info")
-    if FAULT:
+    if fault:
         from faults import inject
 
-        inject(FAULT, FOLDER)
-    with (FOLDER / f"{os.getpid()}.jsonl").open("a") as file:
+        inject(fault, folder)
+    with (folder / f"{os.getpid()}.jsonl").open("a") as file:
 
         def record(step: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId]) -> None:
             entry = {"step": step, "time": time.time(), "tokens": tokens_BS.tolist(), "samples": samples}
@@ -40,5 +40,4 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
 
 
 if __name__ == "__main__":
-    FOLDER, FAULT = Path(sys.argv[1]), sys.argv[2]
-    app(sys.argv[3:])
+    app(sys.argv[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 import anyio
 import torch
+from forked_peers import forked_peer
 
 from coordinator.fetching import open_transport
 from coordinator.local import LOOPBACK, LocalPeer, LocalPeers, peers_running
@@ -30,8 +30,6 @@ from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
 torch.set_num_threads(1)
-
-RECORDING_PEER = Path(__file__).with_name("recording_peer.py")
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -141,7 +139,7 @@ class LiveSwarm:
             raise AssertionError(f"{what} did not happen within {timeout_s:.0f} s; step {self.step}") from None
 
     def start(self, stage: int | str, name: str, fault: str = "") -> None:
-        self._running.start(stage, name, _program(self._records, fault))
+        self._running.start(stage, name, forked_peer(self._records, fault))
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -162,6 +160,14 @@ class LiveSwarm:
         process.terminate()
         await self.until(lambda: process.poll() is not None, f"the end of {name}", timeout_s)
         assert process.returncode == 0, self.log(name)[-2000:]
+
+    def counted(self, name: str) -> dict[int, list[SampleId]]:
+        """The samples that a stage-0 peer has counted, by global step."""
+        samples = defaultdict(list)
+        for line in (self._records / f"{self._peer(name).process.pid}.jsonl").read_text().splitlines():
+            entry = json.loads(line)
+            samples[entry["step"]] += (SampleId(*sample) for sample in entry["samples"])
+        return samples
 
     def pids(self) -> list[int]:
         """Of the peers that run."""
@@ -193,10 +199,6 @@ class LiveSwarm:
 Script = Callable[[LiveSwarm], Awaitable[None]]
 
 
-def _program(records: Path, fault: str) -> tuple[str, ...]:
-    return (sys.executable, str(RECORDING_PEER), str(records), fault)
-
-
 def run_swarm(
     manifest: RunManifest,
     peers_by_stage: list[int],
@@ -223,7 +225,7 @@ def run_swarm(
     )
     try:
         service = RunService(manifest, dht, folder)
-        with peers_running(dht.addresses(), peers_by_stage, folder, program=_program(records, "")) as running:
+        with peers_running(dht.addresses(), peers_by_stage, folder, launch=forked_peer(records)) as running:
             live = LiveSwarm(service, dht, running, records)
             states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
         live.check_exit_codes()

@@ -172,8 +172,16 @@ async def test_throughput_is_that_of_forward_and_backward_together(compute, monk
     compute._measure(Priority.STEP, 100.0, 0)
     compute._measure(Priority.FORWARD, 100.0, 0)
     assert compute.samples_per_s == pytest.approx(1.0), "nothing else counts"
-    compute._measure(Priority.FORWARD, 44.0, 4)
-    assert compute.samples_per_s == pytest.approx(1 / (0.75 + 0.25 + 0.1 * (11 - 0.25)))
+
+
+@pytest.mark.parametrize("seconds", [(50.0, 1.0, 1.5), (1.0, 50.0, 50.0), (2.0, 1.5, 1.0)])
+async def test_slow_passes_among_the_first_do_not_count(compute, seconds):
+    for last in seconds:
+        compute._measure(Priority.FORWARD, 4 * last, 4)
+    compute._measure(Priority.BACKWARD, 4.0, 4)
+    assert compute.samples_per_s == pytest.approx(1 / 2)
+    compute._measure(Priority.FORWARD, 4 * 11.0, 4)
+    assert compute.samples_per_s == pytest.approx(1 / (2 + 0.1 * (11 - 1))), "later ones are smoothed"
 
 
 async def test_a_failed_job_is_not_measured(compute):
