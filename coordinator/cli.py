@@ -223,7 +223,7 @@ def status(
         Print JSON.
     """
     configure_logging("warning")
-    from coordinator.serve import look_at_run
+    from coordinator.onlooker import look_at_run
 
     summary = look_at_run(initial_peers, run_id)
     if json_:
@@ -251,7 +251,7 @@ def end(*, initial_peers: Addresses, identity_path: Path) -> None:
     if not identity_path.is_file():
         raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
 
-    from coordinator.serve import end_run
+    from coordinator.onlooker import end_run
 
     end_run(initial_peers, identity_path, lambda left: print(f"{left} peers left", flush=True))
     print("The run has ended.")

@@ -1,15 +1,38 @@
-"""A way into a live run for one who only looks on: in the DHT, and nothing announced."""
+"""`status` and `end`: in the DHT of a live run, with nothing announced.
+
+Nothing here needs a model: transformers alone would take such a command seconds to import.
+"""
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import anyio
+
+from coordinator.run_watch import RunWatch
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.policy.view import UNDECIDED, SwarmView
+from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.processes import run_loop
+from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import EndRecord, OriginRecord, ProgressRecord, end_key, origin_key, progress_key
+
+log = logging.getLogger(__name__)
+
+# A peer finishes what is in flight, and hands over what it has.
+ENDING_S = 60.0
+END_POLL_S = 1.0
+END_LIFETIME_S = 3600.0
 
 
 @contextmanager
@@ -33,3 +56,85 @@ def onlooker(addresses: Sequence[str]) -> Iterator[SwarmDHT]:
             yield dht
         finally:
             dht.shutdown()
+
+
+def look_at_run(initial_peers: Sequence[str], run_id: str | None) -> dict[str, Any]:
+    """The summary of a live run.
+
+    Raises:
+        UserError: nobody answers, or there is no such run
+    """
+    addresses = read_addresses(initial_peers)
+    with onlooker(addresses) as dht:
+        return run_loop(_look, dht, addresses, run_id)
+
+
+def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None] = lambda _: None) -> None:
+    """End a live run before its steps: its peers and coordinators go, each as it would upon a signal.
+
+    Args:
+        identity_path: of the run's key, which is there
+        on_left: told how many peers are left, each time that it is another number
+
+    Raises:
+        UserError: nobody answers, there is no such run, or some of its peers do not go
+    """
+    addresses = read_addresses(initial_peers)
+    with onlooker(addresses) as dht:
+        run_loop(_end, dht, addresses, Identity.load_or_create(identity_path), on_left)
+
+
+async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: Callable[[int], None]) -> None:
+    run_id = run_key.peer_id
+    _, manifest = await find_manifest(dht, addresses, run_id)
+    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+    lifetime_s = manifest.limits.announcement_s
+    told, left, answered_s = False, None, anyio.current_time()
+    with anyio.move_on_after(ENDING_S + lifetime_s):
+        while not (told and left == 0):
+            if told and anyio.current_time() - answered_s > lifetime_s:
+                log.warning("run_not_seen reason=nobody answers any more: all have gone, or the way to them is cut")
+                return
+            with suppress(CallError):
+                origin = (await dht.fetch(origin_key(run_id), OriginRecord, run_id)).get(run_id)
+                begun = int(time.time()) if origin is None else origin.begun
+                # Again and again: whoever stores it may be among those who go.
+                told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
+                seen = len((await directory.refresh([*range(manifest.stages.count), UNDECIDED])).peers)
+                answered_s = anyio.current_time()
+                if seen != left:
+                    on_left(seen)
+                left = seen
+            await anyio.sleep(END_POLL_S)
+        return
+    if not told:
+        raise UserError("the run was not ended: the DHT did not take it, or did not answer; see the warnings")
+    raise UserError(f"the run was told to end, and {left} peers still announce themselves: look at their logs")
+
+
+async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> dict[str, Any]:
+    run_id, manifest = await find_manifest(dht, addresses, run_id)
+    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+    watch = RunWatch(manifest, SwarmView(manifest.stages.count))
+    await observe(dht, directory, watch)
+    watch.coordination = max((await dht.fetch_coordination(run_id)).items(), default=None, key=lambda said: said[0])
+    return watch.summary()
+
+
+async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str) -> bool:
+    """Tell a run's peers and coordinators that they may go; returns whether the DHT has taken it."""
+    run_id = run_key.peer_id
+    record = EndRecord(reason=reason, begun=begun)
+    return await dht.store(end_key(run_id), record, run_id, END_LIFETIME_S, signer=run_key)
+
+
+async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
+    """Look once at the DHT; returns the lines of newly finished steps.
+
+    Raises:
+        CallError: no answer
+    """
+    manifest = watch.manifest
+    view = await directory.refresh(range(manifest.stages.count))
+    progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
+    return watch.observe(view, progress, anyio.current_time())

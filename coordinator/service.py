@@ -22,6 +22,7 @@ from coordinator.coordination import Coordination
 from coordinator.export import export_states
 from coordinator.fetching import fetch_states, open_transport
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.onlooker import end_run_for, observe
 from coordinator.rebalancer import EVEN_OUT, Rebalancer, RebalancingOptions
 from coordinator.run_watch import MetricsFile, RunWatch
 from swarm_peer.config import RunManifest
@@ -43,14 +44,10 @@ from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import KeptCall
 from swarm_peer.wire.records import (
     MANIFESTS_KEY,
-    EndRecord,
     ManifestRecord,
     OriginRecord,
-    ProgressRecord,
     Record,
-    end_key,
     origin_key,
-    progress_key,
 )
 
 log = logging.getLogger(__name__)
@@ -60,7 +57,6 @@ PROBE_TIMEOUT_S = 3.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
-END_LIFETIME_S = 3600.0
 
 
 def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> RunManifest:
@@ -301,27 +297,8 @@ class RunService:
         return True
 
 
-async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str) -> bool:
-    """Tell a run's peers and coordinators that they may go; returns whether the DHT has taken it."""
-    run_id = run_key.peer_id
-    record = EndRecord(reason=reason, begun=begun)
-    return await dht.store(end_key(run_id), record, run_id, END_LIFETIME_S, signer=run_key)
-
-
 async def _removed_at_end(folder: Path) -> None:
     try:
         await anyio.sleep_forever()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
-    """Look once at the DHT; returns the lines of newly finished steps.
-
-    Raises:
-        CallError: no answer
-    """
-    manifest = watch.manifest
-    view = await directory.refresh(range(manifest.stages.count))
-    progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
-    return watch.observe(view, progress, anyio.current_time())

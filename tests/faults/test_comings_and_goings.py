@@ -119,7 +119,7 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
 
 
 def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:
-    manifest = manifest_of(90, recovery={"snapshot_every": 5})
+    manifest = manifest_of(50, recovery={"snapshot_every": 5})
 
     async def script(swarm: LiveSwarm) -> None:
         for name in ("first", "second", "third"):

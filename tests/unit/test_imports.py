@@ -129,3 +129,8 @@ def test_decisions_do_not_need_torch():
     modules += ["swarm_peer.config", "swarm_peer.errors", "swarm_peer.wire.records", "swarm_peer.wire.messages"]
     result = python(f"import sys, {', '.join(modules)}; print(sorted(set({HEAVY[:5]!r}) & set(sys.modules)))")
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_look_at_a_run_needs_no_models():
+    result = python("import sys, coordinator.onlooker; print('transformers' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
