@@ -33,7 +33,8 @@ test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 tests/unit tests/simulation
-	$(BIN)/python -m pytest -m "not slow" tests/integration tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
+	$(BIN)/python -m pytest -m "not slow" tests/faults
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation
@@ -42,7 +43,7 @@ unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest -n 2 tests/unit
 
 integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
 
 faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail, slow ones included
 	$(BIN)/python -m pytest tests/faults

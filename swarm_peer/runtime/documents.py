@@ -156,17 +156,17 @@ def _read_shard(dataset: Any, num_shards: int, index: int, section: DataSection)
 def _embedded_shards() -> list[Shard]:
     from pydoc_data.topics import topics
 
-    library = Path(sysconfig.get_path("stdlib"))
     shards: list[Shard] = [functools.partial(_cut, topics[name]) for name in sorted(topics)]
-    shards += [
-        functools.partial(_read_source, path) for path in sorted(library.rglob("*.py")) if _is_text(path, library)
-    ]
+    shards += [functools.partial(_read_source, path) for path in sorted(_library_sources())]
     return shards
 
 
-def _is_text(path: Path, library: Path) -> bool:
-    folders = path.relative_to(library).parts[:-1]
-    return _SKIPPED_FOLDERS.isdisjoint(folders) and not path.name.startswith(_SKIPPED_PREFIXES)
+def _library_sources() -> Iterator[Path]:
+    # Folders are left out before they are gone through: packages that are installed there may have 50,000 files.
+    for folder, folders, files in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        names = (name for name in files if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES))
+        yield from (Path(folder, name) for name in names)
 
 
 def _read_source(path: Path) -> Iterator[str]:

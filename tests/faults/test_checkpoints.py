@@ -36,7 +36,7 @@ def checkpoints_of(output: Path) -> list[Path]:
 
 
 def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
-    steps = 40
+    steps = 24
     manifest = tiny_manifest(
         training={"steps": steps, "global_batch_size": 128, "microbatch_size": 4, "validation_every": 0},
         limits={"hop_timeout_s": 10, "announcement_s": 6},

@@ -81,19 +81,23 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None:
-    manifest = manifest_of(40)
+    """Also one that cannot reach its stage-mate at first: it waits, and does not start the run over without."""
+    manifest = manifest_of(60, recovery={"snapshot_every": 5})
+    latecomers = {"late.1": "", "late.0": "", "cut.1": "cut-off:1:4"}
 
     async def script(swarm: LiveSwarm) -> None:
-        await swarm.reached(5)
-        swarm.start(1, "late.1")
-        swarm.start(0, "late.0")
-        for name in ("late.1", "late.0"):
+        await swarm.reached(6)
+        for name, fault in latecomers.items():
+            swarm.start(int(name[-1]), name, fault)
+        for name in latecomers:
             await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves")
 
     run = run_swarm(manifest, [1, 1], tmp_path, 270, script=script)
     check_equals_one_process(run, manifest)
-    assert [len(states) for states in run.states] == [2, 2]
+    assert [len(states) for states in run.states] == [2, 3]
     assert "downloaded kind=state stage=1" in run.logs()
+    assert len(run.fired) == 1, "the fault has struck"
+    assert "run_rewound" not in run.logs()
 
 
 def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked_peers import PROGRAM as RECORDING_PEER
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
-from swarm import GPT2, tiny_manifest
+from swarm import GPT2, RECORDING_PEER, tiny_manifest
 
 from swarm_peer.runtime.processes import _RESTART
 

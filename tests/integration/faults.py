@@ -9,6 +9,7 @@ NUMBER says at which occurrence, from 1. Kinds:
 * garbage: all replies from then on carry noise of the right size and NaNs
 * stall: SIGSTOP of the whole peer for SECONDS
 * partition: calls to other stages get no answer for SECONDS
+* cut-off: from the first time that it asks stage-mates for a state, they cannot be reached for SECONDS
 * slow: the device takes SECONDS for a sample, forward and backward, in a stage of average cost
 * clock: the wall clock is off by SECONDS, from the beginning
 """
@@ -28,7 +29,7 @@ import anyio
 import msgpack
 import torch
 
-from swarm_peer.errors import CallTimeout
+from swarm_peer.errors import CallTimeout, PeerUnreachable
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime import p2p_transport
 from swarm_peer.runtime.averaging import GradientAverager
@@ -214,6 +215,24 @@ def _clock(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     strike(f"{seconds} s off")
 
 
+def _cut_off(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    original = P2PTransport.call
+    until: float | None = None
+
+    async def call(self: Any, peer_id: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Any:
+        nonlocal until
+        if body.op == "state_index":
+            if until is None:
+                until = time.monotonic() + seconds
+                strike(f"stage-mates cannot be reached for {seconds} s")
+            if time.monotonic() < until:
+                self.unreachable(peer_id)
+                raise PeerUnreachable("cut off")
+        return await original(self, peer_id, body, tensors, timeout_s=timeout_s)
+
+    P2PTransport.call = call  # type: ignore[method-assign]
+
+
 _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "kill-before-forward": lambda n, s, strike, die: _around(StageTrainer, "forward", n, die, None),
     "kill-after-forward": lambda n, s, strike, die: _around(StageTrainer, "forward", n, None, die),
@@ -227,6 +246,7 @@ _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "garbage": _garbage,
     "stall": _stall,
     "partition": _partition,
+    "cut-off": _cut_off,
     "slow": _slow,
     "clock": _clock,
 }

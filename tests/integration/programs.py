@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from forks import ForkedProcess, fork
 
 PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
 COORDINATOR = (sys.executable, "-m", "coordinator.cli")
@@ -18,14 +18,10 @@ class Processes:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[ForkedProcess] = []
 
-    def start(self, name: str, *command: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        with self.path(name).open("wb") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **(environment or {})},
-            )  # fmt: skip
+    def start(self, name: str, *command: str, environment: Mapping[str, str] | None = None) -> ForkedProcess:
+        process = fork(command, self.path(name), environment)
         self.running.append(process)
         return process
 

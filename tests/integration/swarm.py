@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from typing import Any
 
 import anyio
 import torch
-from forked_peers import forked_peer
+from forks import fork
 
 from coordinator.fetching import open_transport
-from coordinator.local import LOOPBACK, LocalPeer, LocalPeers, peers_running
+from coordinator.local import LOOPBACK, Launch, LocalPeer, LocalPeers, peers_running
 from coordinator.service import RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.model.training import max_state_bytes
@@ -30,6 +31,8 @@ from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
 torch.set_num_threads(1)
+
+RECORDING_PEER = Path(__file__).with_name("recording_peer.py")
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -197,6 +200,11 @@ class LiveSwarm:
 
 
 Script = Callable[[LiveSwarm], Awaitable[None]]
+
+
+def forked_peer(records: Path, fault: str = "") -> Launch:
+    command = (sys.executable, str(RECORDING_PEER), str(records), fault)
+    return lambda options, log_file, threads: fork([*command, *options], log_file)
 
 
 def run_swarm(

@@ -1,22 +1,18 @@
-"""Peers forked from a process that has its imports behind it; each would spend six seconds of a core on them."""
+"""Our programs, forked from a process that has their imports behind it, which take six seconds of a core."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
-from coordinator.local import Launch
-from swarm_peer.runtime.processes import die_with_parent
-
-PROGRAM = Path(__file__).with_name("recording_peer.py")
-# All that peers import but hivemind: its locks are made when it is imported, and a peer that is killed while it holds
+# All that they import but hivemind: its locks are made when it is imported, and a process that is killed while it holds
 # one would have the others wait for ever.
 IMPORTS = [
     "swarm_peer.model.pretrained",
@@ -32,17 +28,15 @@ IMPORTS = [
 _forks = multiprocessing.get_context("forkserver")
 
 
-def forked_peer(records: Path, fault: str = "") -> Launch:
-    """Launches recording_peer.py; see there for the arguments."""
-    return partial(_launch, [str(records), fault])
-
-
-class _ForkedProcess:
-    """As much of subprocess.Popen as LocalPeers uses."""
+class ForkedProcess:
+    """As much of subprocess.Popen as is used of it."""
 
     def __init__(self, function: Callable[..., None], *args: object):
+        _forks.set_forkserver_preload(IMPORTS)
         self._process = _forks.Process(target=function, args=args)
-        self._process.start()
+        # Read when torch is imported, which is when the first process of a test session is forked.
+        with patch.dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive"):
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -56,7 +50,7 @@ class _ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(str(PROGRAM), timeout or 0.0)
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -70,24 +64,27 @@ class _ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _launch(arguments: Sequence[str], options: Sequence[str], log_file: Path, threads: int) -> _ForkedProcess:
+def fork(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> ForkedProcess:
+    """Run `python -m MODULE ...` or `python FILE ...`; what it prints goes to the file, and it ends with the tests."""
     log_file.touch()  # tests read it at once
-    _forks.set_forkserver_preload(IMPORTS)
-    # Read when torch is imported, which is when the first peer of a test session is launched.
-    with patch.dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive"):
-        return _ForkedProcess(_run, [*arguments, *options], log_file)
+    return ForkedProcess(_run, list(command), log_file, dict(environment or {}))
 
 
-def _run(arguments: list[str], log_file: Path) -> None:
-    """The program as a new process would run it."""
+def _run(command: list[str], log_file: Path, environment: dict[str, str]) -> None:
+    from swarm_peer.runtime.processes import die_with_parent
+
     multiprocessing.set_start_method("fork", force=True)  # a child of the fork server would go on with it
     os.setsid()
     die_with_parent(os.getppid(), signal.SIGTERM)
     with log_file.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.argv = [str(PROGRAM), *arguments]
-    sys.orig_argv = [sys.executable, *sys.argv]  # what it starts anew with
-    from recording_peer import app
-
-    app(arguments)
+    os.environ.update(environment)
+    sys.orig_argv = command  # what a peer starts anew with
+    if command[1] == "-m":
+        sys.argv = command[2:]
+        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command[1:]
+        sys.path.insert(0, str(Path(command[1]).parent))
+        runpy.run_path(command[1], run_name="__main__")
