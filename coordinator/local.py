@@ -218,11 +218,16 @@ def peers_running(
         running.stop()
 
 
-def launch_peer(options: Sequence[str], log_file: Path, threads: int) -> Process:
+def launch_peer(
+    options: Sequence[str],
+    log_file: Path,
+    threads: int,
+    program: Sequence[str] = (sys.executable, "-m", "swarm_peer.cli"),
+) -> Process:
     parent = os.getpid()
     with log_file.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "swarm_peer.cli", *options],
+            [*program, *options],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""`status` and `end`: in the DHT of a live run, with nothing announced.
+"""A way into a live run's DHT with nothing announced, and what needs no more than that: `status` and `end`.
 
 Nothing here needs a model: transformers alone would take such a command seconds to import.
 """

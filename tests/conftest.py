@@ -1,3 +1,4 @@
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,12 @@ from programs import Processes
 # A busy machine is no failure, and what fails once must fail again.
 settings.register_profile("swarm", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("swarm")
+
+
+def pytest_sessionfinish() -> None:
+    """What a test has left behind would be waited for."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
 # A run that goes back goes on above the highest step that is claimed: so many have to be left after it.
 MIN_STEPS_LEFT = 2**30
@@ -184,6 +184,20 @@ class Mover:
 
     peer_id: str | None
     reason: str
+
+
+def missed(view: SwarmView, stage: int, unreached: Iterable[PeerView]) -> list[str]:
+    """Whom to wait for before a stage without peers is started over, which takes the run back.
+
+    A stage-mate that could not be reached may be there all the same; so may anybody, where nobody else is in sight.
+
+    Args:
+        unreached: that have announced themselves of late, could not be reached, and are not in the view for that
+    """
+    alone = not any(peer.state is PeerState.SERVING for peer in view.peers)
+    return sorted(
+        peer.peer_id for peer in unreached if peer.state is PeerState.SERVING and (alone or peer.stage == stage)
+    )
 
 
 def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()) -> Mover:

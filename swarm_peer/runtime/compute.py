@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 # Weight of a new measurement of the time per sample.
 _SMOOTHING = 0.1
 # A device's first passes load kernels and allocate memory, and may take a hundred times as long as those that follow.
-# Until there are so many, the fastest counts; smoothed, a slow one would be felt for forty passes.
+# Of so many, the fastest counts, and nothing is said before: smoothed, a slow one would be felt for forty passes.
 _FIRST_PASSES = 3
 
 
@@ -73,9 +73,10 @@ class ComputeThread:
 
     @property
     def samples_per_s(self) -> float:
-        """Measured throughput of a forward and a backward pass together; 0 before both were measured."""
-        forward, backward = self._seconds_per_sample.values()
-        return 1 / (forward + backward) if forward and backward else 0.0
+        """Measured throughput of a forward and a backward pass together; 0 before the first few of both are over."""
+        if min(self._passes.values()) < _FIRST_PASSES:
+            return 0.0
+        return 1 / sum(self._seconds_per_sample.values())
 
     @property
     def idle_s(self) -> float:

@@ -111,6 +111,17 @@ class Directory:
         oldest = time.monotonic() - OVERDUE_ANNOUNCEMENTS * lifetime_s / ANNOUNCEMENTS_PER_LIFETIME
         return [peer.peer_id for peer in self.view.peers if self._peers[peer.peer_id][1] < oldest]
 
+    def unreached(self) -> list[PeerView]:
+        """Peers that are out of the view because they could not be reached, as they announced themselves last.
+
+        Who has said goodbye is not among them: that names an announcement of its own.
+        """
+        return [
+            announcement.view(peer_id, arrived_s)
+            for peer_id, (announcement, arrived_s) in self._peers.items()
+            if announcement.serial == self._dropped.get(peer_id, -1)
+        ]
+
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
 

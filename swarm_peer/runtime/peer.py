@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import tempfile
 import time
@@ -301,7 +300,7 @@ class Peer:
         donor = StateDonor(self._trainer, self._compute, changed, spec.index, self._snapshots)
         self._recovery = Recovery(
             manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh_surely,
-            self._first_origin, changed,
+            self._first_origin, self._directory.unreached, changed,
         )  # fmt: skip
         leases = None
         if spec.is_first:
@@ -385,20 +384,13 @@ class Peer:
 
     async def _begin(self) -> Start | None:
         """Take the state over from stage-mates; without any, find out where to begin, and wait for what that takes."""
-        lifetime_s = self._manifest.limits.announcement_s
-        served_at = -math.inf
         while True:
             view = await self._directory.refresh_surely(range(self._manifest.stages.count))
             donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
             try:
                 if donors:
-                    served_at = time.monotonic()
                     await self._steps.join(donors)
                     return None
-                # Who could not be reached is out of the view, and may be there all the same. To start over without
-                # stage-mates takes the whole run back, so all that are there have the time to announce themselves.
-                if time.monotonic() < served_at + lifetime_s:
-                    raise CallError("its peers cannot be reached, and may announce themselves again")
                 start = await self._recovery.find_start()
                 await self._steps.begin(start.origin, start.state)
                 log.info(

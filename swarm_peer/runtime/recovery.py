@@ -21,6 +21,7 @@ from swarm_peer.policy.recovery import (
     credible,
     find_standing,
     find_standing_by_snapshots,
+    missed,
 )
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.signal import Signal
@@ -47,6 +48,8 @@ RESCUE_PATIENCE = 2
 # Lifetimes of an announcement that another peer has to take the same stage over. If it comes later, nothing is lost:
 # both find the same start.
 RIVAL_PATIENCE = 4
+# And that a peer has to announce itself again which could not be reached. It may be there, behind a closed port.
+UNREACHED_PATIENCE = 4
 # And that a peer which joins a lost stage has until another one moves there: it downloads a snapshot first.
 JOINER_PATIENCE = 20
 # Updates that may be given up where there is no snapshot yet, in intervals between snapshots.
@@ -73,6 +76,7 @@ class Recovery:
 
     Args:
         first_origin: where the run began, by word of the run key
+        unreached: peers that have announced themselves of late, could not be reached, and are not in the view for that
         look: looks up who announces some stages now
     """
 
@@ -86,6 +90,7 @@ class Recovery:
         view: Callable[[], SwarmView],
         look: Callable[[Sequence[int]], Awaitable[SwarmView]],
         first_origin: Callable[[], Awaitable[Origin]],
+        unreached: Callable[[], Sequence[PeerView]],
         changed: Signal,
     ):
         self._manifest = manifest
@@ -98,9 +103,11 @@ class Recovery:
         self._view = view
         self._look = look
         self._first_origin = first_origin
+        self._unreached = unreached
         self._changed = changed
         self._kept_last: StageState | None = None  # without its tensors
         self._rivals_since: float | None = None
+        self._missed_since: float | None = None
 
     async def find_start(self) -> Start:
         """Where to begin, now that nobody serves this peer's stage.
@@ -109,6 +116,7 @@ class Recovery:
             CallError: it has to wait; says for what
         """
         view = self._view()
+        self._let_the_unreached_come_back(view)
         first = await self._first_origin()
         # A coordinator that goes on from a checkpoint gives it away.
         asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(first.updates)
@@ -155,6 +163,17 @@ class Recovery:
         state = await self._fetch(wanted, rewind.holders) if rewind.updates else None
         start = Origin(standing.step + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
         return Start(start, state, True, rewind.reason)
+
+    def _let_the_unreached_come_back(self, view: SwarmView) -> None:
+        waited_for = missed(view, self._stage, self._unreached())
+        if not waited_for:
+            self._missed_since = None
+            return
+        now = time.monotonic()
+        if self._missed_since is None:
+            self._missed_since = now
+        if now < self._missed_since + UNREACHED_PATIENCE * self._manifest.limits.announcement_s:
+            raise CallError(f"peer {waited_for[0]} cannot be reached, and may announce itself again")
 
     def _let_rivals_go_first(self, peers: Sequence[PeerView]) -> None:
         rivals = [peer for peer in peers if peer.state is PeerState.JOINING and peer.peer_id < self._me]

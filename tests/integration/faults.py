@@ -221,7 +221,7 @@ def _cut_off(number: int, seconds: float, strike: Strike, die: Strike) -> None:
 
     async def call(self: Any, peer_id: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Any:
         nonlocal until
-        if body.op == "state_index":
+        if body.op == "state_index" and body.born is None:  # no snapshot: those of lost stages can be had
             if until is None:
                 until = time.monotonic() + seconds
                 strike(f"stage-mates cannot be reached for {seconds} s")

@@ -1,4 +1,8 @@
-"""Our programs, forked from a process that has their imports behind it, which take six seconds of a core."""
+"""Our programs, forked from a process that has their imports behind it, which take six seconds of a core.
+
+Two things differ from processes that people start: all have the same hash seed, so that sets have the same order
+everywhere, and none is finalised by the interpreter when it ends. Tests that must see those start new ones.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import patch
 
@@ -55,7 +61,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and the fork server has not said so yet
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -75,6 +82,9 @@ def _run(command: list[str], log_file: Path, environment: dict[str, str]) -> Non
 
     multiprocessing.set_start_method("fork", force=True)  # a child of the fork server would go on with it
     os.setsid()
+    # The fork server ends with the last process that holds this: the tests, and nobody else.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     die_with_parent(os.getppid(), signal.SIGTERM)
     with log_file.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

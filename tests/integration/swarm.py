@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from forks import fork
 
 from coordinator.fetching import open_transport
-from coordinator.local import LOOPBACK, Launch, LocalPeer, LocalPeers, peers_running
+from coordinator.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer, peers_running
 from coordinator.service import RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.model.training import max_state_bytes
@@ -202,9 +203,17 @@ class LiveSwarm:
 Script = Callable[[LiveSwarm], Awaitable[None]]
 
 
+def _program(records: Path, fault: str = "") -> tuple[str, ...]:
+    return (sys.executable, str(RECORDING_PEER), str(records), fault)
+
+
 def forked_peer(records: Path, fault: str = "") -> Launch:
-    command = (sys.executable, str(RECORDING_PEER), str(records), fault)
-    return lambda options, log_file, threads: fork([*command, *options], log_file)
+    return lambda options, log_file, threads: fork([*_program(records, fault), *options], log_file)
+
+
+def new_peer(records: Path) -> Launch:
+    """Slower than a fork, and as people start it."""
+    return partial(launch_peer, program=_program(records))
 
 
 def run_swarm(
@@ -214,11 +223,13 @@ def run_swarm(
     timeout_s: float = 100,
     *,
     script: Script | None = None,
+    launch: Callable[[Path], Launch] = forked_peer,
 ) -> SwarmRun:
     """Train to the manifest's last step and fetch the state of every peer.
 
     Args:
         script: acts on the live run; the run goes on to its end after it
+        launch: how peers are started that write to a folder; those that a script starts are forked
     """
     records = folder / "records"
     records.mkdir()
@@ -233,7 +244,7 @@ def run_swarm(
     )
     try:
         service = RunService(manifest, dht, folder)
-        with peers_running(dht.addresses(), peers_by_stage, folder, launch=forked_peer(records)) as running:
+        with peers_running(dht.addresses(), peers_by_stage, folder, launch=launch(records)) as running:
             live = LiveSwarm(service, dht, running, records)
             states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
         live.check_exit_codes()

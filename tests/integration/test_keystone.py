@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from swarm import GPT2, LLAMA, SwarmRun, run_swarm, tiny_manifest
+from swarm import GPT2, LLAMA, SwarmRun, new_peer, run_swarm, tiny_manifest
 
 from coordinator.baseline import Baseline
 from swarm_peer.config import RunManifest
@@ -79,7 +79,7 @@ def test_weights_equal_the_single_process(family: str, num_stages: int, num_peer
 def test_losses_under_adamw_equal_the_single_process(family: str, tmp_path: Path) -> None:
     optimizer: dict[str, Any] = {"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0, "weight_decay": 0.1}
     manifest = tiny_manifest(model={"config": FAMILIES[family]}, stages={"peers_to_start": 2}, optimizer=optimizer)
-    run = run_swarm(manifest, [2, 2], tmp_path)
+    run = run_swarm(manifest, [2, 2], tmp_path, launch=new_peer)
 
     check_counts(run, manifest)
     check_stage_mates(run)

@@ -162,13 +162,18 @@ async def test_what_a_cancelled_job_raises_is_dropped(compute):
         await task
 
 
-async def test_throughput_is_that_of_forward_and_backward_together(compute, monkeypatch):
-    assert compute.samples_per_s == 0.0
-    compute._measure(Priority.FORWARD, 1.0, 4)
+def measure(compute, priority, *seconds):
+    for last in seconds:
+        compute._measure(priority, 4 * last, 4)
+
+
+async def test_throughput_is_that_of_forward_and_backward_together(compute):
+    measure(compute, Priority.FORWARD, 0.25, 0.25, 0.25, 0.25)
+    measure(compute, Priority.BACKWARD, 0.75, 0.75)
     assert compute.samples_per_s == 0.0, "not before both were measured"
-    compute._measure(Priority.BACKWARD, 3.0, 4)
+    measure(compute, Priority.BACKWARD, 0.75)
     assert compute.samples_per_s == pytest.approx(1.0)
-    compute._measure(Priority.EVALUATE, 100.0, 4)
+    measure(compute, Priority.EVALUATE, 100.0)
     compute._measure(Priority.STEP, 100.0, 0)
     compute._measure(Priority.FORWARD, 100.0, 0)
     assert compute.samples_per_s == pytest.approx(1.0), "nothing else counts"
@@ -176,11 +181,10 @@ async def test_throughput_is_that_of_forward_and_backward_together(compute, monk
 
 @pytest.mark.parametrize("seconds", [(50.0, 1.0, 1.5), (1.0, 50.0, 50.0), (2.0, 1.5, 1.0)])
 async def test_slow_passes_among_the_first_do_not_count(compute, seconds):
-    for last in seconds:
-        compute._measure(Priority.FORWARD, 4 * last, 4)
-    compute._measure(Priority.BACKWARD, 4.0, 4)
+    measure(compute, Priority.FORWARD, *seconds)
+    measure(compute, Priority.BACKWARD, 1.0, 1.0, 1.0)
     assert compute.samples_per_s == pytest.approx(1 / 2)
-    compute._measure(Priority.FORWARD, 4 * 11.0, 4)
+    measure(compute, Priority.FORWARD, 11.0)
     assert compute.samples_per_s == pytest.approx(1 / (2 + 0.1 * (11 - 1))), "later ones are smoothed"
 
 

@@ -30,6 +30,7 @@ from swarm_peer.runtime.recovery import (
     RESCUE_PATIENCE,
     RIVAL_PATIENCE,
     STEPS_BETWEEN_LINES,
+    UNREACHED_PATIENCE,
     Recovery,
 )
 from swarm_peer.runtime.signal import Signal
@@ -88,7 +89,7 @@ class Peer:
         self.enter(step, origin)
         self.recovery = Recovery(
             MANIFEST, stage, RUN_ID, self.transport, self.donor, swarm.view, swarm.look, swarm.first_origin,
-            self.changed,
+            swarm.unreached, self.changed,
         )  # fmt: skip
 
     def enter(self, step, origin=None):
@@ -133,6 +134,7 @@ class Swarm:
         self.folder = folder
         self.network = MemoryNetwork()
         self.peers = {}
+        self.dropped = set()
         self.origin = FIRST_ORIGIN
         self.looks = 0
 
@@ -146,7 +148,10 @@ class Swarm:
         return await self.add(peer_id, stage, state=PeerState.JOINING)
 
     def view(self):
-        return SwarmView(3, tuple(peer.view() for peer in self.peers.values()))
+        return SwarmView(3, tuple(peer.view() for name, peer in self.peers.items() if name not in self.dropped))
+
+    def unreached(self):
+        return [self.peers[name].view() for name in self.dropped]
 
     async def look(self, stages):
         self.looks += 1
@@ -229,6 +234,39 @@ async def test_where_nobody_serves_any_more_and_a_snapshot_is_missing_the_run_do
     await all_have_moved(swarm, [(0, 40), (1, 40)], [(1, 20)])
     with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
         await (await swarm.newcomer(peer_id="A")).recovery.find_start()
+
+
+async def newcomer_to_a_lost_stage(swarm):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, step=47)
+        await peer.keep((0, 40), (1, 40), (2, 40))
+    return await swarm.newcomer()
+
+
+async def test_a_stage_mate_that_could_not_be_reached_is_waited_for(swarm, monkeypatch):
+    newcomer = await newcomer_to_a_lost_stage(swarm)
+    await swarm.add("b", 1, step=47)
+    swarm.dropped = {"b"}
+    now = 1000.0
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: now))
+    with pytest.raises(CallError, match="peer b cannot be reached"):
+        await newcomer.recovery.find_start()
+    now += 0.99 * UNREACHED_PATIENCE * MANIFEST.limits.announcement_s
+    with pytest.raises(CallError, match="peer b cannot be reached"):
+        await newcomer.recovery.find_start()
+    now += 0.02 * UNREACHED_PATIENCE * MANIFEST.limits.announcement_s
+    start = await newcomer.recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(51, 40, 40), True), "not for ever: nobody else may reach it, too"
+
+
+async def test_a_run_does_not_begin_anew_because_nobody_could_be_reached(swarm):
+    newcomer = await newcomer_to_a_lost_stage(swarm)
+    swarm.dropped = {"a", "c"}
+    with pytest.raises(CallError, match="peer a cannot be reached"):
+        await newcomer.recovery.find_start()
+    swarm.dropped = {"a"}
+    start = await newcomer.recovery.find_start()
+    assert (start.origin, start.rewound) == (Origin(51, 40, 40), True), "one of them is enough"
 
 
 async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm):

@@ -1,0 +1,74 @@
+import pytest
+from test_wire_records import ANNOUNCEMENT
+
+from swarm_peer.config import RunManifest
+from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.signal import Signal
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "test",
+        "model": {"config": {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3}},
+        "stages": {"count": 2},
+        "data": {"sequence_length": 12},
+        "training": {"steps": 10, "global_batch_size": 2, "microbatch_size": 2},
+        "optimizer": {"learning_rate": 0.01},
+    }
+)
+
+
+class Announcements:
+    """What is in the DHT: of each peer its last announcement."""
+
+    def __init__(self):
+        self.serials = {"a": 1, "b": 1}
+
+    async def fetch(self, key, kind, subject):
+        if not key.endswith("1"):
+            return {}
+        return {peer: ANNOUNCEMENT.model_copy(update={"serial": serial}) for peer, serial in self.serials.items()}
+
+
+@pytest.fixture
+def dht():
+    return Announcements()
+
+
+@pytest.fixture
+async def directory(dht):
+    directory = Directory(MANIFEST, dht, "cpu", None, PeerMetrics(), Signal())
+    await directory.refresh([0, 1])
+    return directory
+
+
+def seen(directory):
+    return [peer.peer_id for peer in directory.view.peers]
+
+
+def unreached(directory):
+    return [peer.peer_id for peer in directory.unreached()]
+
+
+async def test_who_cannot_be_reached_is_out_of_the_view_until_it_announces_itself_again(directory, dht):
+    assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+    directory.drop("a")
+    assert (seen(directory), unreached(directory)) == (["b"], ["a"])
+    await directory.refresh([0, 1])
+    assert (seen(directory), unreached(directory)) == (["b"], ["a"])
+    dht.serials["a"] = 2
+    await directory.refresh([0, 1])
+    assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+
+
+async def test_who_has_said_goodbye_is_not_waited_for(directory, dht):
+    directory.drop("a", serial=5)
+    assert (seen(directory), unreached(directory)) == (["b"], [])
+    dht.serials["a"] = 5  # its last words, which come late
+    await directory.refresh([0, 1])
+    assert seen(directory) == ["b"]
+
+
+async def test_strangers_cannot_be_dropped(directory):
+    directory.drop("nobody")
+    assert (seen(directory), unreached(directory)) == (["a", "b"], [])
