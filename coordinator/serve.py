@@ -64,6 +64,8 @@ def run_serve(
     check_output(output)
     if standby:
         _check_standby(identity_path, initial_peers, plan)
+    elif not initial_peers and plan.resume is None:
+        _check_not_begun(output)
     run_key = Identity.load_or_create(identity_path)
     # Two nodes of one identity would be one to libp2p.
     own_path = output / STANDBY_IDENTITY if standby else identity_path
@@ -98,6 +100,16 @@ def run_serve(
             run_loop(_serve, service, plan)
     finally:
         dht.shutdown()
+
+
+def _check_not_begun(output: Path) -> None:
+    metrics = output / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:
+        raise UserError(
+            f"{metrics} is of a run that has begun, and without its peers it would begin anew: carry on with "
+            f"--initial-peers and the address of any of its peers (the last peer_started line of a peer's log), go on "
+            f"from a checkpoint with --resume, or name another --output"
+        )
 
 
 def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: CheckpointPlan) -> None:
