@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.rebalancer import (
+    EXCHANGE_PATIENCE,
     LEAST_REST_S,
     MOVE_OVERHEAD_S,
     MOVE_PATIENCE,
@@ -256,6 +257,25 @@ def test_equal_peers_that_slow_each_other_down_are_not_moved_to_and_fro() -> Non
     run.add("h", 1)
     asked = [run.look(ANNOUNCEMENT_S) for _ in range(3)]
     assert any(asked), "a stage that nobody serves, or a third of what another takes, is worth a move all the same"
+
+
+@pytest.mark.parametrize("is_noise", [True, False], ids=["noise", "a difference"])
+def test_peers_are_exchanged_if_that_pays_for_a_while(is_noise: bool) -> None:
+    run = in_balance()
+    for name, speed in zip("abfg", (10.0, 10.0, 30.0, 30.0), strict=True):
+        run.peers[name] = replace(run.peers[name], samples_per_s=speed)
+    while "an exchange may pay" not in run.rebalancer.reason:
+        run.announce()
+        assert run.look(ANNOUNCEMENT_S / 4) == []
+    if is_noise:
+        for name in "abfg":
+            run.peers[name] = replace(run.peers[name], samples_per_s=20.0)
+    ordered = []
+    for _ in range(4 * EXCHANGE_PATIENCE):
+        assert ordered == [], "not before the time is over"
+        run.announce()
+        ordered = run.look(ANNOUNCEMENT_S / 4)
+    assert len(ordered) == (0 if is_noise else 2)
 
 
 def test_a_peer_that_says_each_time_that_it_was_another_one_is_one_peer() -> None:
