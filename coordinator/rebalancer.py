@@ -134,7 +134,7 @@ class Rebalancer:
         self._exchange_since_s = begun_s
         self._promised: tuple[float, frozenset[str]] | None = None  # by the last moves, to these members
         self._shortfall, self._shortfall_s = 0.0, begun_s
-        self.reason = ""
+        self.reason = "none yet: not all peers have been heard of and measured"
         self.migrations = 0
 
     def look(self, view: SwarmView, delivered: int, seconds: float, now_s: float) -> None:
