@@ -17,7 +17,7 @@ import anyio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from swarm import LiveSwarm, run_swarm
+from swarm import LiveSwarm, new_peer, run_swarm
 
 from coordinator.baseline import Baseline, train
 from coordinator.service import resolve_manifest
@@ -62,9 +62,9 @@ def measure(manifest: RunManifest, every_s: float) -> dict[str, float]:
         for part in ("undisturbed", "killed"):
             (folder / part).mkdir()
         *_, last = train(Baseline(manifest), manifest.training.steps)
-        run_swarm(manifest, [2, 2], folder / "undisturbed", 900)
+        run_swarm(manifest, [2, 2], folder / "undisturbed", 900, launch=new_peer)
         killer = Killer(every_s)
-        run_swarm(manifest, [2, 2], folder / "killed", 900, script=killer)
+        run_swarm(manifest, [2, 2], folder / "killed", 900, script=killer, launch=new_peer)
         return {
             "kills": killer.kills,
             "baseline": last.validation_loss or 0.0,

@@ -24,7 +24,7 @@ import anyio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from swarm import LiveSwarm, SwarmStopped, run_swarm
+from swarm import LiveSwarm, SwarmStopped, new_peer, run_swarm
 
 from coordinator.service import resolve_manifest
 from swarm_peer.config import load_manifest
@@ -101,7 +101,7 @@ def main() -> None:
     manifest = resolve_manifest(load_manifest(CONFIG, SETTINGS))
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
         measurement = Measurement(Path(folder) / "records")
-        run_swarm(manifest, [2, 2], Path(folder), 400, script=measurement)
+        run_swarm(manifest, [2, 2], Path(folder), 400, script=measurement, launch=new_peer)
     figures = {name: round(seconds, 2) for name, seconds in measurement.figures.items()}
     if options.json:
         print(json.dumps(figures))

@@ -34,7 +34,7 @@ import anyio
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from processes import cpu_seconds
-from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
+from swarm import GPT2, LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manifest
 
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
@@ -169,7 +169,7 @@ def main() -> None:
     measurement = Measurement(options.seconds, peers, devices_s)
     with tempfile.TemporaryDirectory(prefix="swarm-") as name:
         folder = Path(name)
-        run_swarm(manifest, [0] * len(peers), folder, 240 + options.seconds, script=measurement)
+        run_swarm(manifest, [0] * len(peers), folder, 240 + options.seconds, script=measurement, launch=new_peer)
         steps = counted(folder)
         # Steps are counted by updates there and by their number here: `first` has just ended when it began.
         first, last = measurement.first_step - 1, measurement.last_step - 1

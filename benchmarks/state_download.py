@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
-from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
+from swarm import GPT2, LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manifest
 
 MODEL = GPT2 | {"n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 64}
 # Long enough that nobody averages while the newcomer downloads.
@@ -62,7 +62,7 @@ def measure(mbit: float) -> dict[str, float]:
     )
     measurement = Measurement()
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        run_swarm(manifest, [2, 2], Path(folder), 600, script=measurement)
+        run_swarm(manifest, [2, 2], Path(folder), 600, script=measurement, launch=new_peer)
     [(num_bytes, donors, seconds)] = re.findall(
         r"downloaded kind=state \S+ \S+ bytes=(\d+) donors=(\d+) seconds=(\S+)", measurement.log
     )

@@ -21,10 +21,16 @@ class PeerHealth:
     _failures: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def failed(self, peer_id: str, now: float) -> float:
-        """Record a failure and return the pause that follows from it, in seconds."""
+        """Record a failure and return the pause that follows from it, in seconds.
+
+        Calls that were under way together fail together, for one reason: those that do so within a pause count once.
+        """
         oldest = now - PAUSES_REMEMBERED * self.longest_pause_s
         self._failures = {peer: known for peer, known in self._failures.items() if known[1] >= oldest}
-        count = self._failures.get(peer_id, (0, 0.0))[0] + 1
+        count, until = self._failures.get(peer_id, (0, now))
+        if now < until:
+            return until - now
+        count += 1
         pause_s = min(self.first_pause_s * 2.0 ** min(count - 1, 30), self.longest_pause_s)
         self._failures[peer_id] = (count, now + pause_s)
         return pause_s

@@ -27,7 +27,7 @@ import anyio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from swarm import LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
+from swarm import LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manifest
 
 from coordinator.fetching import open_transport
 from swarm_peer.errors import CallError
@@ -233,7 +233,9 @@ def main() -> None:
     soak = Soak(60 * options.minutes, options.every, random.Random(options.seed))
     folder = Path(tempfile.mkdtemp(prefix="swarm-soak-"))
     print(f"logs and records, removed if all holds: {folder}", flush=True)
-    run_swarm(manifest, [PEERS_PER_STAGE] * NUM_STAGES, folder, 60 * options.minutes + 300, script=soak)
+    run_swarm(
+        manifest, [PEERS_PER_STAGE] * NUM_STAGES, folder, 60 * options.minutes + 300, script=soak, launch=new_peer
+    )
     logs = "\n".join(path.read_text(errors="replace") for path in (folder / "logs").glob("*.log"))
     orphans = wait_for_end(soak.pids)
     quarter = 60 * options.minutes / 4

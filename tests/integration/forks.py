@@ -18,6 +18,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import patch
 
+# Several share the cores, and idle OpenMP threads must not spin.
+OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 # All that they import but hivemind: its locks are made when it is imported, and a process that is killed while it holds
 # one would have the others wait for ever.
 IMPORTS = [
@@ -41,7 +43,7 @@ class ForkedProcess:
         _forks.set_forkserver_preload(IMPORTS)
         self._process = _forks.Process(target=function, args=args)
         # Read when torch is imported, which is when the first process of a test session is forked.
-        with patch.dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive"):
+        with patch.dict(os.environ, OPENMP):
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -74,7 +76,7 @@ class ForkedProcess:
 def fork(command: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> ForkedProcess:
     """Run `python -m MODULE ...` or `python FILE ...`; what it prints goes to the file, and it ends with the tests."""
     log_file.touch()  # tests read it at once
-    return ForkedProcess(_run, list(command), log_file, dict(environment or {}))
+    return ForkedProcess(_run, list(command), log_file, {**os.environ, **OPENMP, **(environment or {})})
 
 
 def _run(command: list[str], log_file: Path, environment: dict[str, str]) -> None:
@@ -89,6 +91,7 @@ def _run(command: list[str], log_file: Path, environment: dict[str, str]) -> Non
     with log_file.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.clear()  # it is that of the tests when their first process was forked
     os.environ.update(environment)
     sys.orig_argv = command  # what a peer starts anew with
     if command[1] == "-m":

@@ -116,11 +116,19 @@ class SwarmStopped(Exception):
 class LiveSwarm:
     """A run under way, for a test's script to act on."""
 
-    def __init__(self, service: RunService, dht: SwarmDHT, running: LocalPeers, records: Path):
+    def __init__(
+        self,
+        service: RunService,
+        dht: SwarmDHT,
+        running: LocalPeers,
+        records: Path,
+        launch: Callable[[Path, str], Launch],
+    ):
         self.service = service
         self.dht = dht
         self._running = running
         self._records = records
+        self._launch = launch
         self._expected_dead: set[str] = set()
 
     @property
@@ -143,7 +151,7 @@ class LiveSwarm:
             raise AssertionError(f"{what} did not happen within {timeout_s:.0f} s; step {self.step}") from None
 
     def start(self, stage: int | str, name: str, fault: str = "") -> None:
-        self._running.start(stage, name, forked_peer(self._records, fault))
+        self._running.start(stage, name, self._launch(self._records, fault))
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -203,17 +211,17 @@ class LiveSwarm:
 Script = Callable[[LiveSwarm], Awaitable[None]]
 
 
-def _program(records: Path, fault: str = "") -> tuple[str, ...]:
+def _program(records: Path, fault: str) -> tuple[str, ...]:
     return (sys.executable, str(RECORDING_PEER), str(records), fault)
 
 
-def forked_peer(records: Path, fault: str = "") -> Launch:
+def forked_peer(records: Path, fault: str) -> Launch:
     return lambda options, log_file, threads: fork([*_program(records, fault), *options], log_file)
 
 
-def new_peer(records: Path) -> Launch:
-    """Slower than a fork, and as people start it."""
-    return partial(launch_peer, program=_program(records))
+def new_peer(records: Path, fault: str) -> Launch:
+    """Slower than a fork, and as people start it: where start-up or memory is measured."""
+    return partial(launch_peer, program=_program(records, fault))
 
 
 def run_swarm(
@@ -223,13 +231,13 @@ def run_swarm(
     timeout_s: float = 100,
     *,
     script: Script | None = None,
-    launch: Callable[[Path], Launch] = forked_peer,
+    launch: Callable[[Path, str], Launch] = forked_peer,
 ) -> SwarmRun:
     """Train to the manifest's last step and fetch the state of every peer.
 
     Args:
         script: acts on the live run; the run goes on to its end after it
-        launch: how peers are started that write to a folder; those that a script starts are forked
+        launch: how peers are started, of a folder to write to and a fault
     """
     records = folder / "records"
     records.mkdir()
@@ -244,8 +252,8 @@ def run_swarm(
     )
     try:
         service = RunService(manifest, dht, folder)
-        with peers_running(dht.addresses(), peers_by_stage, folder, launch=launch(records)) as running:
-            live = LiveSwarm(service, dht, running, records)
+        with peers_running(dht.addresses(), peers_by_stage, folder, launch=launch(records, "")) as running:
+            live = LiveSwarm(service, dht, running, records, launch)
             states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
         live.check_exit_codes()
     finally:

@@ -159,10 +159,21 @@ def test_same_seed_same_routes():
 
 
 def test_pauses_double_up_to_a_limit():
-    health = PeerHealth()
-    pauses = [health.failed("a", now=0.0) for _ in range(8)]
+    health, now, pauses = PeerHealth(), 0.0, []
+    for _ in range(8):
+        pauses.append(health.failed("a", now))
+        now += pauses[-1]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == pauses[-2] == LONGEST_PAUSE_S
+
+
+def test_calls_that_fail_together_count_once():
+    health = PeerHealth()
+    for _ in range(20):
+        health.failed("a", now=0.0)
+    assert health.failed("a", now=0.25 * FIRST_PAUSE_S) == 0.75 * FIRST_PAUSE_S
+    assert health.avoided(FIRST_PAUSE_S) == frozenset()
+    assert health.failed("a", now=FIRST_PAUSE_S) == 2 * FIRST_PAUSE_S
 
 
 def test_a_peer_is_avoided_for_its_pause():
