@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
 
-from coordinator.baseline import Baseline, train
+from coordinator.baseline import Baseline
 from swarm_peer.runtime.preparation import stage_costs
 from swarm_peer.runtime.processes import _RESTART
 
@@ -76,10 +76,11 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
     assert len(run.states[2]) == 2
     assert [line["step"] for line in run.lines] == list(range(1, steps + 1))
     assert all(line["samples"] >= 128 for line in run.lines)
-    for before, after in itertools.pairwise(run.lines):
-        assert after["loss"] - before["loss"] < 0.15, "the loss goes on where it was"
-    undisturbed = [step.loss for step in train(Baseline(manifest), steps)]  # on other samples: 0.15 apart is noise
-    assert run.lines[-1]["loss"] < undisturbed[-1] + 0.15
+    # Other samples would have a loss 0.3 apart: one stage-0 peer reads batches of neighbouring ones.
+    undisturbed = Baseline(manifest)
+    for line in run.lines:
+        loss, _ = undisturbed.train_step(run.counted[line["global_step"]])
+        assert line["loss"] == pytest.approx(loss, abs=0.01), "but for what the killed had summed up, nothing is lost"
 
     achieved = throughput(run.lines[recovered_at[0] + 2 :])
 
