@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.churn import ChurnMeter
 from swarm_peer.policy.exchange import RebalancingParameters
 from swarm_peer.policy.forecast import ideal_capacity, serving_capacity, work_per_s
-from swarm_peer.policy.rebalancing import Move, Rebalancing, rebalance
+from swarm_peer.policy.rebalancing import ExchangePatience, Move, rebalance
 from swarm_peer.policy.trust import believed
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.directory import ANNOUNCEMENTS_PER_LIFETIME
@@ -43,8 +42,7 @@ ANNOUNCEMENTS_COUNTED = 2 * ANNOUNCEMENTS_PER_LIFETIME
 SETTLING_S = 15.0
 # In a large swarm somebody comes or goes all the time.
 LONGEST_WAIT_S = 30.0
-# For so many lifetimes of an announcement, an exchange of peers must have looked worth it. It follows from measured
-# speeds alone, and on machines that others use as well these wander for minutes.
+# For so many lifetimes of an announcement, an exchange of peers must have looked worth it.
 EXCHANGE_PATIENCE = 4
 # A mover that has not shown up in its new stage after so many times the time that it should take is given up.
 MOVE_PATIENCE = 3.0
@@ -116,6 +114,7 @@ class Rebalancer:
             stage_memory_bytes=tuple(stage_memory(manifest)),
             min_replicas=(options.min_replicas,) * count,
             overhead_s=MOVE_OVERHEAD_S,
+            exchange_patience_s=EXCHANGE_PATIENCE * self._announcement_s,
         )
         self._churn = ChurnMeter()
         self._orders: dict[str, _Order] = {}  # by the id of the peer, as it was
@@ -130,8 +129,7 @@ class Rebalancer:
         self._serving_since_s = begun_s
         self._decided_s = begun_s
         self._computing_s = begun_s  # when the run was first seen to compute
-        self._exchange: frozenset[tuple[str, int]] = frozenset()  # that is considered: who would go where
-        self._exchange_since_s = begun_s
+        self._patience = ExchangePatience()
         self._promised: tuple[float, frozenset[str]] | None = None  # by the last moves, to these members
         self._shortfall, self._shortfall_s = 0.0, begun_s
         self.reason = "none yet: not all peers have been heard of and measured"
@@ -171,7 +169,8 @@ class Rebalancer:
         self._decided_s = now_s
         horizon_s = self._options.horizon_s or self._churn.horizon_s(view.num_stages, now_s)
         params = replace(self._params, horizon_s=horizon_s, least_gain=self._least_gain(view, now_s))
-        decision = self._if_it_lasts(rebalance(self._without_resting(view, now_s), params, now_s), now_s)
+        decision = rebalance(self._without_resting(view, now_s), params, now_s)
+        decision = self._patience.check(decision, params.exchange_patience_s, now_s)
         kind = decision.reason.partition(":")[0]
         if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
             log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)
@@ -186,17 +185,6 @@ class Rebalancer:
             self._orders[move.peer_id] = _Order(move, peer, work_per_s, now_s, patience_s)
             self.migrations += 1
             log.info("peer_ordered peer=%s to=%d reason=%s", move.peer_id, move.to_stage, move.reason)
-
-    def _if_it_lasts(self, decision: Rebalancing, now_s: float) -> Rebalancing:
-        """The decision, but that an exchange, after which all stages have as many peers as before, is put off."""
-        leaving = Counter(move.from_stage for move in decision.moves)
-        coming = Counter(move.to_stage for move in decision.moves)
-        exchange = frozenset((move.peer_id, move.to_stage) for move in decision.moves if leaving == coming)
-        if exchange != self._exchange:
-            self._exchange, self._exchange_since_s = exchange, now_s
-        if exchange and now_s - self._exchange_since_s < EXCHANGE_PATIENCE * self._announcement_s:
-            return Rebalancing((), f"an exchange may pay: it is made if it still does in a while; {decision.reason}")
-        return decision
 
     def _smoothed(self, view: SwarmView) -> SwarmView:
         """Speeds as they have been announced of late: one odd measurement moves nobody."""

@@ -7,6 +7,7 @@ level (microbatches.py) checks what this leaves out: latency, queues, uneven rou
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -92,6 +93,7 @@ class FlowSwarm:
         self._lives: dict[str, int] = {}
         self._begun = False
         self._decision_due = False
+        self._again_s = math.inf
         # Of those alive, by stage: serving, moving there, joining it.
         self._work = [[0.0] * self._num_stages for _ in range(3)]
         self._counts = [[0] * self._num_stages for _ in range(3)]
@@ -225,6 +227,10 @@ class FlowSwarm:
         self._decision_due = False
         self._decide()
 
+    def _decide_at(self, time_s: float):
+        yield self.env.timeout(time_s - self.env.now)
+        self._something_changed()
+
     def _decide_periodically(self, every_s: float):
         while True:
             yield self.env.timeout(every_s)
@@ -232,7 +238,11 @@ class FlowSwarm:
                 self._decide()
 
     def _decide(self) -> None:
-        moves = self._rebalancer.decide(self.view(), self.env.now).moves
+        decision = self._rebalancer.decide(self.view(), self.env.now)
+        moves = decision.moves
+        if decision.again_s not in (math.inf, self._again_s):
+            self._again_s = decision.again_s
+            self.env.process(self._decide_at(decision.again_s))
         for move in moves:
             if move.peer_id not in self._machines:
                 continue  # it has died, and nobody knows yet

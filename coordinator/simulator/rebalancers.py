@@ -8,13 +8,13 @@ from typing import Protocol
 from swarm_peer.policy.churn import ChurnMeter
 from swarm_peer.policy.exchange import RebalancingParameters
 from swarm_peer.policy.forecast import fits, work_per_s
-from swarm_peer.policy.rebalancing import Move, Rebalancing, rebalance
+from swarm_peer.policy.rebalancing import ExchangePatience, Move, Rebalancing, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 
 
 class Rebalancer(Protocol):
     """Attributes:
-    every_s: when it is asked; None for upon every change
+    every_s: when it is asked; None for upon every change, and when its last decision said
     """
 
     every_s: float | None
@@ -72,11 +72,13 @@ class EventRebalancing:
     params: RebalancingParameters
     every_s: float | None = None
     churn: ChurnMeter = field(default_factory=ChurnMeter)
+    patience: ExchangePatience = field(default_factory=ExchangePatience)
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
         self.churn.observe((peer.peer_id for peer in view.peers), now_s)
         horizon_s = self.churn.horizon_s(view.num_stages, now_s)
-        return rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
+        decision = rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
+        return self.patience.check(decision, self.params.exchange_patience_s, now_s)
 
 
 def make_rebalancer(name: str, params: RebalancingParameters) -> Rebalancer:

@@ -55,6 +55,7 @@ class RebalancingParameters:
         payback: the swarm must gain this many times the samples that the mover would have done in its stage while it
             moves; what bounds the bytes that are moved, and keeps a swarm at rest
         least_gain: by how much of itself the swarm's throughput must rise; above the noise of measured speeds
+        exchange_patience_s: for how long an exchange of peers must have looked worth it (ExchangePatience)
     """
 
     stage_costs: tuple[float, ...]
@@ -66,6 +67,7 @@ class RebalancingParameters:
     horizon_s: float = 900.0
     payback: float = 2.2
     least_gain: float = 0.01
+    exchange_patience_s: float = 120.0
 
     def replicas(self, stage: int) -> int:
         return max(1, self.min_replicas[stage]) if self.min_replicas else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,11 +72,37 @@ class Rebalancing:
 
     Attributes:
         promised: what the least stage will take when the moves are made, as a share of the ideal
+        again_s: when to decide again even if nothing has changed
     """
 
     moves: tuple[Move, ...]
     reason: str
     promised: float = 0.0
+    again_s: float = math.inf
+
+
+class ExchangePatience:
+    """Has an exchange of peers made only if it has looked worth it for a while.
+
+    After an exchange all stages have as many peers as before, so it follows from measured speeds alone. On machines
+    that others use as well, these wander for minutes.
+    """
+
+    def __init__(self) -> None:
+        self._exchange: frozenset[tuple[str, int]] = frozenset()  # that waits: who would go where
+        self._due_s = math.inf
+
+    def check(self, decision: Rebalancing, patience_s: float, now_s: float) -> Rebalancing:
+        """The decision, unless it is an exchange that has to wait."""
+        leaving = Counter(move.from_stage for move in decision.moves)
+        coming = Counter(move.to_stage for move in decision.moves)
+        exchange = frozenset((move.peer_id, move.to_stage) for move in decision.moves if leaving == coming)
+        if exchange != self._exchange:
+            self._exchange, self._due_s = exchange, now_s + patience_s
+        if not exchange or now_s >= self._due_s:
+            return decision
+        reason = f"an exchange may pay: it is made if it still does in a while; {decision.reason}"
+        return Rebalancing((), reason, again_s=self._due_s)
 
 
 def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> Rebalancing:
