@@ -116,7 +116,7 @@ async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> dict
     run_id, manifest = await find_manifest(dht, addresses, run_id)
     directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
     watch = RunWatch(manifest, SwarmView(manifest.stages.count))
-    await observe(dht, directory, watch)
+    await observe(dht, await directory.refresh(range(manifest.stages.count)), watch)
     watch.coordination = max((await dht.fetch_coordination(run_id)).items(), default=None, key=lambda said: said[0])
     return watch.summary()
 
@@ -128,13 +128,12 @@ async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str)
     return await dht.store(end_key(run_id), record, run_id, END_LIFETIME_S, signer=run_key)
 
 
-async def observe(dht: SwarmDHT, directory: Directory, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
-    """Look once at the DHT; returns the lines of newly finished steps.
+async def observe(dht: SwarmDHT, view: SwarmView, watch: RunWatch) -> list[dict]:  # type: ignore[type-arg]
+    """Look once at the progress of the peers in view; returns the lines of newly finished steps.
 
     Raises:
         CallError: no answer
     """
     manifest = watch.manifest
-    view = await directory.refresh(range(manifest.stages.count))
     progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
     return watch.observe(view, progress, anyio.current_time())

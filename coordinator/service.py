@@ -163,6 +163,7 @@ class RunService:
                 await self._publish_run()
                 tasks.start_soon(self._keep_published)
                 self._on_ready()
+                tasks.start_soon(self._directory.run_polling, range(self.manifest.stages.count))
                 lease_s = self.manifest.limits.announcement_s
                 coordination = Coordination(self._dht, self._run_key, lease_s, self._standby)
                 tasks.start_soon(coordination.run)
@@ -199,7 +200,7 @@ class RunService:
 
     async def _observe(self) -> list[dict[str, Any]]:
         try:
-            return await observe(self._dht, self._directory, self.watch)
+            return await observe(self._dht, self._directory.view, self.watch)
         except CallError as error:
             log.warning("run_not_seen reason=%s", error)
             return []

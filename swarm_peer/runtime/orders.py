@@ -23,7 +23,8 @@ from swarm_peer.wire.records import (
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+# A move takes many times as long, and each look of each peer costs several of them some milliseconds.
+POLL_S = 3.0
 LOOK_FOR_END_S = 2.0
 
 

@@ -25,7 +25,7 @@ from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.compute import ComputeThread
 from swarm_peer.runtime.data import SliceReader, load_tokenizer, validation_samples
 from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.runtime.directory import Directory
+from swarm_peer.runtime.directory import ANNOUNCEMENTS_PER_LIFETIME, Directory
 from swarm_peer.runtime.gate import StepGate
 from swarm_peer.runtime.gossip import Gossip
 from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
@@ -465,15 +465,22 @@ class Peer:
         return list(range(count)) if index == 0 else sorted({0, index, min(index + 1, count - 1)})
 
     async def _publish_progress(self) -> None:
+        """Each second, if there is anything new, and else often enough for it to last."""
         assert self._source is not None
+        lifetime_s = self._manifest.limits.announcement_s
+        stored: ProgressRecord | None = None
+        stored_s = 0.0
         while True:
             record = ProgressRecord(
                 current=self._source.current.model_copy(update={"ranges": ()}),  # they go with calls, and are long
                 finished=tuple(self._steps.reports),
                 validations=tuple(self._source.validations),
             )
-            lifetime_s = self._manifest.limits.announcement_s
-            await self._dht.store(progress_key(self._manifest.hash), record, self._manifest.hash, lifetime_s)
+            now_s = time.monotonic()
+            if record != stored or now_s - stored_s > lifetime_s / ANNOUNCEMENTS_PER_LIFETIME:
+                key, run = progress_key(self._manifest.hash), self._manifest.hash
+                stored = record if await self._dht.store(key, record, run, lifetime_s) else None
+                stored_s = now_s
             await anyio.sleep(PUBLISH_PROGRESS_S)
 
     async def _look_for_end(self) -> None:
