@@ -33,8 +33,7 @@ test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 tests/unit tests/simulation
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
-	$(BIN)/python -m pytest -m "not slow" tests/faults
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation
@@ -43,7 +42,7 @@ unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest -n 2 tests/unit
 
 integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 tests/integration
 
 faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail, slow ones included
 	$(BIN)/python -m pytest tests/faults

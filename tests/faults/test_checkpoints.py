@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from forks import ForkedProcess
+from programs import COORDINATOR, PEER, Processes, wait_for
 from swarm import tiny_manifest
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +20,6 @@ from swarm_peer.runtime.data import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
 pytestmark = pytest.mark.timeout(300)
-
-COORDINATOR = (sys.executable, "-m", "coordinator.cli")
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:
@@ -35,7 +31,7 @@ def checkpoints_of(output: Path) -> list[Path]:
     return sorted(path.parent for path in (output / "checkpoints").glob("step-*/checkpoint.json"))
 
 
-def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: Processes) -> None:
     steps = 24
     manifest = tiny_manifest(
         training={"steps": steps, "global_batch_size": 128, "microbatch_size": 4, "validation_every": 0},
@@ -45,26 +41,23 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
     )
     config, output = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
-    command = (
-        *COORDINATOR,
-        "local",
-        str(config),
-        "--output",
-        str(output),
-        "--checkpoint-every",
-        "5",
-        "--log-level",
-        "info",
-    )
 
-    first = subprocess.Popen([*command, "--peers", "2,1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    end = time.monotonic() + 150
-    while len(checkpoints_of(output)) < 2:
-        assert time.monotonic() < end, "two checkpoints"
-        assert first.poll() is None, first.stdout.read()[-2000:]  # type: ignore[union-attr]
-        time.sleep(0.1)
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    def start(life: str, peers_by_stage: list[int], *options: str) -> ForkedProcess:
+        addresses = tmp_path / f"{life}.addresses"
+        serve = (*COORDINATOR, "serve", str(config), "--output", str(output), "--checkpoint-every", "5")
+        listening = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(addresses))
+        coordinator = processes.start(life, *serve, *listening, *options)
+        for stage, count in enumerate(peers_by_stage):
+            for number in range(count):
+                joining = ("--stage", str(stage), "--initial-peers", f"@{addresses}")
+                processes.start(f"{life}.{stage}.{number}", *PEER, *joining)
+        return coordinator
+
+    start("first", [2, 1])
+    wait_for(lambda: len(checkpoints_of(output)) >= 2, "two checkpoints")
+    for process in processes.running:
+        process.kill()
+        process.wait()
     done = lines_of(output)[-1]["step"]
     *_, good, newest = checkpoints_of(output)
     assert done < steps
@@ -72,19 +65,15 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
         file.seek(-10, os.SEEK_END)
         file.write(b"damaged")
 
-    # Its peers were told to leave when it died.
-    resumed = subprocess.run(
-        [*command, "--peers", "1,2", "--resume", str(output / "checkpoints")],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stdout[-1000:] + resumed.stderr[-3000:]
-    assert "checkpoint_damaged" in resumed.stderr
+    resumed = start("resumed", [1, 2], "--resume", str(output / "checkpoints"))
+    assert resumed.wait(200) == 0, processes.log("resumed")[-3000:]
+    assert "checkpoint_damaged" in processes.log("resumed")
     updates = updates_of(good.name)
-    assert f"resuming updates={updates} " in resumed.stderr
+    assert f"resuming updates={updates} " in processes.log("resumed")
     lines = lines_of(output)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     later = [line for line in lines if line["step"] > updates]
-    assert all(line["peers"] == [1, 2] for line in later[3:])
+    assert later[-1]["peers"] == [1, 2]
     jump = later[0]["loss"] - lines[updates - 1]["loss"]
     assert abs(jump) < 0.5, "the loss goes on where it was"
     assert later[-1]["loss"] < lines[0]["loss"] - 0.5
@@ -99,9 +88,6 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
     assert num_counted == sum(line["samples"] for line in lines if line["step"] <= updates_of(last.name))
 
     # The model of any checkpoint that is left can be had, too.
-    exported = subprocess.run(
-        [*COORDINATOR, "export", "--checkpoint", str(output / "checkpoints"), "--output", str(tmp_path / "export")],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert exported.returncode == 0, exported.stderr[-2000:]
+    export = (*COORDINATOR, "export", "--checkpoint", str(output / "checkpoints"), "--output", str(tmp_path / "export"))
+    assert processes.run("export", *export) == 0, processes.log("export")[-2000:]
     AutoModelForCausalLM.from_pretrained(tmp_path / "export")

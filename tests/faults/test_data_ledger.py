@@ -26,7 +26,7 @@ def text_file(folder: Path, num_lines: int) -> Path:
 def test_passes_over_a_small_data_set_while_stage_0_peers_die_and_come(tmp_path: Path) -> None:
     manifest = tiny_manifest(
         data={"dataset": "text", "files": [str(text_file(tmp_path, 300))], "validation_documents": 4},
-        training={"steps": 150, "global_batch_size": 64, "microbatch_size": 2, "validation_every": 0},
+        training={"steps": 90, "global_batch_size": 64, "microbatch_size": 2, "validation_every": 0},
         limits={"hop_timeout_s": 10, "announcement_s": 6},
         stages={"count": 2, "peers_to_start": 1},
     )

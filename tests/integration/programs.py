@@ -25,6 +25,10 @@ class Processes:
         self.running.append(process)
         return process
 
+    def run(self, name: str, *command: str, timeout_s: float = 60) -> int:
+        """To its end; returns its exit code."""
+        return self.start(name, *command).wait(timeout_s)
+
     def path(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
