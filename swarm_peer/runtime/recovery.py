@@ -71,6 +71,25 @@ class Start:
     reason: str
 
 
+class _Wait:
+    """For other peers to do something: for so long at most, beginning anew when there was nobody to wait for."""
+
+    def __init__(self, patience_s: float):
+        self._patience_s = patience_s
+        self._since: float | None = None
+
+    def check(self, reasons: Sequence[str]) -> None:
+        """Raises CallError: there are reasons to wait; says the first"""
+        if not reasons:
+            self._since = None
+            return
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        if now < self._since + self._patience_s:
+            raise CallError(reasons[0])
+
+
 class Recovery:
     """Belongs to the event loop's thread.
 
@@ -106,8 +125,8 @@ class Recovery:
         self._unreached = unreached
         self._changed = changed
         self._kept_last: StageState | None = None  # without its tensors
-        self._rivals_since: float | None = None
-        self._missed_since: float | None = None
+        self._for_rivals = _Wait(RIVAL_PATIENCE * manifest.limits.announcement_s)
+        self._for_unreached = _Wait(UNREACHED_PATIENCE * manifest.limits.announcement_s)
 
     async def find_start(self) -> Start:
         """Where to begin, now that nobody serves this peer's stage.
@@ -116,7 +135,8 @@ class Recovery:
             CallError: it has to wait; says for what
         """
         view = self._view()
-        self._let_the_unreached_come_back(view)
+        missing = missed(view, self._stage, self._unreached())
+        self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
         first = await self._first_origin()
         # A coordinator that goes on from a checkpoint gives it away.
         asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(first.updates)
@@ -149,7 +169,9 @@ class Recovery:
             state = await self._fetch(wanted, holders) if origin.updates else None
             return Start(origin, state, False, "nothing was computed since the run's beginning")
         # Where nobody serves any stage, the first one to do so says what all others go on from.
-        self._let_rivals_go_first(view.in_stage(self._stage) if claims else view.peers)
+        peers = view.in_stage(self._stage) if claims else view.peers
+        rivals = [peer for peer in peers if peer.state is PeerState.JOINING and peer.peer_id < self._me]
+        self._for_rivals.check([f"peer {peer.peer_id} is taking stage {peer.stage} over" for peer in rivals])
         rewind = choose_rewind(
             kept,
             self._manifest.stages.count,
@@ -163,28 +185,6 @@ class Recovery:
         state = await self._fetch(wanted, rewind.holders) if rewind.updates else None
         start = Origin(standing.step + STEPS_BETWEEN_LINES, rewind.updates, rewind.born)
         return Start(start, state, True, rewind.reason)
-
-    def _let_the_unreached_come_back(self, view: SwarmView) -> None:
-        waited_for = missed(view, self._stage, self._unreached())
-        if not waited_for:
-            self._missed_since = None
-            return
-        now = time.monotonic()
-        if self._missed_since is None:
-            self._missed_since = now
-        if now < self._missed_since + UNREACHED_PATIENCE * self._manifest.limits.announcement_s:
-            raise CallError(f"peer {waited_for[0]} cannot be reached, and may announce itself again")
-
-    def _let_rivals_go_first(self, peers: Sequence[PeerView]) -> None:
-        rivals = [peer for peer in peers if peer.state is PeerState.JOINING and peer.peer_id < self._me]
-        if not rivals:
-            self._rivals_since = None
-            return
-        now = time.monotonic()
-        if self._rivals_since is None:
-            self._rivals_since = now
-        if now < self._rivals_since + RIVAL_PATIENCE * self._manifest.limits.announcement_s:
-            raise CallError(f"peer {rivals[0].peer_id} is taking stage {rivals[0].stage} over")
 
     async def _ask_kept(self, peers: Sequence[str]) -> dict[str, KeptReply]:
         replies: dict[str, KeptReply] = {}
