@@ -35,7 +35,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -178,9 +178,9 @@ def tail(log_file: Path) -> str:
     return " | ".join(log_file.read_text(errors="replace").splitlines()[-3:]) or "(no output)"
 
 
-def load_workload(name: str) -> RunManifest:
+def load_workload(name: str, settings: Sequence[str]) -> RunManifest:
     workload = WORKLOADS[name]
-    return load_manifest(ROOT / "configs" / workload.config, (*SETTINGS, *workload.settings))
+    return load_manifest(ROOT / "configs" / workload.config, (*SETTINGS, *workload.settings, *settings))
 
 
 def run_sections(manifest: RunManifest, workload: Workload, options: argparse.Namespace) -> dict[str, list[Result]]:
@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--baseline-threads", type=int, default=os.cpu_count())
     parser.add_argument("--baseline-passive", action="store_true", help="OMP_WAIT_POLICY=passive for it, see above")
     parser.add_argument("--timeout-s", type=float, default=1200.0, help="for each section of each repetition")
+    parser.add_argument("--set", action="append", default=[], help="such as training.global_batch_size=64")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     preset = WORKLOADS[options.model]
@@ -257,7 +258,7 @@ def main() -> None:
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        summary = report(run_sections(load_workload(options.model), workload, options))
+        summary = report(run_sections(load_workload(options.model, options.set), workload, options))
     except KeyboardInterrupt:
         sys.exit(130)
     except SectionFailed as error:

@@ -65,7 +65,7 @@ def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
 
 
 def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
-    manifest = manifest_of(36, stages={"count": 2, "peers_to_start": 2})
+    manifest = manifest_of(26, stages={"count": 2, "peers_to_start": 2})
 
     async def script(swarm: LiveSwarm) -> None:
         await swarm.reached(5)
