@@ -24,6 +24,9 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.data import SampleStream
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+# GPipe holds the activations of all microbatches at once, of GPT-2 124M some 0.4 GB each: those of larger global
+# batches go through the pipeline in groups of at most so many, and the gradients accumulate.
+MOST_MICROBATCHES_OF_GPIPE = 16
 
 
 def loss_sum(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -61,24 +64,27 @@ def train(options: argparse.Namespace, trainer: StageTrainer) -> None:
     """Finish global steps, with one line of metrics.jsonl for each."""
     manifest, spec = trainer.manifest, trainer.spec
     samples = manifest.training.global_batch_size
+    microbatches = samples // manifest.training.microbatch_size
+    group = min(microbatches, MOST_MICROBATCHES_OF_GPIPE) if options.schedule == "gpipe" else microbatches
     stage = PipelineStage(trainer.module, spec.index, spec.num_stages, trainer.device)
-    schedule = SCHEDULES[options.schedule](
-        stage, samples // manifest.training.microbatch_size, loss_fn=loss_sum, scale_grads=False
-    )
+    schedule = SCHEDULES[options.schedule](stage, group, loss_fn=loss_sum, scale_grads=False)
     batches = microbatches_of(SampleStream(manifest, STREAM_ID), manifest)
     metrics = (options.output / "metrics.jsonl").open("w") if spec.is_last else None
     for step in range(1, manifest.training.steps + 1):
         begin = time.monotonic()
         tokens_NS = torch.cat(next(batches)).long()
-        inputs = (tokens_NS[:, :-1],) if spec.is_first else ()
-        losses: list[torch.Tensor] = []
-        schedule.step(*inputs, target=tokens_NS[:, 1:] if spec.is_last else None, losses=losses, return_outputs=False)
+        loss_sums = 0.0
+        for tokens_GS in tokens_NS.split(group * manifest.training.microbatch_size):
+            inputs = (tokens_GS[:, :-1],) if spec.is_first else ()
+            targets = tokens_GS[:, 1:] if spec.is_last else None
+            losses: list[torch.Tensor] = []
+            schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+            loss_sums += float(sum(losses))
         trainer.num_samples = samples
         trainer.apply(trainer.mean_gradients())
         if metrics is not None:
-            loss = float(torch.stack(losses).sum()) / samples
             tokens = samples * manifest.data.sequence_length
-            line = {"step": step, "loss": loss, "tokens": tokens, "seconds": time.monotonic() - begin}
+            line = {"step": step, "loss": loss_sums / samples, "tokens": tokens, "seconds": time.monotonic() - begin}
             print(json.dumps(line), file=metrics, flush=True)
 
 
