@@ -179,7 +179,8 @@ class Directory:
         """Keep the view of these stages fresh."""
         while True:
             await self.refresh_surely(stages)
-            wanted = self._manifest.stages.peers_to_start
+            has_begun = any(peer.step > 0 for peer in self.view.peers)
+            wanted = 1 if has_begun else self._manifest.stages.peers_to_start
             all_served = all(len(self.view.serving(stage)) >= wanted for stage in stages)
             await anyio.sleep(FAST_POLL_S)
             self._stranger_seen = anyio.Event()

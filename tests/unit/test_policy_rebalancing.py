@@ -10,7 +10,7 @@ from swarm_peer.policy import rebalancing
 from swarm_peer.policy.churn import QUIET_S, REMEMBERED_S, ChurnMeter
 from swarm_peer.policy.exchange import FEW_MOVES, RebalancingParameters, _Search, best_plan
 from swarm_peer.policy.forecast import Shift, discounted_samples
-from swarm_peer.policy.rebalancing import choose_stage, rebalance
+from swarm_peer.policy.rebalancing import ExchangePatience, Move, Rebalancing, choose_stage, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 MOVE_S = 45.0
@@ -403,3 +403,26 @@ def test_many_that_go_at_once_are_one_change():
         churn.observe("abcdefghijkl", 0.0)
         churn.observe("abcdefghijkl"[left:], 10.0)
     assert together.horizon_s(2, 20.0) == one.horizon_s(2, 20.0)
+
+
+def exchange_of(first: str, second: str) -> Rebalancing:
+    return Rebalancing((Move(first, 0, 1, ""), Move(second, 1, 0, "")), "it pays")
+
+
+def test_an_exchange_waits_and_other_moves_do_not() -> None:
+    patience = ExchangePatience()
+    move = Rebalancing((Move("a", 0, 1, ""),), "it pays")
+    assert patience.check(move, 120, 10) is move
+    waits = patience.check(exchange_of("a", "b"), 120, 20)
+    assert (waits.moves, waits.again_s) == ((), 140)
+    assert "it pays" in waits.reason
+    assert patience.check(exchange_of("a", "b"), 120, 139).moves == ()
+    assert len(patience.check(exchange_of("a", "b"), 120, 140).moves) == 2
+
+
+@pytest.mark.parametrize("between", [exchange_of("a", "c"), Rebalancing((), "at rest")])
+def test_an_exchange_that_does_not_pay_all_the_time_waits_anew(between: Rebalancing) -> None:
+    patience = ExchangePatience()
+    patience.check(exchange_of("a", "b"), 120, 0)
+    patience.check(between, 120, 100)
+    assert patience.check(exchange_of("a", "b"), 120, 110).again_s == 230
