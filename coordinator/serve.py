@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
 from anyio import to_thread
 
+from coordinator.addresses import KnownPeers, write_addresses
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
 from coordinator.loggers import LoggerName, open_loggers
@@ -19,7 +19,7 @@ from coordinator.service import RunService, check_output, join_command
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.bootstrap import parse_manifest, read_addresses
-from swarm_peer.runtime.dht import SwarmDHT
+from swarm_peer.runtime.dht import NobodyAnswers, SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.orders import find_end
@@ -64,28 +64,32 @@ def run_serve(
     check_output(output)
     if standby:
         _check_standby(identity_path, initial_peers, plan)
-    elif not initial_peers and plan.resume is None:
-        _check_not_begun(output)
-    run_key = Identity.load_or_create(identity_path)
     # Two nodes of one identity would be one to libp2p.
     own_path = output / STANDBY_IDENTITY if standby else identity_path
-    dht = SwarmDHT.start(
-        initial_peers=read_addresses(initial_peers),
-        host_maddrs=host_maddrs,
-        announce_maddrs=announce_maddrs,
-        identity=Identity.load_or_create(own_path),
-        identity_path=own_path,
-        metrics=PeerMetrics(),
-    )
+
+    def start(addresses: Sequence[str]) -> SwarmDHT:
+        return SwarmDHT.start(
+            initial_peers=addresses,
+            host_maddrs=host_maddrs,
+            announce_maddrs=announce_maddrs,
+            identity=Identity.load_or_create(own_path),
+            identity_path=own_path,
+            metrics=PeerMetrics(),
+        )
+
+    begins = not initial_peers and plan.resume is None
+    dht = _start_where_it_was(output, start) if begins else start(read_addresses(initial_peers))
     try:
-        run_loop(_check_known_run, dht, run_key.peer_id, manifest, plan.resume is not None, standby)
+        run_key = Identity.load_or_create(identity_path)
+        must_be_known = standby or (begins and _has_begun(output))
+        run_loop(_check_known_run, dht, run_key.peer_id, manifest, plan.resume is not None, must_be_known)
         addresses = dht.addresses()
 
         def be_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
             live.print(f"Peers join with:\n\n  {join_command(addresses)}\n")
             if address_file is not None:
-                _write_atomically(address_file, "\n".join(addresses) + "\n")
+                write_addresses(address_file, addresses)
 
         with (
             open_loggers(log_to, manifest, output, resume=True) as on_line,
@@ -102,14 +106,35 @@ def run_serve(
         dht.shutdown()
 
 
-def _check_not_begun(output: Path) -> None:
-    metrics = output / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size:
+def _metrics_of(output: Path) -> Path:
+    return output / "metrics.jsonl"
+
+
+def _has_begun(output: Path) -> bool:
+    return _metrics_of(output).exists() and _metrics_of(output).stat().st_size > 0
+
+
+def _start_where_it_was(output: Path, start: Callable[[Sequence[str]], SwarmDHT]) -> SwarmDHT:
+    """Join the peers of the run that this folder is of, if there are any, or else begin a new swarm.
+
+    Raises:
+        UserError: it has begun, and none of its peers answers
+    """
+    known = KnownPeers(output).read()
+    if known:
+        log.info("carrying_on peers=%d", len(known))
+        try:
+            return start(known)
+        except NobodyAnswers as error:
+            log.warning("peers_not_found reason=%s", error)
+    if _has_begun(output):
         raise UserError(
-            f"{metrics} is of a run that has begun, and without its peers it would begin anew: carry on with "
-            f"--initial-peers and the address of any of its peers (the last peer_started line of a peer's log), go on "
-            f"from a checkpoint with --resume, or name another --output"
+            f"{_metrics_of(output)} is of a run that has begun, nobody answers at the {len(known)} known addresses of "
+            f"its peers, and without them it would begin anew: carry on with --initial-peers and the address of any of "
+            f"its peers (the last peer_started line of a peer's log), go on from a checkpoint with --resume, or name "
+            f"another --output"
         )
+    return start(())
 
 
 def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: CheckpointPlan) -> None:
@@ -124,16 +149,21 @@ def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: Chec
         raise UserError("--standby watches a run that is under way, --resume begins one: leave one of them out")
 
 
-async def _check_known_run(dht: SwarmDHT, run_id: str, manifest: RunManifest, resume: bool, standby: bool) -> None:
+async def _check_known_run(
+    dht: SwarmDHT, run_id: str, manifest: RunManifest, resume: bool, must_be_known: bool
+) -> None:
     """A run's manifest never changes: peers of two manifests would refuse each other's calls.
 
     Raises:
-        UserError: it would, or the run is not there to stand by, or alive and not to be resumed, or has ended
+        UserError: it would, or the run is not there to carry on with, or alive and not to be resumed, or has ended
         CallError: the DHT gives no answer: what is under way is not known
     """
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
-    if known is None and standby:
-        raise UserError(f"--standby: no run {run_id} is under way there; check --identity-path and --initial-peers")
+    if known is None and must_be_known:
+        raise UserError(
+            f"no run {run_id} is under way there: check --identity-path and --initial-peers, go on from a checkpoint "
+            f"with --resume, or name another --output"
+        )
     if known is not None and (other := parse_manifest(known).hash) != manifest.hash:
         raise UserError(
             f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
@@ -165,10 +195,3 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
             if plan.store is not None and (newest := await to_thread.run_sync(plan.store.newest, service.manifest)):
                 print(f"Go on from global step {newest.updates} with --resume {newest.path}", flush=True)
         tasks.cancel_scope.cancel()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)

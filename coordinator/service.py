@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from coordinator.addresses import KnownPeers
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, Resumption
 from coordinator.coordination import Coordination
 from coordinator.export import export_states
@@ -136,6 +137,7 @@ class RunService:
         self._rebalancer_term: Term | None = None
         self._peer_metrics = PeerMetrics()
         self._directory = Directory(manifest, dht, "", None, self._peer_metrics, Signal())
+        self._known_peers = KnownPeers(output)
 
     @property
     def model_folder(self) -> Path:
@@ -184,6 +186,7 @@ class RunService:
                             log.warning("lines_missing steps=%s reason=nobody tells of them any more", missing)
                         if metrics_file.write(line):
                             self._on_line(line)
+                    self._known_peers.keep(self._directory.addresses())
                     self.watch.coordination = coordination.newest
                     await self._rebalance(coordination)
                     self.metrics.update(self.watch)

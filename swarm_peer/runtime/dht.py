@@ -7,6 +7,7 @@ import logging
 import socket
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 10.0
 # libp2p's own start takes half a second; dialling an address that does not answer, as long as it is allowed to.
 START_TIMEOUT_S = 15.0
+# Of several initial peers, those that do not accept a connection in this time are not dialled.
+CONNECT_TIMEOUT_S = 3.0
 # What lasts longest is a day; an hour for clocks that differ.
 LONGEST_LIFETIME_S = 25 * 3600.0
+
+
+class NobodyAnswers(UserError):
+    """None of the initial peers does."""
 
 
 class SignedRecordValidator(RecordValidatorBase):
@@ -82,6 +89,7 @@ class SwarmDHT:
         self.node = node
         self.identity = identity
         self._metrics = metrics
+        self._addresses: list[str] = []
 
     @classmethod
     def start(
@@ -105,6 +113,8 @@ class SwarmDHT:
             _check_multiaddress(address)
         for address in host_maddrs:
             _check_port_is_free(address)
+        if len(initial_peers) > 1:
+            initial_peers = _listening(initial_peers) or initial_peers
         node = _DHTProcess(
             initial_peers=list(initial_peers) or None,
             start=False,
@@ -126,7 +136,10 @@ class SwarmDHT:
         return cls(node, identity, metrics)
 
     def addresses(self) -> list[str]:
-        return [str(address) for address in self.node.get_visible_maddrs()]
+        """Where this node listens. The first call waits for its process, and belongs before the event loop."""
+        if not self._addresses:
+            self._addresses = [str(address) for address in self.node.get_visible_maddrs()]
+        return self._addresses
 
     async def p2p(self) -> P2P:
         return await self.node.replicate_p2p()
@@ -249,6 +262,23 @@ def _check_port_is_free(address: str) -> None:
                     ) from error
 
 
+def _listening(addresses: Sequence[str]) -> list[str]:
+    """Those where somebody accepts connections; libp2p dials one after the other, and gives each five seconds."""
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        return [address for address, accepts in zip(addresses, pool.map(_accepts, addresses), strict=True) if accepts]
+
+
+def _accepts(address: str) -> bool:
+    """As far as can be told: of what is not TCP, nothing."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *_]:
+            try:
+                socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+            except (OSError, UnicodeError):  # nobody listens, or that is no name
+                return False
+    return True
+
+
 def check_peer_address(address: str) -> str:
     """Return the peer id at the end of an initial peer's address.
 
@@ -268,7 +298,7 @@ def check_peer_address(address: str) -> str:
 def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:
     text = " ".join(str(error).split()) or type(error).__name__
     if initial_peers:
-        return UserError(
+        return NobodyAnswers(
             f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
             f"and its port are right, and that no firewall is between ({text[-160:]})"
         )

@@ -25,6 +25,8 @@ from swarm_peer.wire.ledger_codec import CountedRanges
 MAX_RECORD_BYTES = 64 * 1024
 # Hivemind's DHT process does not survive a request of more than 16 KiB: it reads half of it from its pipe.
 MAX_STORED_BYTES = 15 * 1024
+# That a peer tells of itself: one for each network that it is in.
+MAX_ADDRESSES = 4
 
 # So many fit, with reasons of any length.
 MAX_ASSIGNMENTS = 32
@@ -97,6 +99,7 @@ class Announcement(Record):
         bandwidth_bytes_per_s: at which it downloaded its state; 0 if it did not
         moved_from: the stage that it has left for this one, until it serves
         formerly: its id before that: a peer that moves starts anew
+        addresses: where it says that it listens
     """
 
     kind = "announcement"
@@ -116,6 +119,7 @@ class Announcement(Record):
     bandwidth_bytes_per_s: NonNegativeFloat = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     formerly: str = Field("", max_length=64)
+    addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES)
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:
         """Args:

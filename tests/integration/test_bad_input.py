@@ -94,10 +94,12 @@ def test_options_of_the_coordinator(options, words, config, tmp_path, monkeypatc
     assert all(word in said for word in words), said
 
 
-def test_a_run_that_has_begun_is_not_begun_anew(config, tmp_path, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("known", [(), (f"/ip4/127.0.0.1/tcp/9/p2p/{UNUSED_ID}",)], ids=["none", "gone"])
+def test_a_run_that_has_begun_is_not_begun_anew(known, config, tmp_path, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
     output = tmp_path / "out"
     output.mkdir()
     (output / "metrics.jsonl").write_text('{"step": 1}\n')
+    (output / "peers").write_text("\n".join(known))
     said = one_line_of("swarm-coordinator", monkeypatch, capfd, "serve", config(), "--output", str(output))
     assert all(word in said for word in ("metrics.jsonl", "--initial-peers", "--resume", "--output")), said
 

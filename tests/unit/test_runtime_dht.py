@@ -1,13 +1,14 @@
 """The check that each node of the DHT makes on what it is to store."""
 
 import math
+import socket
 
 import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-from swarm_peer.runtime.dht import LONGEST_LIFETIME_S, SignedRecordValidator, _place
+from swarm_peer.runtime.dht import LONGEST_LIFETIME_S, SignedRecordValidator, _listening, _place
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, Progress, end_key, seal
 
@@ -50,3 +51,14 @@ def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
 )
 def test_anything_else_is_not(record):
     assert not SignedRecordValidator().validate(record)
+
+
+def test_initial_peers_are_those_where_somebody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as open_, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        ports = open_.getsockname()[1], closed.getsockname()[1]
+        here, nowhere = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{ME.peer_id}" for port in ports)
+        no_name = f"/dns4/{'x' * 70}/tcp/1/p2p/{ME.peer_id}"
+        other = f"/ip4/127.0.0.1/udp/1/quic/p2p/{ME.peer_id}"
+        assert _listening([nowhere, here, no_name, other]) == [here, other]
+        assert _listening([nowhere, no_name]) == []

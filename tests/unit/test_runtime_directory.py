@@ -5,6 +5,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.signal import Signal
+from swarm_peer.wire.identity import Identity
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -23,11 +24,15 @@ class Announcements:
 
     def __init__(self):
         self.serials = {"a": 1, "b": 1}
+        self.addresses = ()
 
     async def fetch(self, key, kind, subject):
         if not key.endswith("1"):
             return {}
-        return {peer: ANNOUNCEMENT.model_copy(update={"serial": serial}) for peer, serial in self.serials.items()}
+        return {
+            peer: ANNOUNCEMENT.model_copy(update={"serial": serial, "addresses": self.addresses})
+            for peer, serial in self.serials.items()
+        }
 
 
 @pytest.fixture
@@ -72,3 +77,15 @@ async def test_who_has_said_goodbye_is_not_waited_for(directory, dht):
 async def test_strangers_cannot_be_dropped(directory):
     directory.drop("nobody")
     assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+
+
+async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
+    here, there = (Identity.generate().peer_id for _ in range(2))
+    dht.serials = {here: 1, there: 1}
+    dht.addresses = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", "@/etc/passwd", "")
+    directory = Directory(MANIFEST, dht, "cpu", None, PeerMetrics(), Signal())
+    assert directory.addresses() == []
+    await directory.refresh([0, 1])
+    assert directory.addresses() == [f"/ip4/1.2.3.4/tcp/5/p2p/{here}"], "the other one tells of a stranger"
+    directory.drop(here)
+    assert directory.addresses() == []
