@@ -17,7 +17,7 @@ import anyio
 
 from coordinator.run_watch import RunWatch
 from swarm_peer.errors import CallError, UserError
-from swarm_peer.policy.view import UNDECIDED, SwarmView
+from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
@@ -100,7 +100,9 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
                 begun = int(time.time()) if origin is None else origin.begun
                 # Again and again: whoever stores it may be among those who go.
                 told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
-                seen = len((await directory.refresh([*range(manifest.stages.count), UNDECIDED])).peers)
+                view = await directory.refresh([*range(manifest.stages.count), UNDECIDED])
+                # Who drains has heard of it, and its last announcement outlives it by up to `lifetime_s`.
+                seen = sum(peer.state is not PeerState.DRAINING for peer in view.peers)
                 answered_s = anyio.current_time()
                 if seen != left:
                     on_left(seen)
