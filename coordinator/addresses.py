@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.dht import is_tcp_address
+
+log = logging.getLogger(__name__)
+
 # Some of the peers are gone when a coordinator comes back, and some cannot be dialled from where it is.
 MAX_KNOWN = 32
+# In the run's folder.
+PEERS = "peers"
 
 
 def write_addresses(path: Path, addresses: Sequence[str]) -> None:
@@ -23,14 +31,25 @@ class KnownPeers:
     """The addresses of a run's peers, kept in the run's folder: through them its coordinator finds the run again."""
 
     def __init__(self, output: Path):
-        self._path = output / "peers"
+        self._path = output / PEERS
         self._kept: set[str] = set()
 
     def read(self) -> list[str]:
-        return self._path.read_text().split() if self._path.exists() else []
+        """Raises UserError: it cannot be read"""
+        try:
+            lines = self._path.read_text().split()
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {self._path}, the addresses of the run's peers: {error}") from error
+        return [line for line in lines if is_tcp_address(line, line.rpartition("/")[2])]
 
     def keep(self, addresses: Sequence[str]) -> None:
         """Some of these, at random. Where there are none, those of before stay: peers may be out of sight."""
         if addresses and set(addresses) != self._kept:
+            try:
+                write_addresses(self._path, random.sample(addresses, min(MAX_KNOWN, len(addresses))))
+            except OSError as error:
+                log.warning("peers_not_kept path=%s reason=%s", self._path, error)
+                return
             self._kept = set(addresses)
-            write_addresses(self._path, random.sample(addresses, min(MAX_KNOWN, len(addresses))))

@@ -22,6 +22,7 @@ from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.orders import LOOK_FOR_END_S
 from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.identity import Identity
@@ -90,8 +91,10 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
     directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
     lifetime_s = manifest.limits.announcement_s
     told, left, answered_s = False, None, anyio.current_time()
+    looks_without_any = 0
     with anyio.move_on_after(ENDING_S + lifetime_s):
-        while not (told and left == 0):
+        # Somebody may drain for another reason, and look for the end in his next life.
+        while looks_without_any * END_POLL_S <= LOOK_FOR_END_S:
             if told and anyio.current_time() - answered_s > lifetime_s:
                 log.warning("run_not_seen reason=nobody answers any more: all have gone, or the way to them is cut")
                 return
@@ -107,6 +110,7 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
                 if seen != left:
                     on_left(seen)
                 left = seen
+                looks_without_any = looks_without_any + 1 if told and left == 0 else 0
             await anyio.sleep(END_POLL_S)
         return
     if not told:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 import anyio
 from anyio import to_thread
 
-from coordinator.addresses import KnownPeers, write_addresses
+from coordinator.addresses import PEERS, KnownPeers, write_addresses
 from coordinator.checkpointing import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.live import LiveView
 from coordinator.loggers import LoggerName, open_loggers
@@ -62,6 +64,7 @@ def run_serve(
         UserError: something that the user can mend
     """
     check_output(output)
+    lock = _lock(output)
     if standby:
         _check_standby(identity_path, initial_peers, plan)
     # Two nodes of one identity would be one to libp2p.
@@ -104,6 +107,23 @@ def run_serve(
             run_loop(_serve, service, plan)
     finally:
         dht.shutdown()
+        lock.close()
+
+
+def _lock(output: Path) -> IO[str]:
+    """Two coordinators with one key and one folder would write over each other. Held until it is closed, or we end.
+
+    Raises:
+        UserError: another one holds it
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    file = (output / ".lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked children would hold it as well
+    except BlockingIOError as error:
+        file.close()
+        raise UserError(f"another coordinator writes to {output}: stop it, or name another --output") from error
+    return file
 
 
 def _metrics_of(output: Path) -> Path:
@@ -127,12 +147,12 @@ def _start_where_it_was(output: Path, start: Callable[[Sequence[str]], SwarmDHT]
             return start(known)
         except NobodyAnswers as error:
             log.warning("peers_not_found reason=%s", error)
-    if _has_begun(output):
+    if known or _has_begun(output):
         raise UserError(
-            f"{_metrics_of(output)} is of a run that has begun, nobody answers at the {len(known)} known addresses of "
-            f"its peers, and without them it would begin anew: carry on with --initial-peers and the address of any of "
-            f"its peers (the last peer_started line of a peer's log), go on from a checkpoint with --resume, or name "
-            f"another --output"
+            f"{_metrics_of(output)} is of a run that has begun, nobody answers at the {len(known)} addresses of its "
+            f"peers in {output / PEERS}, and without them it would begin anew: carry on with --initial-peers and the "
+            f"address of any of its peers (the last peer_started line of a peer's log), go on from a checkpoint with "
+            f"--resume, or name another --output"
         )
     return start(())
 
@@ -159,7 +179,10 @@ async def _check_known_run(
         CallError: the DHT gives no answer: what is under way is not known
     """
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
-    if known is None and must_be_known:
+    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
+    is_alive = bool((await directory.refresh(range(manifest.stages.count))).peers)
+    # Its manifest is forgotten a day after its last coordinator; that its peers announce themselves says as much.
+    if known is None and must_be_known and not is_alive:
         raise UserError(
             f"no run {run_id} is under way there: check --identity-path and --initial-peers, go on from a checkpoint "
             f"with --resume, or name another --output"
@@ -171,8 +194,7 @@ async def _check_known_run(
         )
     if not resume and (end := await find_end(dht, run_id)) is not None:
         raise UserError(f"run {run_id} has ended: {end.reason}; go on from its checkpoint with --resume")
-    directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
-    if resume and any((await directory.refresh(range(manifest.stages.count))).peers):
+    if resume and is_alive:
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
 
 

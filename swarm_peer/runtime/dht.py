@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import struct
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ REQUEST_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 15.0
 # Of several initial peers, those that do not accept a connection in this time are not dialled.
 CONNECT_TIMEOUT_S = 3.0
+MOST_CONNECTING = 32
+# What libp2p says first, unasked.
+GREETING = b"\x13/multistream/1.0.0\n"
 # What lasts longest is a day; an hour for clocks that differ.
 LONGEST_LIFETIME_S = 25 * 3600.0
 
@@ -263,8 +267,8 @@ def _check_port_is_free(address: str) -> None:
 
 
 def _listening(addresses: Sequence[str]) -> list[str]:
-    """Those where somebody accepts connections; libp2p dials one after the other, and gives each five seconds."""
-    with ThreadPoolExecutor(len(addresses)) as pool:
+    """Those where libp2p is; it dials one after the other, and gives each that is mute five seconds."""
+    with ThreadPoolExecutor(min(len(addresses), MOST_CONNECTING)) as pool:
         return [address for address, accepts in zip(addresses, pool.map(_accepts, addresses), strict=True) if accepts]
 
 
@@ -273,10 +277,23 @@ def _accepts(address: str) -> bool:
     match address.split("/"):
         case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *_]:
             try:
-                socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+                with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
+                    return connection.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
             except (OSError, UnicodeError):  # nobody listens, or that is no name
                 return False
     return True
+
+
+def is_tcp_address(address: str, peer_id: str) -> bool:
+    """Whether it is one of that peer, and nothing else: libp2p's daemon does not start if one of many is malformed."""
+    return (
+        re.fullmatch(rf"/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{{1,253}}/tcp/[0-9]{{1,5}}/p2p/{peer_id}", address)
+        is not None
+    )
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 def check_peer_address(address: str) -> str:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import anyio
 
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, UserError
+from swarm_peer.errors import CallError
 from swarm_peer.policy.view import PeerView, SwarmView
-from swarm_peer.runtime.dht import SwarmDHT, check_peer_address
+from swarm_peer.runtime.dht import SwarmDHT, is_loopback, is_tcp_address
 from swarm_peer.runtime.metrics import PeerMetrics
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
@@ -125,14 +124,13 @@ class Directory:
 
     def addresses(self) -> list[str]:
         """Where the peers in view say that they listen."""
-        found = []
-        for peer in self.view.peers:
-            known = self._peers.get(peer.peer_id)
-            for address in known[0].addresses if known is not None else ():
-                with suppress(UserError):  # it may have said anything
-                    if check_peer_address(address) == peer.peer_id:
-                        found.append(address)
-        return found
+        return [
+            address
+            for peer in self.view.peers
+            if peer.peer_id in self._peers
+            for address in self._peers[peer.peer_id][0].addresses
+            if is_tcp_address(address, peer.peer_id)  # it may have said anything
+        ]
 
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
@@ -169,7 +167,7 @@ class Directory:
             bandwidth_bytes_per_s=me.bandwidth_bytes_per_s,
             moved_from=me.moved_from,
             formerly=me.formerly,
-            addresses=tuple(self._dht.addresses()[:MAX_ADDRESSES]),
+            addresses=tuple(sorted(self._dht.addresses(), key=is_loopback)[:MAX_ADDRESSES]),
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()

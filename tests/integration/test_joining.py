@@ -78,13 +78,15 @@ def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path:
     wait_for(lambda: "serving stage=" in processes.log("member"), "the peer's serving")
     known = tmp_path / "out" / "peers"
     wait_for(known.exists, "the coordinator's knowledge of its peer")
+    back = (*COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"))
+    assert processes.run("twice", *back, *options[:2]) == 2
+    assert "another coordinator" in processes.log("twice").splitlines()[-1]
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(20) == 0
 
     # The run lives on in the DHT of its peers: its coordinator finds it there, and may not have another manifest.
     address = processes.log("member").partition("addresses=")[2].split()[0]
     assert address in known.read_text().split()
-    back = (*COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"))
     assert processes.run("changed", *back, *options[:2], "--set", "seed=7") == 2, processes.log("changed")[-2000:]
     assert "under way with manifest" in processes.log("changed").splitlines()[-1]
 

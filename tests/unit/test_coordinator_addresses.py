@@ -1,4 +1,14 @@
+import pytest
+
 from coordinator.addresses import MAX_KNOWN, KnownPeers
+from swarm_peer.errors import UserError
+from swarm_peer.wire.identity import Identity
+
+ID = Identity.generate().peer_id
+
+
+def address(number):
+    return f"/ip4/127.0.0.1/tcp/{number}/p2p/{ID}"
 
 
 def test_the_newest_addresses_are_kept_and_never_none(tmp_path):
@@ -6,17 +16,37 @@ def test_the_newest_addresses_are_kept_and_never_none(tmp_path):
     assert peers.read() == []
     peers.keep([])
     assert peers.read() == []
-    peers.keep(["a", "b"])
+    peers.keep([address(1), address(2)])
     peers.keep([])
-    assert sorted(peers.read()) == ["a", "b"]
-    peers.keep(["c"])
-    assert KnownPeers(tmp_path / "out").read() == ["c"]
+    assert sorted(peers.read()) == [address(1), address(2)]
+    peers.keep([address(3)])
+    assert KnownPeers(tmp_path / "out").read() == [address(3)]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["peers"]
 
 
 def test_of_many_some_are_kept(tmp_path):
-    many = [f"address-{number}" for number in range(3 * MAX_KNOWN)]
+    many = [address(number) for number in range(3 * MAX_KNOWN)]
     KnownPeers(tmp_path).keep(many)
     kept = KnownPeers(tmp_path).read()
     assert len(set(kept)) == MAX_KNOWN
     assert set(kept) < set(many)
+
+
+def test_what_is_no_address_is_passed_over(tmp_path):
+    (tmp_path / "peers").write_text(f"\n{address(1)}\nhello /unix/x/p2p/{ID}\n")
+    assert KnownPeers(tmp_path).read() == [address(1)]
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    (tmp_path / "peers").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="peers"):
+        KnownPeers(tmp_path).read()
+
+
+def test_a_file_that_cannot_be_written_stops_nobody_and_is_tried_again(tmp_path):
+    (tmp_path / "out").write_text("in the way")
+    peers = KnownPeers(tmp_path / "out")
+    peers.keep([address(1)])
+    (tmp_path / "out").unlink()
+    peers.keep([address(1)])
+    assert peers.read() == [address(1)]

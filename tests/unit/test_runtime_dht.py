@@ -2,13 +2,21 @@
 
 import math
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-from swarm_peer.runtime.dht import LONGEST_LIFETIME_S, SignedRecordValidator, _listening, _place
+from swarm_peer.runtime.dht import (
+    GREETING,
+    LONGEST_LIFETIME_S,
+    SignedRecordValidator,
+    _listening,
+    _place,
+    is_tcp_address,
+)
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, Progress, end_key, seal
 
@@ -54,11 +62,44 @@ def test_anything_else_is_not(record):
 
 
 def test_initial_peers_are_those_where_somebody_listens():
-    with socket.create_server(("127.0.0.1", 0)) as open_, socket.socket() as closed:
+    with socket.create_server(("127.0.0.1", 0)) as open_, socket.socket() as closed, ThreadPoolExecutor(1) as pool:
         closed.bind(("127.0.0.1", 0))  # and does not listen
+
+        def greet(*words: bytes) -> None:
+            for word in words:
+                connection, _ = open_.accept()
+                with connection:
+                    connection.sendall(word)
+
         ports = open_.getsockname()[1], closed.getsockname()[1]
         here, nowhere = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{ME.peer_id}" for port in ports)
+        greeted = pool.submit(greet, GREETING, b"SSH-2.0", b"")
         no_name = f"/dns4/{'x' * 70}/tcp/1/p2p/{ME.peer_id}"
         other = f"/ip4/127.0.0.1/udp/1/quic/p2p/{ME.peer_id}"
         assert _listening([nowhere, here, no_name, other]) == [here, other]
         assert _listening([nowhere, no_name]) == []
+        assert [_listening([here]) for _ in range(2)] == [[], []], "it is somebody else"
+        greeted.result()
+
+
+@pytest.mark.parametrize("host", ["ip4/1.2.3.4", "ip6/::1", "dns4/peer-1.example.org", "dns/a"])
+def test_addresses_of_a_peer(host):
+    assert is_tcp_address(f"/{host}/tcp/31337/p2p/{ME.peer_id}", ME.peer_id)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "/unix/x y/p2p/ME",
+        "/unix/x/p2p/ME",
+        "/ip4/1.2.3.4/tcp/ 1/p2p/ME",
+        "/ip4/1.2.3.4/tcp/1/p2p/OTHER",
+        "/ip4/1.2.3.4,/ip4/1.2.3.4/tcp/1/p2p/ME",
+        "/ip4/1.2.3.4/udp/1/quic/p2p/ME",
+        "/ip4/1.2.3.4/tcp/1/p2p/ME\n",
+        "/ip4/1.2.3.4/tcp/1/p2p/ME/p2p-circuit",
+    ],
+)
+def test_what_is_no_plain_address_of_a_peer(address):
+    assert not is_tcp_address(address.replace("ME", ME.peer_id).replace("OTHER", OTHER.peer_id), ME.peer_id)

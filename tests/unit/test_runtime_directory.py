@@ -82,7 +82,7 @@ async def test_strangers_cannot_be_dropped(directory):
 async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     here, there = (Identity.generate().peer_id for _ in range(2))
     dht.serials = {here: 1, there: 1}
-    dht.addresses = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", "@/etc/passwd", "")
+    dht.addresses = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", f"/unix/x/p2p/{here}", "")
     directory = Directory(MANIFEST, dht, "cpu", None, PeerMetrics(), Signal())
     assert directory.addresses() == []
     await directory.refresh([0, 1])
