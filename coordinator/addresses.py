@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.dht import is_tcp_address
+from swarm_peer.runtime.dht import check_peer_address, is_tcp_address
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class KnownPeers:
             return []
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read {self._path}, the addresses of the run's peers: {error}") from error
-        return [line for line in lines if is_tcp_address(line, line.rpartition("/")[2])]
+        return [line for line in lines if _is_address(line)]
 
     def keep(self, addresses: Sequence[str]) -> None:
         """Some of these, at random. Where there are none, those of before stay: peers may be out of sight."""
@@ -53,3 +53,11 @@ class KnownPeers:
                 log.warning("peers_not_kept path=%s reason=%s", self._path, error)
                 return
             self._kept = set(addresses)
+
+
+def _is_address(line: str) -> bool:
+    """Peers have said it, so it may be anything; one that is malformed would keep the coordinator from starting."""
+    try:
+        return is_tcp_address(line, check_peer_address(line))
+    except UserError:
+        return False

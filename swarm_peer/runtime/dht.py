@@ -273,9 +273,9 @@ def _listening(addresses: Sequence[str]) -> list[str]:
 
 
 def _accepts(address: str) -> bool:
-    """As far as can be told: of what is not TCP, nothing."""
+    """As far as can be told: of what is not plain TCP, nothing."""
     match address.split("/"):
-        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *_]:
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, "p2p", _]:
             try:
                 with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
                     return connection.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
@@ -285,11 +285,9 @@ def _accepts(address: str) -> bool:
 
 
 def is_tcp_address(address: str, peer_id: str) -> bool:
-    """Whether it is one of that peer, and nothing else: libp2p's daemon does not start if one of many is malformed."""
-    return (
-        re.fullmatch(rf"/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{{1,253}}/tcp/[0-9]{{1,5}}/p2p/{peer_id}", address)
-        is not None
-    )
+    """Whether it has the form of one of that peer: libp2p's daemon does not start if one of many has another."""
+    host = "/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{1,253}"
+    return re.fullmatch(rf"{host}/tcp/[0-9]{{1,5}}/p2p/{re.escape(peer_id)}", address) is not None
 
 
 def is_loopback(address: str) -> bool:

@@ -33,7 +33,8 @@ def test_of_many_some_are_kept(tmp_path):
 
 
 def test_what_is_no_address_is_passed_over(tmp_path):
-    (tmp_path / "peers").write_text(f"\n{address(1)}\nhello /unix/x/p2p/{ID}\n")
+    others = f"hello /unix/x/p2p/{ID} /ip4/999.1.1.1/tcp/1/p2p/{ID} {address(99999)} /ip4/1.2.3.4/tcp/1/p2p/.*"
+    (tmp_path / "peers").write_text(f"\n{address(1)}\n{others}\n")
     assert KnownPeers(tmp_path).read() == [address(1)]
 
 
