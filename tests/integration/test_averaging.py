@@ -33,7 +33,7 @@ TOLERANCE = {"none": 1e-6, "fp16": 1e-3, "blockwise_8bit": 0.03}
 class Members:
     """Three peers of one stage, each with its DHT and its averager."""
 
-    def __init__(self, folder: Path, compression: str):
+    def __init__(self, folder: Path, compression: str, chunk_timeout_s: float):
         self.dhts: list[SwarmDHT] = []
         for number in range(len(WEIGHTS)):
             path = folder / f"identity-{number}"
@@ -48,7 +48,7 @@ class Members:
                 )
             )
         section = AveragingSection.model_validate(
-            {"compression": compression, "round_timeout_s": 20, "chunk_timeout_s": 2}
+            {"compression": compression, "round_timeout_s": 20, "chunk_timeout_s": chunk_timeout_s}
         )
         self.averagers = [GradientAverager(SHAPES, dht.node, "swarm-test-stage0", section) for dht in self.dhts]
         self.ids = [dht.identity.peer_id for dht in self.dhts]
@@ -87,7 +87,10 @@ def gradients_of(number: int, step: int) -> list[torch.Tensor]:
 
 @pytest.fixture
 def members(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Members]:
-    started = Members(tmp_path, request.param)
+    # Others compute beside this, and the first 8-bit code takes seconds of imports; who is waited for in vain is to be
+    # given up sooner.
+    compression, _, chunk_timeout_s = request.param.partition(":")
+    started = Members(tmp_path, compression, float(chunk_timeout_s or 10))
     yield started
     started.stop()
 
@@ -120,7 +123,7 @@ async def test_all_members_get_the_weighted_mean(members: Members, request: pyte
         check_equals_mean(await members.average(step, [0, 1, 2]), step, tolerance)
 
 
-@pytest.mark.parametrize("members", ["none"], indirect=True)
+@pytest.mark.parametrize("members", ["none:4"], indirect=True)
 async def test_who_comes_later_is_waited_for_and_who_does_not_come_fails_the_round(members: Members) -> None:
     check_equals_mean(await members.average(0, [0, 1, 2], late_s=1.0), 0, TOLERANCE["none"])
     assert await members.average(1, [0, 2]) == [None, None, None]
@@ -137,7 +140,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(averaging._AveragerProcess, "_count_runners", _count_runners, raising=False)
 
 
-@pytest.mark.parametrize("members", ["none"], indirect=True)
+@pytest.mark.parametrize("members", ["none:4"], indirect=True)
 async def test_a_failed_round_leaves_nothing_behind(counting: None, members: Members) -> None:
     assert await members.average(0, [0, 1]) == [None, None, None]
     await anyio.sleep(COLLECT_AFTER_S + 1.0)
