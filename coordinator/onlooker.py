@@ -104,7 +104,7 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
                 # Again and again: whoever stores it may be among those who go.
                 told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
                 view = await directory.refresh([*range(manifest.stages.count), UNDECIDED])
-                # Who drains has heard of it, and its last announcement outlives it by up to `lifetime_s`.
+                # Who drains is about to go, and its last announcement outlives it by up to `lifetime_s`.
                 seen = sum(peer.state is not PeerState.DRAINING for peer in view.peers)
                 answered_s = anyio.current_time()
                 if seen != left:

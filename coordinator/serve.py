@@ -114,31 +114,33 @@ def _lock(output: Path) -> IO[str]:
     """Two coordinators with one key and one folder would write over each other. Held until it is closed, or we end.
 
     Raises:
-        UserError: another one holds it
+        UserError: another one holds it, or the folder cannot be written to
     """
-    output.mkdir(parents=True, exist_ok=True)
-    file = (output / ".lock").open("w")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked children would hold it as well
-    except BlockingIOError as error:
+    except OSError as error:
         file.close()
+        if not isinstance(error, BlockingIOError):
+            raise UserError(f"--output {output}: cannot be locked ({error.strerror}); name another folder") from error
         raise UserError(f"another coordinator writes to {output}: stop it, or name another --output") from error
     return file
 
 
-def _metrics_of(output: Path) -> Path:
-    return output / "metrics.jsonl"
-
-
 def _has_begun(output: Path) -> bool:
-    return _metrics_of(output).exists() and _metrics_of(output).stat().st_size > 0
+    metrics = output / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def _start_where_it_was(output: Path, start: Callable[[Sequence[str]], SwarmDHT]) -> SwarmDHT:
     """Join the peers of the run that this folder is of, if there are any, or else begin a new swarm.
 
     Raises:
-        UserError: it has begun, and none of its peers answers
+        UserError: it has peers or has begun, and none of its peers answers
     """
     known = KnownPeers(output).read()
     if known:
@@ -149,9 +151,9 @@ def _start_where_it_was(output: Path, start: Callable[[Sequence[str]], SwarmDHT]
             log.warning("peers_not_found reason=%s", error)
     if known or _has_begun(output):
         raise UserError(
-            f"{_metrics_of(output)} is of a run that has begun, nobody answers at the {len(known)} addresses of its "
-            f"peers in {output / PEERS}, and without them it would begin anew: carry on with --initial-peers and the "
-            f"address of any of its peers (the last peer_started line of a peer's log), go on from a checkpoint with "
+            f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} addresses "
+            f"in {output / PEERS}, and without its peers it would begin anew: carry on with --initial-peers and the "
+            f"address of any of them (the last peer_started line of a peer's log), go on from a checkpoint with "
             f"--resume, or name another --output"
         )
     return start(())

@@ -1,4 +1,4 @@
-"""The check that each node of the DHT makes on what it is to store."""
+"""What each node of the DHT checks before it stores it, and addresses."""
 
 import math
 import socket
