@@ -22,7 +22,6 @@ from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.dht import SwarmDHT
 from swarm_peer.runtime.directory import Directory
 from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.orders import LOOK_FOR_END_S
 from swarm_peer.runtime.processes import run_loop
 from swarm_peer.runtime.signal import Signal
 from swarm_peer.wire.identity import Identity
@@ -33,6 +32,8 @@ log = logging.getLogger(__name__)
 # A peer finishes what is in flight, and hands over what it has.
 ENDING_S = 60.0
 END_POLL_S = 1.0
+# Somebody may drain for another reason, and look for the end in his next life.
+NOBODY_S = 2.0
 END_LIFETIME_S = 3600.0
 
 
@@ -93,8 +94,7 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
     told, left, answered_s = False, None, anyio.current_time()
     looks_without_any = 0
     with anyio.move_on_after(ENDING_S + lifetime_s):
-        # Somebody may drain for another reason, and look for the end in his next life.
-        while looks_without_any * END_POLL_S <= LOOK_FOR_END_S:
+        while looks_without_any * END_POLL_S <= NOBODY_S:
             if told and anyio.current_time() - answered_s > lifetime_s:
                 log.warning("run_not_seen reason=nobody answers any more: all have gone, or the way to them is cut")
                 return

@@ -53,7 +53,7 @@ from swarm_peer.wire.records import (
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S = 2.0
 PROBE_TIMEOUT_S = 3.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
@@ -191,13 +191,13 @@ class RunService:
                     await self._rebalance(coordination)
                     self.metrics.update(self.watch)
                     self._on_update(self.watch)
-                    if coordination.acts and self.watch.step >= self.manifest.training.steps:
+                    if coordination.acts and self._steps_are_done():
                         saved = await self._export(transport)
                     await anyio.sleep(0 if saved else POLL_S)
                 tasks.cancel_scope.cancel()
         finally:
             metrics_file.close()
-        if not saved and coordination.acts and self.watch.step >= self.manifest.training.steps:
+        if not saved and coordination.acts and self._steps_are_done():
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
@@ -219,8 +219,11 @@ class RunService:
         await coordination.order(self._rebalancer.assignments(), self._rebalancer.reason)
         self.metrics.migrations.set(self._rebalancer.migrations)
 
+    def _steps_are_done(self) -> bool:
+        return self.watch.step >= self.manifest.training.steps
+
     async def _look_for_end(self) -> None:
-        self.ended = await wait_for_end(self._dht, self._run_id)
+        self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
 
     async def look(self, stages: Sequence[int]) -> SwarmView:
         """Look up who announces these stages now."""

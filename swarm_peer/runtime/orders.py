@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 
 # A move takes many times as long, and each look of each peer costs several of them some milliseconds.
 POLL_S = 3.0
-LOOK_FOR_END_S = 2.0
+# A run rarely ends before its steps are done; when they are, it is about to.
+LOOK_FOR_END_S = 5.0
+LOOK_FOR_DUE_END_S = 1.0
 
 
 async def wait_for_order(
@@ -79,11 +81,15 @@ async def find_end(dht: SwarmDHT, run_id: str) -> EndRecord | None:
     return end if origin is None or origin.begun <= end.begun else None
 
 
-async def wait_for_end(dht: SwarmDHT, run_id: str) -> str:
-    """Wait until the run is over; returns why."""
+async def wait_for_end(dht: SwarmDHT, run_id: str, is_due: Callable[[], bool]) -> str:
+    """Wait until the run is over; returns why.
+
+    Args:
+        is_due: whether the run's steps are done
+    """
     while True:
         with suppress(CallError):  # the DHT does not answer; logged
             end = await find_end(dht, run_id)
             if end is not None:
                 return end.reason
-        await anyio.sleep(LOOK_FOR_END_S)
+        await anyio.sleep(LOOK_FOR_DUE_END_S if is_due() else LOOK_FOR_END_S)

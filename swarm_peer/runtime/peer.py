@@ -485,7 +485,7 @@ class Peer:
 
     async def _look_for_end(self) -> None:
         """Stop when the run's key says that the run is over."""
-        log.info("run_ended reason=%s", await wait_for_end(self._dht, self._run_id))
+        log.info("run_ended reason=%s", await wait_for_end(self._dht, self._run_id, lambda: self._steps.finished))
         self._told_to_end.set()
         self._stop.set()
 

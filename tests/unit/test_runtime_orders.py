@@ -11,7 +11,7 @@ import pytest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import orders
-from swarm_peer.runtime.orders import find_end, wait_for_order
+from swarm_peer.runtime.orders import find_end, wait_for_end, wait_for_order
 from swarm_peer.wire.records import Assignment, CoordinationRecord, EndRecord, OriginRecord
 
 ORDER = Assignment(peer="me", announced=10, from_stage=0, to_stage=1, reason="stage 1 is slow")
@@ -128,3 +128,18 @@ class Board:
 )
 async def test_a_run_is_over_when_its_key_says_so_and_has_not_begun_anew(records, is_over):
     assert (await find_end(Board(*records), "run") is not None) == is_over
+
+
+@pytest.mark.parametrize(
+    ("is_due", "pause_s"), [(False, orders.LOOK_FOR_END_S), (True, orders.LOOK_FOR_DUE_END_S)], ids=["early", "due"]
+)
+async def test_who_has_done_all_steps_looks_for_the_end_more_often(monkeypatch, is_due, pause_s):
+    board, pauses = Board(), []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        board._records[EndRecord] = EndRecord(reason="all steps are done", begun=7)
+
+    monkeypatch.setattr(orders.anyio, "sleep", sleep)
+    assert await wait_for_end(board, "run", lambda: is_due) == "all steps are done"
+    assert pauses == [pause_s]
