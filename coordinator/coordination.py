@@ -20,7 +20,7 @@ from swarm_peer.wire.records import MAX_ASSIGNMENTS, Assignment, CoordinationRec
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 3.0
+LOOK_S = 1.0
 # Who has not looked for as long as a beat passes for halted: short leases need looks more often than LOOK_S.
 LOOKS_PER_BEAT = 2
 # Terms go on counting where they were, also after a night without a coordinator.

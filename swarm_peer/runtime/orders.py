@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 
 import anyio
 
@@ -88,8 +87,10 @@ async def wait_for_end(dht: SwarmDHT, run_id: str, is_due: Callable[[], bool]) -
         is_due: whether the run's steps are done
     """
     while True:
-        with suppress(CallError):  # the DHT does not answer; logged
-            end = await find_end(dht, run_id)
-            if end is not None:
+        soon = is_due()
+        try:
+            if (end := await find_end(dht, run_id)) is not None:
                 return end.reason
-        await anyio.sleep(LOOK_FOR_DUE_END_S if is_due() else LOOK_FOR_END_S)
+        except CallError:  # the DHT does not answer: those who hold it may be leaving; logged
+            soon = True
+        await anyio.sleep(LOOK_FOR_DUE_END_S if soon else LOOK_FOR_END_S)
