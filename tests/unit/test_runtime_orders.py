@@ -8,6 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import orders
@@ -143,3 +144,19 @@ async def test_who_has_done_all_steps_looks_for_the_end_more_often(monkeypatch, 
     monkeypatch.setattr(orders.anyio, "sleep", sleep)
     assert await wait_for_end(board, "run", lambda: is_due) == "all steps are done"
     assert pauses == [pause_s]
+
+
+async def test_who_gets_no_answer_looks_for_the_end_again_soon(monkeypatch):
+    class Silent:
+        async def fetch(self, key, record_type, run):
+            raise CallError("no answer")
+
+    class Paused(Exception):
+        pass
+
+    async def sleep(seconds):
+        raise Paused(seconds)
+
+    monkeypatch.setattr(orders.anyio, "sleep", sleep)
+    with pytest.raises(Paused, match=f"^{orders.LOOK_FOR_DUE_END_S}$"):
+        await wait_for_end(Silent(), "run", lambda: False)
