@@ -28,10 +28,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
 	$(BIN)/swarm-coordinator local configs/demo.yaml --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
 
-test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 tests/unit tests/simulation
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
 
@@ -50,10 +47,11 @@ faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail, slow ones 
 soak: $(VENV)/.installed-dev  ## Half an hour of kills, joins, stalls and departures
 	$(BIN)/python tests/faults/soak.py
 
-lint: $(VENV)/.installed-dev  ## Check format, lint and types
+lint: $(VENV)/.installed-dev  ## Check format, lint, types and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/house.py --check swarm_peer coordinator benchmarks tools
 
 format: $(VENV)/.installed-dev  ## Format the code
 	$(BIN)/ruff check --fix .

@@ -19,15 +19,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from swarm import LiveSwarm, new_peer, run_swarm
 
-from coordinator.baseline import Baseline, train
-from coordinator.service import resolve_manifest
-from swarm_peer.config import RunManifest, load_manifest
+from coordinator.run.baseline import Baseline, train
+from coordinator.run.service import resolve_manifest
+from swarm_peer.config import load_manifest
+from swarm_peer.model.resolved import ResolvedManifest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
 
 class Killer:
-    """The script; `kills` is how often it struck."""
+    """The script: kills a peer every so often, and counts its `kills`."""
 
     def __init__(self, every_s: float):
         self._every_s = every_s
@@ -40,7 +41,7 @@ class Killer:
             with anyio.move_on_after(self._every_s):
                 await swarm.until(swarm.service.model_folder.exists, "the end", 10 * self._every_s)
                 return
-            if swarm.step > swarm.service.manifest.training.steps - 5:
+            if swarm.optimizer_step > swarm.service.manifest.training.steps - 5:
                 continue  # the last steps are for the newcomer
             stage = self.kills % 2
             heir = f"{stage}.heir-{self.kills}"
@@ -52,27 +53,31 @@ class Killer:
 
 
 def last_validation(folder: Path) -> float:
+    """The last validation loss of a run's metrics.jsonl."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return float([line["validation_loss"] for line in lines if "validation_loss" in line][-1])
 
 
-def measure(manifest: RunManifest, every_s: float) -> dict[str, float]:
+def measure(resolved: ResolvedManifest, every_s: float) -> dict[str, float]:
+    """Number of kills, and the last validation loss of each way to train."""
+    manifest = resolved.manifest
     with tempfile.TemporaryDirectory(prefix="swarm-") as name:
         folder = Path(name)
         for part in ("undisturbed", "killed"):
             (folder / part).mkdir()
-        *_, last = train(Baseline(manifest), manifest.training.steps)
+        *_, last = train(Baseline(resolved), manifest.training.steps)
         run_swarm(manifest, [2, 2], folder / "undisturbed", 900, launch=new_peer)
         killer = Killer(every_s)
         run_swarm(manifest, [2, 2], folder / "killed", 900, script=killer, launch=new_peer)
         return {
             "kills": killer.kills,
-            "baseline": last.validation_loss or 0.0,
+            "baseline": last.validation.loss if last.validation else 0.0,
             **{part: last_validation(folder / part) for part in ("undisturbed", "killed")},
         }
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=120)
@@ -80,8 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     for seed in options.seeds:
         settings = (f"seed={seed}", f"training.steps={options.steps}", "stages.peers_to_start=2")
-        manifest = resolve_manifest(load_manifest(CONFIG, settings))
-        print(json.dumps({"seed": seed, **measure(manifest, options.every_s)}), flush=True)
+        resolved = resolve_manifest(load_manifest(CONFIG, settings))
+        print(json.dumps({"seed": seed, **measure(resolved, options.every_s)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# Of the checkout: what is measured is its code, wherever the benchmark is called.
+# The checkout whose code is measured, wherever the benchmark is called.
 ROOT = Path(__file__).resolve().parent.parent
-POLL_S = 0.02
-# Peers that are told to go finish what is in flight; `local` gives each 25 s.
+PROCESS_POLL_S = 0.02
+# Peers that are told to go finish their microbatches in flight; `local` gives each 25 s.
 LEAVE_TIMEOUT_S = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -84,4 +84,4 @@ def kill_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):  # a grandchild: its parent's or, later, ours to reap
                 os.waitpid(pid, os.WNOHANG)
-        time.sleep(POLL_S)
+        time.sleep(PROCESS_POLL_S)

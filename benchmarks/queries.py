@@ -1,7 +1,7 @@
-"""What evaluating a live run costs its training: one swarm, with and without queries in turn.
+"""How much does evaluating a live run slow its training? One swarm, with and without queries in turn.
 
 A run of the demo model (or another) on this machine, 2 stages x 2 peers over real libp2p on loopback. Its time is cut
-into phases: none asks anything in the even ones; in the odd ones the coordinator evaluates held-out samples over and
+into phases: nothing is asked in the even ones; in the odd ones the coordinator evaluates held-out samples over and
 over, as many at once as the peers take. Tokens per second are those of the steps that lie within a phase, as the run
 itself takes their time; the ratio is the median over phases of one with queries to the mean of its two neighbours
 without, since the load of a shared machine drifts.
@@ -19,17 +19,17 @@ from statistics import mean, median
 
 import anyio
 
-from coordinator.fetching import open_transport
-from coordinator.local import LOOPBACK, peers_running
-from coordinator.queries import LiveModel
-from coordinator.service import RunService
+from coordinator.checkpoints.fetching import open_transport
+from coordinator.query.live_model import LiveModel
+from coordinator.run.local import LOOPBACK, peers_running
+from coordinator.run.service import RunOptions, RunService
+from coordinator.watch.observer import observer_directory
 from swarm_peer.config import load_manifest
-from swarm_peer.runtime.data import validation_samples
-from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.runtime.directory import Directory
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.processes import run_loop
-from swarm_peer.runtime.signal import Signal
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.data.slices import validation_samples
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
 
 PEERS_BY_STAGE = [2, 2]
@@ -37,17 +37,20 @@ WARM_UP_STEPS = 5
 
 
 async def measure(service: RunService, dht: SwarmDHT, output: Path, phases: int, phase_s: float) -> None:
+    """Train through all phases, and print the speed of each and the ratios."""
     manifest = service.manifest
     held_out = validation_samples(manifest, manifest.training.validation_samples)
     marks, evaluated = [], []
     async with anyio.create_task_group() as tasks, open_transport(dht, PeerMetrics()) as transport:
         tasks.start_soon(service.run)
-        while service.watch.step < WARM_UP_STEPS:  # noqa: ASYNC110
+        while service.watch.optimizer_step < WARM_UP_STEPS:  # noqa: ASYNC110
             await anyio.sleep(0.2)
-        directory = Directory(manifest, dht, "", None, PeerMetrics(), Signal())
-        model = LiveModel(manifest, dht.identity, transport, directory.refresh, random.Random(0))
+        directory = observer_directory(manifest, dht)
+        model = LiveModel(
+            service.resolved, identity=dht.identity, transport=transport, look=directory.refresh, rng=random.Random(0)
+        )
         for phase in range(phases):
-            marks.append(service.watch.step)
+            marks.append(service.watch.optimizer_step)
             evaluated.append(0)
             until = time.monotonic() + phase_s
             if phase % 2 == 0:
@@ -56,10 +59,12 @@ async def measure(service: RunService, dht: SwarmDHT, output: Path, phases: int,
             while time.monotonic() < until:
                 result = await model.evaluate(held_out)
                 evaluated[-1] += result.samples
-        marks.append(service.watch.step)
+        marks.append(service.watch.optimizer_step)
         await anyio.sleep(2)  # the last lines come a moment late
         tasks.cancel_scope.cancel()
-    lines = {line["step"]: line for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
+    lines = {
+        line["optimizer_step"]: line for line in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    }
     speeds = []
     for phase in range(phases):
         # The first step of a phase began in the one before, and the watch is a step late.
@@ -75,6 +80,7 @@ async def measure(service: RunService, dht: SwarmDHT, output: Path, phases: int,
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/demo.yaml"))
     parser.add_argument("--phases", type=int, default=7, help="odd: begins and ends without queries")
@@ -94,7 +100,7 @@ def main() -> None:
         )
         try:
             with peers_running(dht.addresses(), PEERS_BY_STAGE, output):
-                service = RunService(manifest, dht, output)
+                service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=output))
                 run_loop(measure, service, dht, output, options.phases, options.phase_seconds)
         finally:
             dht.shutdown()

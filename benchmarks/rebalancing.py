@@ -1,8 +1,9 @@
 """How near the optimum does a swarm stay whose peers come and go, and what does that cost?
 
 Simulated (flow level): no rebalancing, the paper's protocol every 300 and every 60 seconds, and the live policy upon
-events, over recorded or drawn traces. Each figure is the mean over seeds with its 95 % interval (Student's t); a seed
-draws the machines' speeds, and who leaves where a trace has counts only. Newcomers and movers download alike under all.
+events, over recorded or drawn traces. Each figure is the mean over seeds with its 95 % interval (Student's t). A seed
+draws the machines' speeds, and which machines leave where a trace has counts only. Newcomers and movers download alike
+under all policies.
 
     python benchmarks/rebalancing.py --trace g4dn=traces/g4dn-trace.csv --stages 4 6 8 --seeds 10
     python benchmarks/rebalancing.py --draw 40,12,9000 --stages 4 --figure swarm_peer/policy/rebalancing.png
@@ -19,10 +20,11 @@ import time
 from pathlib import Path
 from statistics import mean, stdev
 
-from coordinator.simulator.simulate import HOUR_S, Result, Scenario, best_of, simulate_flow
+from coordinator.simulator.options import ArrivalOptions, StageOptions
+from coordinator.simulator.simulate import HOUR_S, FlowResult, Scenario, best_of, simulate_flow
 from coordinator.simulator.world import Distribution, Population
-from swarm_peer.policy.exchange import RebalancingParameters
-from swarm_peer.policy.rebalancing import rebalance
+from swarm_peer.policy.placement.move_search import RebalancingParameters
+from swarm_peer.policy.placement.rebalancing import rebalance
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
 REBALANCINGS = ("none", "300", "60", "events")
@@ -31,6 +33,7 @@ STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--draw", action="append", default=[], metavar="PEERS,HOURS,MEAN_LIFETIME_S")
@@ -54,24 +57,30 @@ def main() -> None:
         for item in options.trace:
             name, _, path = item.partition("=")
             scenarios = [
-                Scenario(num_stages, trace=Path(path), seed=seed, population=population)
+                Scenario(
+                    stages=StageOptions(num_stages=num_stages),
+                    arrivals=ArrivalOptions(trace=Path(path)),
+                    seed=seed,
+                    population=population,
+                )
                 for seed in range(options.seeds)
             ]
             report(name, scenarios, options.rebalance, options.figure)
         for item in options.draw:
             peers, hours, lifetime_s = item.split(",")
+            arrivals = ArrivalOptions(num_peers=int(peers), hours=float(hours), mean_lifetime_s=float(lifetime_s))
             scenarios = [
                 Scenario(
-                    num_stages, num_peers=int(peers), hours=float(hours), mean_lifetime_s=float(lifetime_s), seed=seed,
-                    population=population,
+                    stages=StageOptions(num_stages=num_stages), arrivals=arrivals, seed=seed, population=population
                 )
                 for seed in range(options.seeds)
-            ]  # fmt: skip
+            ]
             report(f"{peers} peers, {lifetime_s} s", scenarios, options.rebalance, options.figure)
 
 
 def report(name: str, scenarios: list[Scenario], rebalancings: list[str], figure: Path | None) -> None:
-    results: dict[str, list[Result]] = {rebalance: [] for rebalance in rebalancings}
+    """Simulate all scenarios under all policies, and print one row of the table for each policy."""
+    results: dict[str, list[FlowResult]] = {rebalance: [] for rebalance in rebalancings}
     for scenario in scenarios:
         trace = scenario.read_trace()
         best = best_of(scenario, trace)
@@ -85,11 +94,14 @@ def report(name: str, scenarios: list[Scenario], rebalancings: list[str], figure
             for kind in ("joining", "moving", "imbalance")
         )
         cells = [
-            name, str(scenarios[0].num_stages), rebalancing,
+            name,
+            str(scenarios[0].num_stages),
+            rebalancing,
             *(interval([100 * share[when] for share in shares if share[when] is not None]) for when in shares[0]),
-            interval([summary["bytes_moved"] / 1e9 for summary in summaries], 0), loss,
+            interval([summary["bytes_moved"] / 1e9 for summary in summaries], 0),
+            loss,
             f"{100 * mean(summary['attainable_share_of_optimum'] for summary in summaries):.1f}",
-        ]  # fmt: skip
+        ]
         print("| " + " | ".join(cells) + " |", flush=True)
     if figure is not None:
         from coordinator.simulator.figure import draw
@@ -98,6 +110,7 @@ def report(name: str, scenarios: list[Scenario], rebalancings: list[str], figure
 
 
 def interval(values: list[float], digits: int = 2) -> str:
+    """The mean and its 95 % interval, as text."""
     if not values:
         return "-"
     half = STUDENT_T.get(len(values), 1.96) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
@@ -105,16 +118,20 @@ def interval(values: list[float], digits: int = 2) -> str:
 
 
 def measure_decision() -> None:
-    """Of the worst kind: half of one stage's peers are gone."""
+    """Time decisions, among them the most expensive kind: half of one stage's peers are gone."""
     for num_peers, num_stages in ((100, 4), (100, 8), (1000, 8), (1000, 16)):
         peers = [
             PeerView(
-                f"p{n:04d}", n % num_stages, PeerState.SERVING, samples_per_s=0.5 + n * 37 % 100 / 100, movable=True
+                peer_id=f"p{n:04d}",
+                stage=n % num_stages,
+                state=PeerState.SERVING,
+                samples_per_s=0.5 + n * 37 % 100 / 100,
+                movable=True,
             )
             for n in range(num_peers)
         ]
         view = SwarmView(num_stages, tuple(p for n, p in enumerate(peers) if n % num_stages or n % 2))
-        params = RebalancingParameters((1.0,) * num_stages, (1e9,) * num_stages)
+        params = RebalancingParameters(stage_costs=(1.0,) * num_stages, state_bytes=(1e9,) * num_stages)
         for what, seen in (("a stage is halved", view), ("at rest", SwarmView(num_stages, tuple(peers)))):
             spent = []
             for _ in range(20):

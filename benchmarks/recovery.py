@@ -1,4 +1,4 @@
-"""How long a swarm takes to get over things: a peer that is killed, and one that joins.
+"""How long does a swarm take to get over a peer that is killed, and to take in one that joins?
 
 The demo model, 2 stages x 2 peers on this machine, each as a process of its own, over real libp2p on loopback.
 
@@ -6,7 +6,7 @@ The demo model, 2 stages x 2 peers on this machine, each as a process of its own
   stage 0, beside the longest such time in the seconds before it.
 * join: from the start of a new stage-0 peer's process to its state, to its serving, and to the first microbatch that it
   launched and got back.
-* lost stage: SIGKILL of both peers of the last stage while two new ones start; until the first global step after it.
+* lost stage: SIGKILL of both peers of the last stage while two new ones start; until the next optimizer steps after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from swarm import LiveSwarm, SwarmStopped, new_peer, run_swarm
 
-from coordinator.service import resolve_manifest
+from coordinator.run.service import resolve_manifest
 from swarm_peer.config import load_manifest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
@@ -39,8 +39,8 @@ SETTINGS = (
 OBSERVED_S = 10.0
 
 
-class Measurement:
-    """The script; `figures` are in seconds."""
+class RecoveryMeasurement:
+    """The script: kills and starts peers; `figures` are in seconds."""
 
     def __init__(self, records: Path):
         self._records = records
@@ -58,6 +58,7 @@ class Measurement:
         return sorted(times)
 
     def longest_gap(self, begin: float, end: float) -> float:
+        """The longest time between two moments in which no microbatch came back."""
         times = [begin, *(known for known in self.counted() if begin <= known <= end), end]
         return max(after - before for before, after in pairwise(times))
 
@@ -84,23 +85,26 @@ class Measurement:
         )
         self.figures["join_first_microbatch"] = time.time() - started
 
-        step = swarm.service.watch.global_step
+        lost_in_round = swarm.service.watch.round_number
         started = time.time()
         swarm.kill("1.1")
         swarm.start(1, "heir.0")
         swarm.start(1, "heir.1")
-        await swarm.until(lambda: swarm.service.watch.global_step > step + 2, "a step after the lost stage", 120)
+        await swarm.until(
+            lambda: swarm.service.watch.round_number > lost_in_round + 2, "a step after the lost stage", 120
+        )
         self.figures["lost_stage_next_step"] = time.time() - started
         raise SwarmStopped
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    manifest = resolve_manifest(load_manifest(CONFIG, SETTINGS))
+    manifest = resolve_manifest(load_manifest(CONFIG, SETTINGS)).manifest
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        measurement = Measurement(Path(folder) / "records")
+        measurement = RecoveryMeasurement(Path(folder) / "records")
         run_swarm(manifest, [2, 2], Path(folder), 400, script=measurement, launch=new_peer)
     figures = {name: round(seconds, 2) for name, seconds in measurement.figures.items()}
     if options.json:

@@ -3,14 +3,14 @@
 A tiny model, each peer a process of its own over real libp2p on loopback. Six peers here share two cores, which is not
 what is simulated; so each peer's device takes a time of its own for a sample (drawn from the seed, the slowest up to
 four times as long as the fastest) and sleeps for what it did not compute of it. The machine must have a core to spare;
-`cores_used` says what the whole swarm took.
+`cores_used` is the whole swarm's load.
 
-Told to the microbatch level of the simulator is what the run announces: each peer's stage and speed, as the coordinator
-saw them while the swarm ran; the manifest's global batch and limits; no latency. And one thing that is measured in the
-run, `step_end_s`: from the last gradient of a global step that came back to stage 0 until a stage-0 peer is in the next
-step, read off the peers' records and logs; that is the barrier, the averaging round, the vote and the optimizer's step.
-Measured is the time between the last gradients of two global steps, and the samples that counted between them. The aim
-is a prediction within 15 %.
+The microbatch level of the simulator is told what the run announces: each peer's stage and speed, as the coordinator
+saw them while the swarm ran; the manifest's global batch and limits; no latency. One more number, `step_end_s`, is
+measured in the run: from the last gradient of a round that came back to stage 0 until a stage-0 peer is in the next
+round, read off the peers' records and logs. It covers the barrier, the averaging, the vote and the optimizer's step.
+The measured throughput is the number of samples that counted between the last gradients of two rounds, over that time.
+The aim is a prediction within 15 %.
 
     python benchmarks/simulation_check.py --peers 2,2,2 --seed 1
 """
@@ -39,28 +39,30 @@ from swarm import GPT2, LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manif
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
 from coordinator.simulator.network import Network
+from coordinator.simulator.options import ArrivalOptions, StageOptions
 from coordinator.simulator.rebalancers import NoRebalancing
 from coordinator.simulator.simulate import Scenario
-from coordinator.simulator.traces import Change, Trace
+from coordinator.simulator.traces import MachineChange, Trace
 from coordinator.simulator.world import Machine
 from swarm_peer.config import RunManifest
+from swarm_peer.model.costs import forward_flops
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.view import PeerState, SwarmView
-from swarm_peer.runtime.preparation import stage_costs
 
-LOOK_S = 1.0
-# Global steps before anything is measured: speeds and windows settle.
+VIEW_LOOK_S = 1.0
+# Optimizer steps before anything is measured: speeds and windows settle.
 WARM_UP_STEPS = 4
 SIMULATED_S = 1200.0
 MICROBATCH_SIZE = 2
-# Of one microbatch, in a stage of average cost.
+# Seconds of one microbatch, in a stage of average cost.
 FASTEST_S, SLOWEST_S = 0.1, 0.4
-STEP_DONE = re.compile(r"^(\S+ \S+) INFO step_done updates=(\d+) ", re.MULTILINE)
+STEP_DONE = re.compile(r"^(\S+ \S+) INFO step_done optimizer_step=(\d+) ", re.MULTILINE)
 
 
-class Measurement:
-    """The script; afterwards, `views` is what was announced while it measured."""
+class ThroughputMeasurement:
+    """The script: lets the swarm train for a while; `views` are the announcements of that time."""
 
-    def __init__(self, seconds: float, peers: list[int], devices_s: list[float]):
+    def __init__(self, *, seconds: float, peers: list[int], devices_s: list[float]):
         self._seconds = seconds
         self._peers = peers
         self._devices_s = devices_s
@@ -75,27 +77,27 @@ class Measurement:
                 swarm.start(stage, f"{stage}.{number}", f"slow:1:{next(devices) / MICROBATCH_SIZE}")
         await swarm.reached(WARM_UP_STEPS)
         begun, cpu_s = time.monotonic(), cpu_seconds()
-        self.first_step = swarm.step
+        self.first_step = swarm.optimizer_step
         while time.monotonic() < begun + self._seconds:
-            await anyio.sleep(LOOK_S)
+            await anyio.sleep(VIEW_LOOK_S)
             self.views.append(swarm.service.watch.view)
-        self.last_step = swarm.step
+        self.last_step = swarm.optimizer_step
         self.cores_used = (cpu_seconds() - cpu_s) / (time.monotonic() - begun)
         raise SwarmStopped
 
 
 def counted(folder: Path) -> dict[int, list[tuple[float, int]]]:
-    """By global step, when gradients came back to stage 0 and of how many samples."""
+    """By round, when gradients came back to stage 0 and of how many samples."""
     found: dict[int, list[tuple[float, int]]] = {}
     for path in (folder / "records").glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            found.setdefault(entry["step"], []).append((entry["time"], len(entry["samples"])))
+            found.setdefault(entry["round"], []).append((entry["time"], len(entry["samples"])))
     return found
 
 
 def step_ends_s(folder: Path, last_gradient: dict[int, float], stage: int) -> list[float]:
-    """How long after a step's last gradient the peers of a stage were in the next one."""
+    """How long after a round's last gradient the peers of a stage were in the next one."""
     ends = []
     for path in (folder / "logs").glob(f"peer-{stage}.*.log"):
         for text, updates in STEP_DONE.findall(path.read_text()):
@@ -115,8 +117,8 @@ class _Fixed:
 
 
 def predict(views: list[SwarmView], manifest: RunManifest, step_end_s: float | None) -> float:
-    """Samples per second by the microbatch level; without global steps if `step_end_s` is None."""
-    costs = stage_costs(manifest)
+    """Samples per second by the microbatch level; without rounds if `step_end_s` is None."""
+    costs = forward_flops(ResolvedManifest.of(manifest))
     speeds: dict[str, list[float]] = {}
     stages: dict[str, int] = {}
     for view in views:
@@ -129,22 +131,36 @@ def predict(views: list[SwarmView], manifest: RunManifest, step_end_s: float | N
     machines = {
         name: Machine(mean(values) * costs[stages[name]] / size, 1e12, latency_s=0.0) for name, values in speeds.items()
     }
-    trace = Trace(tuple(Change(0.0, True, name) for name in sorted(machines)), SIMULATED_S)
-    scenario = Scenario(len(costs), num_peers=len(machines), stage_costs=tuple(costs))
-    flow = FlowSwarm(trace, _Fixed(machines), 0, scenario.parameters(), NoRebalancing(), scenario.flow, pinned=stages)
+    trace = Trace(tuple(MachineChange(0.0, True, name) for name in sorted(machines)), SIMULATED_S)
+    scenario = Scenario(
+        stages=StageOptions(num_stages=len(costs), stage_costs=tuple(costs)),
+        arrivals=ArrivalOptions(num_peers=len(machines)),
+    )
+    flow = FlowSwarm(
+        trace=trace,
+        population=_Fixed(machines),
+        seed=0,
+        params=scenario.parameters(),
+        rebalancer=NoRebalancing(),
+        options=scenario.flow,
+        pinned=stages,
+    )
     limit = manifest.limits.max_in_flight
     options = MicrobatchOptions(
-        window_limit=limit, capacity=limit, activation_bytes=0.0,
+        window_limit=limit,
+        capacity=limit,
+        activation_bytes=0.0,
         global_batch=None if step_end_s is None else manifest.training.global_batch_size // size,
         averaging_s=step_end_s or 0.0,
-    )  # fmt: skip
-    swarm = MicrobatchSwarm(flow, Network(flow.machine), options, 0)
+    )
+    swarm = MicrobatchSwarm(flow, Network(flow.machine), options, seed=0)
     swarm.run(SIMULATED_S)
     late = [moment for moment in swarm.completed if moment > SIMULATED_S / 4]
     return len(late) * size / (SIMULATED_S * 3 / 4)
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="2,2,2")
     parser.add_argument("--seed", type=int, default=1)
@@ -161,12 +177,14 @@ def main() -> None:
         stages={"count": len(peers), "layers": [3] * len(peers), "peers_to_start": min(peers)},
         # Checkpoints and validation are no part of what is predicted.
         training={
-            "steps": 1_000_000, "global_batch_size": options.global_batch, "microbatch_size": MICROBATCH_SIZE,
+            "steps": 1_000_000,
+            "global_batch_size": options.global_batch,
+            "microbatch_size": MICROBATCH_SIZE,
             "validation_every": 0,
         },
         recovery={"snapshot_every": 1000},
-    )  # fmt: skip
-    measurement = Measurement(options.seconds, peers, devices_s)
+    )
+    measurement = ThroughputMeasurement(seconds=options.seconds, peers=peers, devices_s=devices_s)
     with tempfile.TemporaryDirectory(prefix="swarm-") as name:
         folder = Path(name)
         run_swarm(manifest, [0] * len(peers), folder, 240 + options.seconds, script=measurement, launch=new_peer)
@@ -181,7 +199,7 @@ def main() -> None:
     without_steps = predict(measurement.views, manifest, None)
     figures: dict[str, Any] = {
         "devices_s": [round(seconds, 3) for seconds in devices_s],
-        "global_steps": last - first,
+        "optimizer_steps": last - first,
         "samples_per_step": round(samples / (last - first), 1),
         "cores_used": round(measurement.cores_used, 2),
         "step_end_s": [round(mean(values), 3) for values in ends],

@@ -27,18 +27,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from swarm import GPT2, LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manifest
 
 MODEL = GPT2 | {"n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 64}
-# Long enough that nobody averages while the newcomer downloads.
+# So many that no averaging round falls into the newcomer's download.
 SAMPLES_A_STEP = 400
 
 
-class Measurement:
-    """The script; afterwards `log` is what the newcomer wrote."""
+class DownloadMeasurement:
+    """The script: starts a newcomer; afterwards `log` is its log."""
 
     def __init__(self) -> None:
         self.log = ""
 
     async def __call__(self, swarm: LiveSwarm) -> None:
-        await swarm.until(lambda: swarm.step >= 1, "the first step", 400)
+        await swarm.until(lambda: swarm.optimizer_step >= 1, "the first step", 400)
         swarm.start(0, "newcomer")
         await swarm.until(lambda: "serving stage=" in swarm.log("newcomer"), "the newcomer's serving", 200)
         self.log = swarm.log("newcomer")
@@ -46,12 +46,13 @@ class Measurement:
 
 
 def at_of(log: str, event: str) -> datetime:
+    """The time of an event's first line in a log."""
     [stamp] = re.findall(rf"^(\S+ \S+) \w+ {event}", log, re.MULTILINE)[:1]
     return datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
 
 
 def measure(mbit: float) -> dict[str, float]:
-    """In the namespace."""
+    """Run the swarm and read the newcomer's log; runs in the namespace."""
     manifest = tiny_manifest(
         model={"config": MODEL},
         stages={"count": 2, "peers_to_start": 2},
@@ -60,7 +61,7 @@ def measure(mbit: float) -> dict[str, float]:
         optimizer={"name": "adamw", "learning_rate": 1e-4, "momentum": 0.0},
         limits={"hop_timeout_s": 60},
     )
-    measurement = Measurement()
+    measurement = DownloadMeasurement()
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
         run_swarm(manifest, [2, 2], Path(folder), 600, script=measurement, launch=new_peer)
     [(num_bytes, donors, seconds)] = re.findall(
@@ -80,6 +81,7 @@ def measure(mbit: float) -> dict[str, float]:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, default=200.0)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)

@@ -6,10 +6,10 @@ Each section is a run of the same manifest on the same cores, one after the othe
 * swarm: 2 stages x 2 peers and their coordinator over real libp2p on loopback, a thread each, as `local` sets it.
 * gpipe, 1f1b: torch.distributed.pipelining over gloo on loopback, one process a stage, with a thread each.
 
-What is measured, the same for all of them:
+These are measured, the same for all of them:
 
-* Steps. The first ones are not counted: connections open, buffers grow, torch learns its shapes. What follows is
-  measured while the run is in full swing: it would go on, and is stopped when its last counted step is over.
+* Steps. The first ones are not counted: connections open, buffers grow, torch learns its shapes. The others
+  are measured while the run is in full swing: it would go on, and is stopped when its last counted step is over.
 * Tokens per second: tokens of the counted steps over their wall-clock time, as the run itself takes it (metrics.jsonl).
 * CPU-seconds per token: user and system time of all processes of the section (a swarm's coordinator, peers, DHT and
   averaging processes, libp2p daemons) from /proc/PID/stat, with that of children that have ended. It is read when the
@@ -39,9 +39,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
 import torch
-from processes import POLL_S, ROOT, adopt_orphans, cpu_seconds, running
+from processes import PROCESS_POLL_S, ROOT, adopt_orphans, cpu_seconds, running
 
 from swarm_peer.config import RunManifest, load_manifest
 
@@ -64,7 +65,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What to train, and how many global steps come before and in the measurement if nothing else is asked."""
+    """A run to train, and how many optimizer steps come before and in the measurement if nothing else is asked."""
 
     config: str
     settings: tuple[str, ...]
@@ -94,10 +95,24 @@ WORKLOADS = {
 
 
 @dataclass(frozen=True)
-class Result:
+class SectionResult:
+    """The figures of one run of one section."""
+
     tokens_per_s: float
     cpu_s_per_token: float
     loss: float
+
+
+class _TrainedTokens(TypedDict):
+    tokens: int
+    seconds: float
+    loss: float
+
+
+class StepLine(_TrainedTokens, total=False):
+    """The part of a line of metrics.jsonl that is read here; a pipeline's lines have no peers."""
+
+    peers: list[int]
 
 
 class SectionFailed(Exception):
@@ -105,16 +120,19 @@ class SectionFailed(Exception):
 
 
 def baseline_commands(manifest: Path, output: Path, threads: int) -> list[list[str]]:
+    """The command of the single process."""
     options = ["--output", str(output), "--device", "cpu", "--threads", str(threads)]
     return [[sys.executable, "-m", "coordinator.cli", "baseline", str(manifest), *options]]
 
 
 def swarm_commands(manifest: Path, output: Path) -> list[list[str]]:
+    """The command of the swarm on this machine."""
     options = ["--output", str(output), "--device", "cpu", "--peers", ",".join(map(str, PEERS_BY_STAGE))]
     return [[sys.executable, "-m", "coordinator.cli", "local", str(manifest), *options]]
 
 
 def pipeline_commands(manifest: Path, output: Path, schedule: str) -> list[list[str]]:
+    """The commands of torch's pipeline, one for each stage."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         rendezvous = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -125,7 +143,7 @@ def pipeline_commands(manifest: Path, output: Path, schedule: str) -> list[list[
 
 def measure(
     commands: list[list[str]], output: Path, variables: Mapping[str, str], workload: Workload, timeout_s: float
-) -> Result:
+) -> SectionResult:
     """Run a section up to its last counted step.
 
     Raises:
@@ -144,29 +162,36 @@ def measure(
                 return summarise(lines[first[0] :], cpu_per_s)
             if any(process.poll() is not None for process in processes):
                 raise SectionFailed(f"it ended early: {tail(log_file)}")
-            time.sleep(POLL_S)
+            time.sleep(PROCESS_POLL_S)
     raise SectionFailed(f"it did not do its steps within {timeout_s:.0f} s: {tail(log_file)}")
 
 
-def summarise(lines: list[dict], cpu_per_s: float) -> Result:
+def summarise(lines: Sequence[StepLine], cpu_per_s: float) -> SectionResult:
+    """The figures of the counted steps.
+
+    Raises:
+        SectionFailed: a peer was missing
+    """
     if not all(is_complete(line) for line in lines):
         raise SectionFailed("a peer was lost in the measurement")
     tokens_per_s = sum(line["tokens"] for line in lines) / sum(line["seconds"] for line in lines)
-    return Result(tokens_per_s, cpu_per_s / tokens_per_s, lines[-1]["loss"])
+    return SectionResult(tokens_per_s, cpu_per_s / tokens_per_s, lines[-1]["loss"])
 
 
-def is_complete(line: dict) -> bool:
+def is_complete(line: StepLine) -> bool:
     """Whether no peer of a swarm was missing in this step."""
     return line.get("peers") in (None, [1, 1], list(PEERS_BY_STAGE))
 
 
-def read_lines(file: Path) -> list[dict]:
+def read_lines(file: Path) -> list[StepLine]:
+    """All whole lines of a metrics.jsonl that is being written."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def environment(single_threaded: bool, passive: bool) -> Mapping[str, str]:
+    """The environment of a section's processes."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = {"PYTHONPATH": paths}
     if single_threaded:
@@ -177,15 +202,20 @@ def environment(single_threaded: bool, passive: bool) -> Mapping[str, str]:
 
 
 def tail(log_file: Path) -> str:
+    """The last lines of a log, as one."""
     return " | ".join(log_file.read_text(errors="replace").splitlines()[-3:]) or "(no output)"
 
 
 def load_workload(name: str, settings: Sequence[str]) -> RunManifest:
+    """The manifest of a workload, with further settings."""
     workload = WORKLOADS[name]
     return load_manifest(ROOT / "configs" / workload.config, (*SETTINGS, *workload.settings, *settings))
 
 
-def run_sections(manifest: RunManifest, workload: Workload, options: argparse.Namespace) -> dict[str, list[Result]]:
+def run_sections(
+    manifest: RunManifest, workload: Workload, options: argparse.Namespace
+) -> dict[str, list[SectionResult]]:
+    """Run all sections as often as asked for; returns the results of each."""
     sections: dict[str, Callable[[Path, Path], list[list[str]]]] = {
         "baseline": lambda file, output: baseline_commands(file, output, options.baseline_threads),
         "swarm": swarm_commands,
@@ -193,7 +223,7 @@ def run_sections(manifest: RunManifest, workload: Workload, options: argparse.Na
         "1f1b": lambda file, output: pipeline_commands(file, output, "1f1b"),
     }
     names = list(sections)
-    results: dict[str, list[Result]] = {name: [] for name in names}
+    results: dict[str, list[SectionResult]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="swarm-benchmark-") as folder:
         file = Path(folder) / "manifest.yaml"
         file.write_bytes(manifest.canonical_json())  # JSON is YAML
@@ -213,19 +243,19 @@ def run_sections(manifest: RunManifest, workload: Workload, options: argparse.Na
     return results
 
 
-def report(results: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
+def report(results: dict[str, list[SectionResult]]) -> dict[str, dict[str, float]]:
     """Medians, and medians of the ratios to the baseline of the same repetition."""
 
-    def ratio(name: str, key: str) -> float:
+    def ratio(name: str, figure: Callable[[SectionResult], float]) -> float:
         pairs = zip(results[name], results["baseline"], strict=True)
-        return round(median(getattr(mine, key) / getattr(base, key) for mine, base in pairs), 3)
+        return round(median(figure(mine) / figure(base) for mine, base in pairs), 3)
 
     return {
         name: {
             "tokens_per_s": round(median(result.tokens_per_s for result in values), 1),
             "cpu_s_per_token": round(median(result.cpu_s_per_token for result in values), 8),
-            "tokens_per_s_ratio": ratio(name, "tokens_per_s"),
-            "cpu_s_per_token_ratio": ratio(name, "cpu_s_per_token"),
+            "tokens_per_s_ratio": ratio(name, lambda result: result.tokens_per_s),
+            "cpu_s_per_token_ratio": ratio(name, lambda result: result.cpu_s_per_token),
             "loss": round(values[-1].loss, 5),
         }
         for name, values in results.items()
@@ -233,6 +263,7 @@ def report(results: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
 
 
 def print_table(summary: dict[str, dict[str, float]], title: str) -> None:
+    """Print the summary for people."""
     print(f"{title}\n{'':10}{'tokens/s':>12}{'':9}{'CPU ms/token':>14}{'':9}{'loss':>9}")
     for name, row in summary.items():
         print(
@@ -242,10 +273,11 @@ def print_table(summary: dict[str, dict[str, float]], title: str) -> None:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORKLOADS, default="demo")
-    parser.add_argument("--steps", type=int, help="global steps that are counted")
-    parser.add_argument("--warmup-steps", type=int, help="global steps before those")
+    parser.add_argument("--steps", type=int, help="optimizer steps that are counted")
+    parser.add_argument("--warmup-steps", type=int, help="optimizer steps before those")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--baseline-threads", type=int, default=os.cpu_count())
     parser.add_argument("--baseline-passive", action="store_true", help="OMP_WAIT_POLICY=passive for it, see above")

@@ -24,17 +24,17 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     """Join a training run and serve one stage of its model, until Ctrl+C or the run's end."""
     configure_logging(options.log_level)
     _exit_on_sigterm()
-    from swarm_peer.runtime.peer import run_peer
+    from swarm_peer.runtime.startup import run_peer
 
     run_peer(options)
 
 
 def _exit_on_sigterm() -> None:
-    """Until the peer takes part, and leaves in order, there is nothing to hand over."""
+    """Exit at once on SIGTERM, until the peer takes part in the run and has something to hand over."""
     me = os.getpid()
 
     def leave(number: int, frame: object) -> None:
-        if os.getpid() != me:  # a child inherits this, and has nothing of its own to end in order
+        if os.getpid() != me:  # a child process inherits this handler, and has nothing of its own to clean up
             os._exit(128 + number)
         sys.exit(0)
 
@@ -42,7 +42,7 @@ def _exit_on_sigterm() -> None:
 
 
 def configure_logging(level: str) -> None:
-    """Log to stderr as `time level event key=value`; the libraries below only when something is wrong."""
+    """Log to stderr as `time level event key=value`; other libraries log errors alone."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -52,13 +52,13 @@ def configure_logging(level: str) -> None:
 
 
 def run_app(application: App) -> Callable[[], None]:
-    """A console entry point: what a user can mend is one line on stderr and exit code 2, never a traceback."""
+    """A console entry point: an error that the user can mend is one line on stderr and exit code 2, no traceback."""
 
     def run() -> None:
         try:
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         except (UserError, CycloptsError, ValidationError) as error:
-            # Cyclopts says less than the check that failed; our own errors say more: which file, and what to do.
+            # The check that failed says more than Cyclopts does: which value is wrong, and what to do.
             cause = error.__cause__ if isinstance(error, CycloptsError) and error.__cause__ else error
             text = describe(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())
             print(f"{application.name[0]}: {text}", file=sys.stderr)

@@ -1,15 +1,15 @@
 """Every error that crosses a module boundary, in one tree.
 
 SwarmError
-├── UserError               what a person typed or configured cannot work: one line, exit code 2
+├── UserError               an option or a setting cannot work: one line, exit code 2
 ├── Interrupted             a signal ended it before its work was done: exit code 130
 └── CallError               a call to another peer failed
     ├── Busy                the peer is full                    -> try another peer now
-    ├── StepClosed          the peer is past this global step   -> stop: the microbatch belongs to a later step
+    ├── RoundClosed         the peer has ended this round       -> stop: count the microbatch in a later round
     ├── NotServing          wrong stage, joining or draining    -> try another peer, avoid this one
     ├── PeerUnreachable     no connection, or it broke          -> try another peer, avoid this one
     ├── CallTimeout         no reply before the deadline        -> try another peer, avoid this one
-    ├── InvalidMessage      the peer sent what cannot be right  -> try another peer, avoid this one
+    ├── InvalidMessage      the peer sent an invalid message    -> try another peer, avoid this one
     └── HopFailed           a later stage could not be reached  -> try again, the peer itself is well
 """
 
@@ -32,48 +32,58 @@ class CallError(SwarmError):
     """A call to another peer failed; the class says what the caller does next."""
 
     code: ClassVar[str] = "failed"
-    retry: ClassVar[bool] = True  # may the same microbatch be tried on another peer?
     avoid: ClassVar[bool] = True  # is the peer itself to blame?
 
 
 class Busy(CallError):
+    """The callee holds as many microbatches as it may."""
+
     code = "busy"
     avoid = False
 
 
-class StepClosed(CallError):
-    """The callee has closed the step that the call belongs to.
+class RoundClosed(CallError):
+    """The callee has ended the round that the call belongs to.
 
     Attributes:
-        step: the callee's own global step, where it is known
+        round_number: the round that the callee is in; None if it is not known
     """
 
-    code = "step_closed"
-    retry = False
+    code = "round_closed"
     avoid = False
 
-    def __init__(self, message: str, step: int | None = None):
+    def __init__(self, message: str, round_number: int | None = None):
         super().__init__(message)
-        self.step = step
+        self.round_number = round_number
 
 
 class NotServing(CallError):
+    """The callee does not serve the stage: it serves another one, is still joining, or is leaving."""
+
     code = "not_serving"
 
 
 class PeerUnreachable(CallError):
+    """There was no connection to the callee, or it broke."""
+
     code = "unreachable"
 
 
 class CallTimeout(CallError):
+    """No reply came before the deadline."""
+
     code = "timeout"
 
 
 class InvalidMessage(CallError):
+    """A message is malformed, badly signed, or contradicts the run."""
+
     code = "invalid"
 
 
 class HopFailed(CallError):
+    """The callee could not reach a later stage; it is well itself."""
+
     code = "hop_failed"
     avoid = False
 
@@ -83,7 +93,7 @@ ERROR_BY_CODE: dict[str, type[CallError]] = {
     for cls in (
         CallError,
         Busy,
-        StepClosed,
+        RoundClosed,
         NotServing,
         PeerUnreachable,
         CallTimeout,

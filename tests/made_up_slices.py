@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from swarm_peer.errors import UserError
-from swarm_peer.policy.ranges import SampleId, SliceId, Uncounted
-from swarm_peer.runtime.data import SliceWindows
+from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted
+from swarm_peer.runtime.data.slices import SliceWindows
 
 DEADLINE_S = 50
 

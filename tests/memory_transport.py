@@ -15,8 +15,9 @@ from typing import Any
 import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
-from swarm_peer.runtime.transport import CallHandler, Reply, Transport, error_body, error_from_body
-from swarm_peer.wire.messages import PREFIX, Body, Frame, FrameType, parse_frame, parse_lengths
+from swarm_peer.runtime.network.transport import CallHandler, Reply, Transport, error_body, error_from_body
+from swarm_peer.wire.frames import PREFIX, Frame, FrameType, parse_frame, parse_lengths
+from swarm_peer.wire.messages import Body
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 

@@ -6,15 +6,15 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from coordinator.simulator.simulate import HOUR_S, Result, Series, integral
+from coordinator.simulator.simulate import HOUR_S, FlowResult, Series, integral
 from swarm_peer.errors import UserError
 
-# Points to a line; each is a mean, so that what lasts for seconds only does not fill the figure.
+# Points of a line; each is a mean, so that events of seconds do not fill the figure.
 NUM_POINTS = 240
 
 
-def draw(results: Mapping[str, Result], path: Path) -> None:
-    """Above, what was done and what could have been; below, the share.
+def draw(results: Mapping[str, FlowResult], path: Path) -> None:
+    """Draw throughput and optimum above, and their ratio below.
 
     Raises:
         UserError: matplotlib is not installed
@@ -45,6 +45,4 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
 
 
 def _means(series: Series, edges: list[float]) -> list[float]:
-    return [
-        integral(series, start, end) / (end - start) for start, end in itertools.pairwise(edges)
-    ]  # fmt: skip
+    return [integral(series, start, end) / (end - start) for start, end in itertools.pairwise(edges)]

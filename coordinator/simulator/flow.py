@@ -1,31 +1,37 @@
-"""The swarm as a flow: each stage takes what its serving peers do, the least stage limits the swarm.
+"""The swarm as a flow: a stage's throughput is that of its serving peers, and the least stage limits the swarm.
 
-What happens between two changes is a constant, so a change is one event, and thousands of peers go. The microbatch
-level (microbatches.py) checks what this leaves out: latency, queues, uneven routing.
+Nothing changes between two events, so that thousands of peers can be simulated. The microbatch level (microbatches.py)
+simulates latency, queues and uneven routing, which this level leaves out.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import simpy
 
-from coordinator.simulator.rebalancers import Rebalancer
-from coordinator.simulator.traces import Change, Trace
-from coordinator.simulator.world import Machine, Population
-from swarm_peer.policy.exchange import RebalancingParameters
-from swarm_peer.policy.rebalancing import Move, choose_stage
+from coordinator.simulator.rebalancers import SimulatedRebalancer
+from coordinator.simulator.traces import MachineChange, Trace
+from coordinator.simulator.world import Machine, MachinePool
+from swarm_peer.policy.placement.move_search import RebalancingParameters
+from swarm_peer.policy.placement.rebalancing import Move, choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+
+# A process of the simulation: it yields what it waits for.
+Process = Generator[simpy.Event, object, None]
 
 
 @dataclass(frozen=True, slots=True)
 class FlowOptions:
-    """Attributes:
-    detection_s: until the others know that a peer has gone
-    decision_s: until what has changed is acted upon
+    """How long peers take to notice and to decide.
+
+    Attributes:
+        detection_s: from a peer's departure until the others know of it
+        decision_s: from a change until the decision upon it
+        newcomers_know_speed: whether a newcomer has measured its device before it joins
     """
 
     detection_s: float = 2.0
@@ -33,15 +39,15 @@ class FlowOptions:
     newcomers_know_speed: bool = False
 
 
-@dataclass(slots=True)
-class Sample:
-    """From `time_s` until the next one.
+@dataclass(slots=True, kw_only=True)
+class FlowSample:
+    """The state of the swarm from `time_s` until the next sample.
 
     Attributes:
         throughput: samples per second
-        with_movers: if those that are moving had arrived
-        with_all: if newcomers had, too
-        waiting: serving peers' idle share, summed over them
+        with_movers: throughput if peers that are moving had arrived
+        with_all: throughput if newcomers had arrived, too
+        waiting: idle shares of serving peers, summed
         downloading: peers that do nothing, since their state is on its way
     """
 
@@ -55,28 +61,32 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """A move, and when it was decided."""
+
     time_s: float
     move: Move
 
 
 class FlowSwarm:
-    """One simulation. The constructor stores; `run` does the rest."""
+    """One simulation of a swarm.
+
+    Args:
+        env: the clock, if others go by it, too
+        pinned: machines that serve one stage each and never move
+    """
 
     def __init__(
         self,
+        *,
         trace: Trace,
-        population: Population,
+        population: MachinePool,
         seed: int,
         params: RebalancingParameters,
-        rebalancer: Rebalancer,
+        rebalancer: SimulatedRebalancer,
         options: FlowOptions,
         env: simpy.Environment | None = None,
         pinned: Mapping[str, int] | None = None,
     ):
-        """Args:
-        env: the clock, if others go by it, too
-        pinned: stages of machines that are to serve these and no others
-        """
         self._pinned = pinned or {}
         self._trace = trace
         self._population = population
@@ -86,7 +96,7 @@ class FlowSwarm:
         self._options = options
         self._num_stages = len(params.stage_costs)
         self.env = env or simpy.Environment()
-        self._ids: list[str] = []  # in order, and beside them what is announced
+        self._ids: list[str] = []  # in order; beside them, the announcements
         self._views: list[PeerView] = []
         self._machines: dict[str, Machine] = {}
         self._alive: dict[str, str] = {}  # machine -> peer id
@@ -97,7 +107,7 @@ class FlowSwarm:
         # Of those alive, by stage: serving, moving there, joining it.
         self._work = [[0.0] * self._num_stages for _ in range(3)]
         self._counts = [[0] * self._num_stages for _ in range(3)]
-        self.samples: list[Sample] = []
+        self.samples: list[FlowSample] = []
         self.decisions: list[Decision] = []
         self.bytes_migrated = 0.0
         self.bytes_joined = 0.0
@@ -105,17 +115,19 @@ class FlowSwarm:
         self.version = 0  # rises with each change of who serves what
 
     def run(self) -> None:
+        """Simulate the whole trace."""
         self.start()
         self.env.run(until=self._trace.duration_s)
 
     def start(self) -> None:
+        """Begin the simulation on a clock that somebody else drives."""
         self.env.process(self._replay())
         if self._rebalancer.every_s is not None:
             self.env.process(self._decide_periodically(self._rebalancer.every_s))
 
     # --- what happens
 
-    def _replay(self):
+    def _replay(self) -> Process:
         changes = self._trace.changes
         position = 0
         while position < len(changes):
@@ -128,14 +140,14 @@ class FlowSwarm:
             self._change(changes[position:behind])
             position = behind
 
-    def _change(self, changes: Sequence[Change]) -> None:
+    def _change(self, changes: Sequence[MachineChange]) -> None:
         for change in changes:
             if change.joins:
                 self._join(change.machine)
             else:
                 self._leave(change.machine)
         if not self._begun and all(self._counts[2]):
-            # Nothing has been learnt yet, so there is nothing to download: weights come from the manifest's seed.
+            # No step has been made yet, so there is nothing to download: weights come from the manifest's seed.
             self._begun = True
             for peer_id in list(self._ids):
                 self._serve(peer_id)
@@ -147,9 +159,9 @@ class FlowSwarm:
         self._alive[name] = peer_id
         machine = self._machines[peer_id] = self._population.machine(name, self._seed)
         peer = PeerView(
-            peer_id,
-            UNDECIDED,
-            PeerState.JOINING,
+            peer_id=peer_id,
+            stage=UNDECIDED,
+            state=PeerState.JOINING,
             movable=name not in self._pinned,
             work_per_s=machine.work_per_s if self._options.newcomers_know_speed else 0.0,
             memory_bytes=int(machine.memory_bytes),
@@ -177,7 +189,7 @@ class FlowSwarm:
         del self._machines[peer_id]
         self.env.process(self._detect(peer_id))
 
-    def _detect(self, peer_id: str):
+    def _detect(self, peer_id: str) -> Process:
         yield self.env.timeout(self._options.detection_s)
         index = self._index(peer_id)
         del self._ids[index], self._views[index]
@@ -187,8 +199,8 @@ class FlowSwarm:
     def _download(self, peer: PeerView) -> None:
         self.env.process(self._downloading(peer))
 
-    def _downloading(self, peer: PeerView):
-        """From stage-mates, who share their bandwidth among those who ask; of a stage without any, from snapshots."""
+    def _downloading(self, peer: PeerView) -> Process:
+        """Download from stage-mates, which share their bandwidth among askers; without stage-mates, from snapshots."""
         machine = self._machines[peer.peer_id]
         donors = [
             self._machines[other.peer_id].bandwidth_bytes_per_s
@@ -208,9 +220,7 @@ class FlowSwarm:
         peer = self._views[self._index(peer_id)]
         self._count(peer, -1)
         speed = self._machines[peer_id].work_per_s / self._params.stage_costs[peer.stage]
-        peer = replace(
-            peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now, moved_from=UNDECIDED
-        )  # fmt: skip
+        peer = replace(peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now, moved_from=UNDECIDED)
         self._set(peer)
         self._count(peer, 1)
         self._something_changed()
@@ -222,16 +232,16 @@ class FlowSwarm:
             self._decision_due = True
             self.env.process(self._decide_soon())
 
-    def _decide_soon(self):
+    def _decide_soon(self) -> Process:
         yield self.env.timeout(self._options.decision_s)
         self._decision_due = False
         self._decide()
 
-    def _decide_at(self, time_s: float):
+    def _decide_at(self, time_s: float) -> Process:
         yield self.env.timeout(time_s - self.env.now)
         self._something_changed()
 
-    def _decide_periodically(self, every_s: float):
+    def _decide_periodically(self, every_s: float) -> Process:
         while True:
             yield self.env.timeout(every_s)
             if self._begun:
@@ -245,15 +255,19 @@ class FlowSwarm:
             self.env.process(self._decide_at(decision.again_s))
         for move in moves:
             if move.peer_id not in self._machines:
-                continue  # it has died, and nobody knows yet
+                continue  # it has died, and the others do not know yet
             self.decisions.append(Decision(self.env.now, move))
             peer = self._views[self._index(move.peer_id)]
             self._count(peer, -1)
-            # It is as fast there as here, in work, so that much is known of it.
+            # In work per second a peer is as fast there as here, so its speed is known.
             peer = replace(
-                peer, stage=move.to_stage, state=PeerState.JOINING, since_s=self.env.now, moved_from=move.from_stage,
+                peer,
+                stage=move.to_stage,
+                state=PeerState.JOINING,
+                since_s=self.env.now,
+                moved_from=move.from_stage,
                 samples_per_s=self._machines[move.peer_id].work_per_s / self._params.stage_costs[move.to_stage],
-            )  # fmt: skip
+            )
             self._set(peer)
             self._count(peer, 1)
             self.bytes_migrated += self._params.state_bytes[move.to_stage]
@@ -267,16 +281,19 @@ class FlowSwarm:
         return bisect.bisect_left(self._ids, peer_id)
 
     def machine(self, peer_id: str) -> Machine | None:
-        """None of one that has gone, whether the others know it or not."""
+        """A peer's machine; None if the peer has gone, whether the others know it or not."""
         return self._machines.get(peer_id)
 
     def peer(self, peer_id: str) -> PeerView:
+        """A peer as it announces itself."""
         return self._views[self._index(peer_id)]
 
     def stage_cost(self, stage: int) -> float:
+        """Work that one sample takes in a stage."""
         return self._params.stage_costs[stage]
 
     def view(self) -> SwarmView:
+        """The swarm as it announces itself."""
         return SwarmView(self._num_stages, tuple(self._views))
 
     def _set(self, peer: PeerView) -> None:
@@ -288,7 +305,7 @@ class FlowSwarm:
         self._counts[kind][peer.stage] += sign
         self._work[kind][peer.stage] += sign * self._machines[peer.peer_id].work_per_s
         if not self._counts[kind][peer.stage]:
-            self._work[kind][peer.stage] = 0.0  # no rounding is left of those who have gone
+            self._work[kind][peer.stage] = 0.0  # no rounding error is left of peers that have gone
 
     def _record(self) -> None:
         serving, moving, joining = self._work
@@ -296,13 +313,13 @@ class FlowSwarm:
         stages = range(self._num_stages)
         capacity = [serving[k] / costs[k] for k in stages]
         throughput = min(capacity)
-        sample = Sample(
-            self.env.now,
-            throughput,
-            min((serving[k] + moving[k]) / costs[k] for k in stages),
-            min((serving[k] + moving[k] + joining[k]) / costs[k] for k in stages),
-            sum(self._counts[0][k] * (1 - throughput / capacity[k]) for k in stages if capacity[k] > 0),
-            sum(self._counts[1]) + sum(self._counts[2]),
+        sample = FlowSample(
+            time_s=self.env.now,
+            throughput=throughput,
+            with_movers=min((serving[k] + moving[k]) / costs[k] for k in stages),
+            with_all=min((serving[k] + moving[k] + joining[k]) / costs[k] for k in stages),
+            waiting=sum(self._counts[0][k] * (1 - throughput / capacity[k]) for k in stages if capacity[k] > 0),
+            downloading=sum(self._counts[1]) + sum(self._counts[2]),
         )
         if self.samples and self.samples[-1].time_s == sample.time_s:
             self.samples[-1] = sample

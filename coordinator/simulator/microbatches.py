@@ -1,8 +1,9 @@
 """Each microbatch on its way through the stages and back: devices, links, windows, routing.
 
-Who serves what, joins, moves and leaves is the flow level's. Here a microbatch is what it is live: nested calls, where
-a callee that goes takes what it was given with it, and the caller tries another peer. If the global batch is given, so
-are global steps: when it is full, nothing is in flight any more, and after the averaging round all windows fill again.
+The flow level says which peers serve which stage, join, move and leave. Here a microbatch travels as it does live: in
+nested calls. A callee that leaves takes its calls with it, and the caller tries another peer. With a global batch,
+the simulation goes by rounds: when the batch is full, nothing is in flight any more, and after averaging all windows
+fill again.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import simpy
 
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.network import Network
-from coordinator.simulator.routing import Routing, RoutingName, make_routing
-from swarm_peer.policy.ledger import StepCount, StepLedger
+from coordinator.simulator.options import RoutingName
+from coordinator.simulator.routing import Routing, make_routing
+from swarm_peer.policy.in_flight_window import InFlightWindow
+from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
 from swarm_peer.policy.view import PeerState, PeerView
-from swarm_peer.policy.window import InFlightWindow
 
 # Of a microbatch's compute; the backward pass is twice the forward pass.
 FORWARD_SHARE = 1 / 3
 BACKWARD_PRIORITY, FORWARD_PRIORITY = 0, 1
-# How often stage 0 looks who serves it.
-LOOK_S = 1.0
+# How often new stage-0 peers are looked for.
+STAGE_LOOK_S = 1.0
 # A caller's pause when all peers were busy or failed, doubled each time, with jitter: as live.
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
@@ -33,15 +35,17 @@ LONGEST_BACKOFF_S = 2.0
 Steps = Generator[simpy.Event, Any, bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchOptions:
-    """Attributes:
-    window: microbatches in flight per stage-0 peer; None for what the live rule makes of the round trip
-    window_limit: of that rule
-    capacity: microbatches that a peer of a later stage holds at once, beyond which it is busy; None for any number
-    activation_bytes: from one stage to the next, and as many back
-    global_batch: microbatches of one global step; None: there are no global steps, all goes on for ever
-    averaging_s: from the last gradient of a step until the next one begins; nothing is computed meanwhile
+    """How microbatches are launched, sent and counted.
+
+    Attributes:
+        window: microbatches in flight per stage-0 peer; None for the live rule, which goes by the round trip
+        window_limit: the largest window of that rule
+        capacity: microbatches that a peer of a later stage holds at once before it is busy; None for any number
+        activation_bytes: of a microbatch from one stage to the next, and as many back
+        global_batch: microbatches of one round; None for no rounds, so that all goes on for ever
+        averaging_s: from the last gradient of a round until the next one begins; nothing is computed meanwhile
     """
 
     routing: RoutingName = "iwrr"
@@ -54,30 +58,30 @@ class MicrobatchOptions:
 
 
 class _Device:
-    """One thing at a time, backward before forward."""
+    """A device that does one thing at a time, backward passes before forward passes."""
 
     def __init__(self, env: simpy.Environment, serves: int, author: str):
         self.resource = simpy.PriorityResource(env)
         self.serves = serves
-        self.author = author  # under which it counts at stage 0; another one when it comes back, as live
-        self.queued = 0  # on their way to it, too
+        self.author = author  # its samples at stage 0 count under this id; as live, it is another one after a return
+        self.queued = 0  # microbatches, those on their way to it included
         self.held = 0
         self.busy_s = 0.0
 
 
-class _GlobalSteps:
-    """Where the run is. Claims and counts are known to all at once, which live takes them a call.
+class _Rounds:
+    """The progress of the run by rounds. Claims and counts are known to all at once; live, that takes a call.
 
     Attributes:
-        changed: happens when somebody may launch who might not before; a new one each time
-        num_done: steps
+        changed: event of the next moment at which more peers may launch; a new one each time
+        num_done: finished rounds
     """
 
     def __init__(self, env: simpy.Environment, global_batch: int | None, averaging_s: float):
         self._env = env
         self._global_batch = global_batch
         self._averaging_s = averaging_s
-        self._ledger = StepLedger(global_batch or 0)
+        self._ledger = ProgressCounter(global_batch or 0)
         self._ending = False
         self.changed = env.event()
         self.num_done = 0
@@ -100,10 +104,10 @@ class _GlobalSteps:
         if self._global_batch is None:
             return
         own = self._ledger.count_of(self.num_done, author)
-        self._ledger.merge(self.num_done, author, StepCount(own.samples + samples, own.claimed + claimed))
+        self._ledger.merge(self.num_done, author, RoundCount(own.samples + samples, own.claimed + claimed))
 
     def _end(self) -> Generator[simpy.Event, Any, None]:
-        # Claims never exceed the global batch, so with its last gradient nothing is in flight any more that counts.
+        # Claims never exceed the global batch, so after its last gradient nothing that counts is in flight.
         yield self._env.timeout(self._averaging_s)
         self.num_done += 1
         self._ledger.forget_before(self.num_done)
@@ -116,7 +120,9 @@ class _GlobalSteps:
 
 
 class MicrobatchSwarm:
-    def __init__(self, flow: FlowSwarm, network: Network, options: MicrobatchOptions, seed: int):
+    """One simulation of every microbatch, on top of the flow level."""
+
+    def __init__(self, flow: FlowSwarm, network: Network, options: MicrobatchOptions, *, seed: int):
         self._flow = flow
         self._env = flow.env
         self._network = network
@@ -127,27 +133,29 @@ class MicrobatchSwarm:
         self._serving: list[list[PeerView]] = []
         self._seen = -1
         self._rng = random.Random(f"backoff {seed}")
-        self._steps = _GlobalSteps(self._env, options.global_batch, options.averaging_s)
+        self._rounds = _Rounds(self._env, options.global_batch, options.averaging_s)
         self._num_devices = 0
-        self.completed: list[float] = []  # when
+        self.completed: list[float] = []  # moments
         self.round_trips_s: list[float] = []
         self.num_retries = 0
         self.num_busy = 0
 
     @property
-    def num_steps(self) -> int:
-        """Global steps that are done."""
-        return self._steps.num_done
+    def num_rounds(self) -> int:
+        """Finished rounds."""
+        return self._rounds.num_done
 
     def run(self, until_s: float) -> None:
+        """Simulate until a moment."""
         self._flow.start()
         self._env.process(self._watch_first_stage())
         self._env.run(until=until_s)
 
     def busy_s(self) -> float:
+        """Seconds that all devices have computed, summed."""
         return sum(device.busy_s for device in self._devices.values())
 
-    def _look(self) -> list[list[PeerView]]:
+    def _refresh_serving(self) -> list[list[PeerView]]:
         if self._seen != self._flow.version:
             view = self._flow.view()
             self._serving = [list(view.serving(stage)) for stage in range(view.num_stages)]
@@ -158,18 +166,18 @@ class MicrobatchSwarm:
                         author = f"{peer.peer_id} {self._num_devices}"
                         self._devices[peer.peer_id] = _Device(self._env, stage, author)
             self._seen = self._flow.version
-            self._steps.notify()  # what a departed peer had claimed is free
+            self._rounds.notify()  # the claims of a departed peer are free
         return self._serving
 
     def _watch_first_stage(self) -> Generator[simpy.Event, Any, None]:
         sources: set[_Device] = set()
         while True:
-            for peer in self._look()[0]:
+            for peer in self._refresh_serving()[0]:
                 device = self._devices[peer.peer_id]
                 if device not in sources:
                     sources.add(device)
                     self._env.process(self._launch(peer.peer_id, device))
-            yield self._env.timeout(LOOK_S)
+            yield self._env.timeout(STAGE_LOOK_S)
 
     def _launch(self, peer_id: str, device: _Device) -> Generator[simpy.Event, Any, None]:
         window = InFlightWindow(self._options.window_limit)
@@ -177,11 +185,11 @@ class MicrobatchSwarm:
         while self._is_here(peer_id, device):
             size = self._options.window or window.size()
             steps = self._options.global_batch is not None
-            live = [self._devices[peer.peer_id].author for peer in self._look()[0]] if steps else []
-            while len(flying) < size and self._steps.may_launch(device.author, live):
-                self._steps.claim(device.author)
+            live = [self._devices[peer.peer_id].author for peer in self._refresh_serving()[0]] if steps else []
+            while len(flying) < size and self._rounds.may_launch(device.author, live):
+                self._rounds.claim(device.author)
                 flying.add(self._env.process(self._trip(peer_id, device, window)))
-            finished = yield simpy.AnyOf(self._env, [*flying, self._steps.changed])
+            finished = yield simpy.AnyOf(self._env, [*flying, self._rounds.changed])
             flying -= set(finished.events)
 
     def _trip(self, peer_id: str, device: _Device, window: InFlightWindow) -> Steps:
@@ -197,15 +205,15 @@ class MicrobatchSwarm:
             return False
         machine = self._flow.machine(peer_id)
         if machine is not None:
-            # As live: all that this device did not compute on it, its wait for this device's turn included.
+            # As live: all of its time that this device did not compute on it, the wait for this device included.
             compute_s = self._flow.stage_cost(0) / machine.work_per_s
             window.observe(max(self._env.now - launched_s - compute_s, 0.0), compute_s, self._env.now)
         self.completed.append(self._env.now)
-        self._steps.count(device.author)
+        self._rounds.count(device.author)
         return True
 
     def _call(self, caller: str, stage: int) -> Steps:
-        """Ends when somebody has done it, however many peers that takes."""
+        """Call a stage, and return when one of its peers has done the work, however many peers that takes."""
         avoid: set[str] = set()
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -267,7 +275,7 @@ class MicrobatchSwarm:
         return peer.state is PeerState.SERVING and peer.stage == device.serves
 
     def _route(self, caller: str, stage: int, avoid: set[str]) -> str | None:
-        peers = self._look()[stage]
+        peers = self._refresh_serving()[stage]
         seen, router = self._routers.get((caller, stage), (-1, None))
         if router is None:
             rng = random.Random(f"routing {self._seed} {caller} {stage}")

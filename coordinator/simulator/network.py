@@ -14,17 +14,18 @@ Places = tuple[list[list[float]], list[list[float]]]
 
 
 class Network:
-    """How long things take from peer to peer.
+    """How long transfers take from peer to peer.
 
     Args:
-        machine: of a peer
-        places: latencies in seconds and bandwidths in bytes/s (infinite: what the peers have) between places; a peer is
-            in the place that its name and the seed give. None: each peer's own latency counts, half at either end.
+        machine: gives the machine of a peer, None if it has gone
+        places: latencies in seconds and bandwidths in bytes/s (infinite where the peers' own count) between places; a
+            peer's name and the seed give its place. None: each peer's own latency counts, half at either end.
     """
 
     def __init__(
         self,
         machine: Callable[[str], Machine | None],
+        *,
         places: Places | None = None,
         seed: int = 0,
     ):
@@ -33,6 +34,7 @@ class Network:
         self._seed = seed
 
     def transfer_s(self, sender: str, receiver: str, num_bytes: float) -> float:
+        """Seconds until a message of so many bytes has arrived."""
         ends = [machine for machine in (self._machine(sender), self._machine(receiver)) if machine is not None]
         bandwidth = min((machine.bandwidth_bytes_per_s for machine in ends), default=float("inf"))
         latency_s = sum(machine.latency_s for machine in ends) / 2
@@ -47,10 +49,10 @@ class Network:
 
 
 def read_places(path: Path) -> Places:
-    """Of a table `region_a,region_b,delay_ms,bandwidth_gbps`, or a square matrix of round trips in seconds.
+    """Read a table `region_a,region_b,delay_ms,bandwidth_gbps`, or a square matrix of round trips in seconds.
 
     In a matrix 0 off the diagonal means not measured, and the median is taken. Within a place there is no latency in a
-    table, and the least measured one in a matrix, of which each row is one person's device.
+    table, and the least measured one in a matrix, each row of which is one person's device.
 
     Raises:
         UserError: it is neither

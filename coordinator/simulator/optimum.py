@@ -1,8 +1,8 @@
 """The best that any assignment of peers to stages can do, moves being free.
 
-`optimum` is never less than the truth, so that no policy looks better than it is: exact within TOLERANCE for equal
-stages and few peers to each, elsewhere a bound that is close where there are many. `exact_optimum` needs scipy and
-takes stages and peers of all kinds; it is what the others are checked against.
+`optimum` is never less than the truth, so that no policy looks better than it is: exact within OPTIMUM_TOLERANCE for
+equal stages and few peers to each, elsewhere a bound that is close where there are many. `exact_optimum` needs scipy
+and takes stages and peers of all kinds; tests check the others against it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Of the optimum, by which it may be overestimated although it is called exact.
-TOLERANCE = 1e-3
+# Share by which an optimum that is called exact may be overestimated.
+OPTIMUM_TOLERANCE = 1e-3
 # Above so many peers to a stage the bound is as good as exact: speeds can be combined in enough ways.
 FEW_PER_STAGE = 6
-# Groups tried before a question is given up: some hundredths of a second.
+# Groups that are tried before a question is given up; they take some hundredths of a second.
 MAX_TRIES = 4000
 
 
@@ -31,8 +31,8 @@ def optimum(work_per_s: Sequence[float], stage_costs: Sequence[float]) -> float:
     scale = stage_costs[0]
     high *= scale
     # The bound is often nearly met, so the first question is asked close to it.
-    target = high * (1 - TOLERANCE)
-    while high - low > TOLERANCE * high:
+    target = high * (1 - OPTIMUM_TOLERANCE)
+    while high - low > OPTIMUM_TOLERANCE * high:
         found = _cover(work, num_stages, max(target, low * (1 + 1e-9)))
         if found is None:
             break  # given up: nothing better than `high` is proven
@@ -123,9 +123,9 @@ def exact_optimum(
     work_per_s: Sequence[float],
     stage_costs: Sequence[float],
     fits: Sequence[Sequence[bool]] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = OPTIMUM_TOLERANCE,
 ) -> float:
-    """By integer programming (HiGHS in scipy). For tens of peers; takes seconds, or much longer, beyond 20.
+    """The optimum by integer programming (HiGHS in scipy). For tens of peers; takes seconds, or much longer, beyond 20.
 
     Args:
         fits: for each peer, which stages it can serve
@@ -153,7 +153,10 @@ def exact_optimum(
     integral = np.ones(len(goal))
     integral[-1] = 0
     found = milp(
-        goal, constraints=LinearConstraint(rows, low, high), integrality=integral, bounds=Bounds(0, most),
+        goal,
+        constraints=LinearConstraint(rows, low, high),
+        integrality=integral,
+        bounds=Bounds(0, most),
         options={"mip_rel_gap": tolerance},
-    )  # fmt: skip
+    )
     return float(-found.fun)

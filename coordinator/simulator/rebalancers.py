@@ -1,25 +1,28 @@
-"""The rebalancing policies that are compared: none, the paper's every T seconds, and ours upon every change."""
+"""The rebalancing policies that are compared: none, the paper's every T seconds, and the live one upon every change."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from swarm_peer.policy.churn import ChurnMeter
-from swarm_peer.policy.exchange import RebalancingParameters
-from swarm_peer.policy.forecast import fits, work_per_s
-from swarm_peer.policy.rebalancing import ExchangePatience, Move, Rebalancing, rebalance
+from swarm_peer.policy.placement.capacity import fits, work_per_s
+from swarm_peer.policy.placement.churn import ChurnMeter
+from swarm_peer.policy.placement.move_search import RebalancingParameters
+from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 
 
-class Rebalancer(Protocol):
-    """Attributes:
-    every_s: when it is asked; None for upon every change, and when its last decision said
+class SimulatedRebalancer(Protocol):
+    """A rebalancing policy in the simulator.
+
+    Attributes:
+        every_s: seconds between decisions; None for a decision upon every change and when the last decision asks for it
     """
 
     every_s: float | None
 
-    def decide(self, view: SwarmView, now_s: float) -> Rebalancing: ...
+    def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
+        """Decide on moves, and remember the view where the policy learns from it."""
 
 
 @dataclass
@@ -29,6 +32,7 @@ class NoRebalancing:
     every_s: float | None = None
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
+        """See SimulatedRebalancer."""
         return Rebalancing((), "no rebalancing")
 
 
@@ -40,13 +44,14 @@ class PeriodicRebalancing:
 
     The load of a stage is the work that comes in, the same for all, over what it can do. The paper does not say what
     keeps a peer from moving back and forth between two stages that are even; here it moves only if the lesser of the
-    two gains by it. Of the stage's peers, the first by id of those whose move does that.
+    two gains by it. Among the peers whose move does that, the first by id moves.
     """
 
     params: RebalancingParameters
     every_s: float | None
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
+        """See SimulatedRebalancer."""
         costs = self.params.stage_costs
         work = work_per_s(view.peers, costs)
         capacity = [0.0] * view.num_stages
@@ -75,14 +80,15 @@ class EventRebalancing:
     patience: ExchangePatience = field(default_factory=ExchangePatience)
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
+        """See SimulatedRebalancer."""
         self.churn.observe((peer.peer_id for peer in view.peers), now_s)
         horizon_s = self.churn.horizon_s(view.num_stages, now_s)
         decision = rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
         return self.patience.check(decision, self.params.exchange_patience_s, now_s)
 
 
-def make_rebalancer(name: str, params: RebalancingParameters) -> Rebalancer:
-    """`none`, `events`, or seconds."""
+def make_rebalancer(name: str, params: RebalancingParameters) -> SimulatedRebalancer:
+    """The policy of a name: `none`, `events`, or the seconds of the periodic one."""
     if name == "none":
         return NoRebalancing()
     if name == "events":

@@ -1,4 +1,4 @@
-"""From options to a summary: what `swarm-coordinator simulate` prints."""
+"""From a scenario to the summary that `swarm-coordinator simulate` prints."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from coordinator.simulator.flow import FlowOptions, FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
 from coordinator.simulator.network import Network, Places
 from coordinator.simulator.optimum import FEW_PER_STAGE, optimum
+from coordinator.simulator.options import ArrivalOptions, StageOptions
 from coordinator.simulator.rebalancers import make_rebalancer
 from coordinator.simulator.traces import Trace, draw_trace, read_trace
 from coordinator.simulator.world import Population
 from swarm_peer.errors import UserError
-from swarm_peer.policy.exchange import RebalancingParameters
+from swarm_peer.policy.placement.move_search import RebalancingParameters
 
 HOUR_S = 3600.0
 WARM_UP_S = 60.0
@@ -25,69 +25,91 @@ WARM_UP_S = 60.0
 Series = list[tuple[float, float]]  # (from when on, how much), by time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is simulated, but for the rebalancing.
+    """Everything that is simulated, but for the rebalancing."""
 
-    Attributes:
-        state_gb: weights and optimizer state of one stage
-        stage_memory_gb: what a peer needs to serve each stage; empty where memory is no limit
-    """
-
-    num_stages: int
-    trace: Path | None = None
-    num_peers: int = 0
-    hours: float = 24.0
-    mean_lifetime_s: float = 4 * HOUR_S
+    stages: StageOptions
+    arrivals: ArrivalOptions = ArrivalOptions()  # noqa: RUF009 (frozen)
     seed: int = 0
-    stage_costs: tuple[float, ...] = ()
-    state_gb: float = 1.0
-    overhead_s: float = 5.0
-    stage_memory_gb: tuple[float, ...] = ()
-    min_replicas: int = 1
     population: Population = field(default_factory=Population)
     flow: FlowOptions = field(default_factory=FlowOptions)
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise UserError(f"--stages {self.num_stages}: at least 1 is needed")
-        if self.trace is None and self.num_peers < 1:
+        """Check what an operator may have typed.
+
+        Raises:
+            UserError: the parts contradict each other, or a number cannot be
+        """
+        stages, arrivals = self.stages, self.arrivals
+        if stages.num_stages < 1:
+            raise UserError(f"--stages {stages.num_stages}: at least 1 is needed")
+        if arrivals.trace is None and (arrivals.num_peers or 0) < 1:
             raise UserError("simulate needs --trace FILE, or --peers N to draw one")
-        if self.trace is None and (self.hours <= 0 or self.mean_lifetime_s <= 0):
-            raise UserError(f"--hours {self.hours} --mean-lifetime-s {self.mean_lifetime_s}: both must be above 0")
-        for option, values in (("--stage-costs", self.stage_costs), ("--stage-memory-gb", self.stage_memory_gb)):
-            if values and len(values) != self.num_stages:
-                raise UserError(f"{option} has {len(values)} values for {self.num_stages} stages: give one for each")
-        if any(cost <= 0 for cost in self.stage_costs):
+        if arrivals.trace is None and (arrivals.hours <= 0 or arrivals.mean_lifetime_s <= 0):
+            raise UserError(
+                f"--hours {arrivals.hours} --mean-lifetime-s {arrivals.mean_lifetime_s}: both must be above 0"
+            )
+        for option, values in (("--stage-costs", stages.stage_costs), ("--stage-memory-gb", stages.stage_memory_gb)):
+            if values and len(values) != stages.num_stages:
+                raise UserError(f"{option} has {len(values)} values for {stages.num_stages} stages: give one for each")
+        if any(cost <= 0 for cost in stages.stage_costs):
             raise UserError("--stage-costs must all be above 0")
 
+    @property
+    def num_stages(self) -> int:
+        """How many stages the simulated pipeline has."""
+        return self.stages.num_stages
+
     def read_trace(self) -> Trace:
+        """The trace of the file, or one that is drawn from the seed.
+
+        Raises:
+            UserError: see read_trace, or the file has a single moment
+        """
         rng = random.Random(f"trace {self.seed}")
-        if self.trace is not None:
-            trace = read_trace(self.trace, rng)
+        arrivals = self.arrivals
+        if arrivals.trace is not None:
+            trace = read_trace(arrivals.trace, rng)
             if not trace.duration_s:
-                raise UserError(f"--trace {self.trace}: all of it is at one moment, so there is nothing to simulate")
+                raise UserError(
+                    f"--trace {arrivals.trace}: all of it is at one moment, so there is nothing to simulate"
+                )
             return trace
-        return draw_trace(self.num_peers, self.hours * HOUR_S, self.mean_lifetime_s, rng)
+        return draw_trace(arrivals.num_peers or 0, arrivals.hours * HOUR_S, arrivals.mean_lifetime_s, rng)
 
     def parameters(self) -> RebalancingParameters:
+        """Parameters of the live policies in this scenario."""
+        stages = self.stages
         return RebalancingParameters(
-            stage_costs=self.stage_costs or (1.0,) * self.num_stages,
-            state_bytes=(self.state_gb * 1e9,) * self.num_stages,
-            stage_memory_bytes=tuple(gigabytes * 1e9 for gigabytes in self.stage_memory_gb),
-            min_replicas=(self.min_replicas,) * self.num_stages,
+            stage_costs=stages.stage_costs or (1.0,) * stages.num_stages,
+            state_bytes=(stages.state_gb * 1e9,) * stages.num_stages,
+            stage_memory_bytes=tuple(gigabytes * 1e9 for gigabytes in stages.stage_memory_gb),
+            min_replicas=(stages.min_replicas,) * stages.num_stages,
             bandwidth_bytes_per_s=min(self.population.bandwidth_mbps.values) * 1e6 / 8,
-            overhead_s=self.overhead_s,
+            overhead_s=stages.overhead_s,
+        )
+
+    def flow_swarm(self, trace: Trace, rebalance: str) -> FlowSwarm:
+        """The swarm of this scenario, at the flow level and under one of the rebalancing policies."""
+        params = self.parameters()
+        return FlowSwarm(
+            trace=trace,
+            population=self.population,
+            seed=self.seed,
+            params=params,
+            rebalancer=make_rebalancer(rebalance, params),
+            options=self.flow,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """What could be done at best at each moment.
+    """The best possible throughput at each moment.
 
     Attributes:
         optimum: by the best assignment of all that are alive, moves being free
-        attainable: the same without those that came so lately that their state cannot have arrived
+        attainable: the same without peers that came so lately that their state cannot have arrived
     """
 
     optimum: Series
@@ -95,14 +117,16 @@ class Best:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class FlowResult:
+    """A simulation at the flow level: its summary, its throughput over time, and the best possible one."""
+
     summary: dict[str, Any]
     throughput: Series
     best: Best
 
 
 def best_of(scenario: Scenario, trace: Trace) -> Best:
-    """It depends on who is alive alone, so that one serves for all rebalancing policies."""
+    """The best possible throughput; it depends on the trace alone, so that it is the same for all policies."""
     params = scenario.parameters()
     begins_s = _begins_s(trace, scenario.num_stages)
     all_: list[tuple[float, bool, str]] = []
@@ -127,7 +151,7 @@ def best_of(scenario: Scenario, trace: Trace) -> Best:
 
 
 def _begins_s(trace: Trace, num_stages: int) -> float:
-    """When there is a peer for each stage for the first time."""
+    """The first moment at which there is a peer for each stage."""
     alive = 0
     for change in trace.changes:
         alive += 1 if change.joins else -1
@@ -151,18 +175,18 @@ def _series(
             del alive[machine]
         if number + 1 == len(changes) or changes[number + 1][0] > time_s:
             # Of a large swarm the bound is quick to work out, and the sets would fill the memory.
-            who = frozenset(alive) if len(alive) <= FEW_PER_STAGE * len(stage_costs) else None
-            value = known.get(who) if who is not None else None
+            machines = frozenset(alive) if len(alive) <= FEW_PER_STAGE * len(stage_costs) else None
+            value = known.get(machines) if machines is not None else None
             if value is None:
                 value = optimum([alive[name] for name in sorted(alive)], stage_costs)
-                if who is not None:
-                    known[who] = value
+                if machines is not None:
+                    known[machines] = value
             series.append((time_s, value))
     return series
 
 
 def integral(series: Series, start_s: float, end_s: float) -> float:
-    """Of a function that is constant between its changes."""
+    """The integral of a function that is constant between its changes."""
     total = 0.0
     for number, (time_s, value) in enumerate(series):
         until_s = series[number + 1][0] if number + 1 < len(series) else end_s
@@ -170,7 +194,9 @@ def integral(series: Series, start_s: float, end_s: float) -> float:
     return total
 
 
-def simulate_flow(scenario: Scenario, rebalance: str, trace: Trace | None = None, best: Best | None = None) -> Result:
+def simulate_flow(
+    scenario: Scenario, rebalance: str, trace: Trace | None = None, best: Best | None = None
+) -> FlowResult:
     """One simulation of `rebalance`: none, events, or seconds.
 
     Args:
@@ -179,10 +205,7 @@ def simulate_flow(scenario: Scenario, rebalance: str, trace: Trace | None = None
     begun = time.perf_counter()
     trace = trace or scenario.read_trace()
     best = best or best_of(scenario, trace)
-    params = scenario.parameters()
-    swarm = FlowSwarm(
-        trace, scenario.population, scenario.seed, params, make_rebalancer(rebalance, params), scenario.flow
-    )
+    swarm = scenario.flow_swarm(trace, rebalance)
     swarm.run()
     end_s = trace.duration_s
     throughput = [(sample.time_s, sample.throughput) for sample in swarm.samples]
@@ -213,7 +236,7 @@ def simulate_flow(scenario: Scenario, rebalance: str, trace: Trace | None = None
             "moving": (with_movers - done) / ideal if ideal else None,
             "imbalance": 1 - with_all / ideal if ideal else None,
         },
-        "migrations": len(swarm.decisions),
+        "moves": len(swarm.decisions),
         "bytes_moved": round(swarm.bytes_migrated),
         "joined": swarm.num_joined,
         "bytes_joined": round(swarm.bytes_joined),
@@ -222,20 +245,18 @@ def simulate_flow(scenario: Scenario, rebalance: str, trace: Trace | None = None
         "simulated_s": end_s,
         "wall_s": time.perf_counter() - begun,
     }
-    return Result(summary, throughput, best)
+    return FlowResult(summary, throughput, best)
 
 
 def simulate_microbatches(
     scenario: Scenario, rebalance: str, options: MicrobatchOptions, places: Places | None = None
 ) -> dict[str, Any]:
-    """The same swarm with each microbatch in it, beside what the flow level says of it."""
+    """One simulation of every microbatch, with the throughput that the flow level predicts beside it."""
     begun = time.perf_counter()
     trace = scenario.read_trace()
-    params = scenario.parameters()
-    flow = FlowSwarm(
-        trace, scenario.population, scenario.seed, params, make_rebalancer(rebalance, params), scenario.flow
-    )
-    swarm = MicrobatchSwarm(flow, Network(flow.machine, places, scenario.seed), options, scenario.seed)
+    flow = scenario.flow_swarm(trace, rebalance)
+    network = Network(flow.machine, places=places, seed=scenario.seed)
+    swarm = MicrobatchSwarm(flow, network, options, seed=scenario.seed)
     end_s = trace.duration_s
     swarm.run(end_s)
     # Until the pipeline is full the two cannot agree.
@@ -255,9 +276,9 @@ def simulate_microbatches(
         "median_round_trip_s": trips[len(trips) // 2] if trips else None,
         "retries": swarm.num_retries,
         "busy": swarm.num_busy,
-        "global_steps": swarm.num_steps,
+        "rounds": swarm.num_rounds,
         "busy_peer_s": swarm.busy_s(),
-        "migrations": len(flow.decisions),
+        "moves": len(flow.decisions),
         "bytes_moved": round(flow.bytes_migrated),
         "simulated_s": end_s,
         "wall_s": time.perf_counter() - begun,

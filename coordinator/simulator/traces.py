@@ -1,16 +1,16 @@
 """When machines come and go: read from a file, or drawn.
 
-Two formats are read; which one it is shows in the first row that is no heading.
+Two formats are read; the first row that is no heading tells which one it is.
 
-* `time_ms,add|remove,machine`: who came and went. A machine that comes back is a new peer.
-* `date, time, live count`: how many were alive. Who leaves is drawn.
+* `time_ms,add|remove,machine`: which machines came and went. A machine that comes back is a new peer.
+* `date, time, live count`: how many were alive. The machines that leave are drawn.
 
 Rows of counts come in no order of time, and may contradict each other: a reading is often written down again for some
 minutes after it, while newer ones come in. Two rules make one history of them:
 
 1. If time mostly falls from row to row, the file is newest first and is read from its end.
 2. A row is dropped if one further down in the file, with another count, is of the same time or up to REPEATED_FOR_S
-   older: it repeats a reading that was outdated by then. What is left is sorted by time.
+   older: it repeats a reading that was outdated by then. The other rows are sorted by time.
 
 So a file in order is taken as it is, and one in no order at all still gives the true count, some changes up to
 REPEATED_FOR_S late.
@@ -31,7 +31,7 @@ REPEATED_FOR_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MachineChange:
     """A machine comes (`joins`) or goes, without notice."""
 
     time_s: float
@@ -43,7 +43,7 @@ class Change:
 class Trace:
     """Changes in order of time; the first is at 0, and those of one time are in one order for good."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[MachineChange, ...]
     duration_s: float
 
 
@@ -51,7 +51,7 @@ def read_trace(path: Path, rng: random.Random) -> Trace:
     """Read a file of either format.
 
     Args:
-        rng: who leaves, where a file has counts only
+        rng: draws the machines that leave, where a file has counts only
 
     Raises:
         UserError: it cannot be read, or holds neither
@@ -97,12 +97,12 @@ def _from_names(rows: list[tuple[float, bool, str]]) -> Trace:
         # Of a machine that is there already, or that was never seen to come, there is nothing to replay.
         if joins != (machine in alive):
             (alive.add if joins else alive.discard)(machine)
-            changes.append(Change(time_s - start, joins, machine))
+            changes.append(MachineChange(time_s - start, joins, machine))
     return Trace(tuple(changes), rows[-1][0] - start)
 
 
 def consistent_counts(rows: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """One history of readings that come in any order and may contradict each other; see above."""
+    """One history of readings that come in any order and may contradict each other; see the module's text."""
     back = sum(after[0] < before[0] for before, after in itertools.pairwise(rows))
     forth = sum(after[0] > before[0] for before, after in itertools.pairwise(rows))
     if back > forth:
@@ -119,7 +119,7 @@ def consistent_counts(rows: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def from_counts(history: list[tuple[float, int]], rng: random.Random) -> Trace:
-    """The peers behind numbers of peers: whoever leaves is drawn from those alive, all alike."""
+    """A trace with these numbers of machines; those that leave are drawn from those alive, all alike."""
     start = history[0][0]
     alive: list[str] = []
     changes = []
@@ -128,9 +128,9 @@ def from_counts(history: list[tuple[float, int]], rng: random.Random) -> Trace:
         while len(alive) < count:
             alive.append(f"machine{num_seen:06d}")
             num_seen += 1
-            changes.append(Change(time_s - start, True, alive[-1]))
+            changes.append(MachineChange(time_s - start, True, alive[-1]))
         while len(alive) > count:
-            changes.append(Change(time_s - start, False, alive.pop(rng.randrange(len(alive)))))
+            changes.append(MachineChange(time_s - start, False, alive.pop(rng.randrange(len(alive)))))
     return Trace(tuple(changes), history[-1][0] - start)
 
 
@@ -142,8 +142,8 @@ def draw_trace(num_peers: int, duration_s: float, mean_lifetime_s: float, rng: r
     while num_peers and (time_s := time_s + rng.expovariate(num_peers / mean_lifetime_s)) < duration_s:
         arrivals.append(time_s)
     for number, time_s in enumerate(arrivals):
-        changes.append(Change(time_s, True, f"machine{number:06d}"))
+        changes.append(MachineChange(time_s, True, f"machine{number:06d}"))
         end = time_s + rng.expovariate(1 / mean_lifetime_s)
         if end < duration_s:
-            changes.append(Change(end, False, f"machine{number:06d}"))
+            changes.append(MachineChange(end, False, f"machine{number:06d}"))
     return Trace(tuple(sorted(changes, key=lambda change: change.time_s)), duration_s)

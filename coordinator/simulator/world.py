@@ -1,17 +1,18 @@
-"""What is drawn from the seed before anything happens: the peers and what they have."""
+"""The machines of a simulation, drawn from its seed before anything happens."""
 
 from __future__ import annotations
 
 import math
 import random
 from dataclasses import dataclass
+from typing import Protocol
 
 from swarm_peer.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Where numbers are drawn from, written as `constant:1`, `uniform:0.5,2`, `lognormal:1,0.35` or `choice:1,2,4`.
+    """A distribution of numbers, written as `constant:1`, `uniform:0.5,2`, `lognormal:1,0.35` or `choice:1,2,4`.
 
     A lognormal one has its median and the deviation of its logarithm.
     """
@@ -21,6 +22,11 @@ class Distribution:
 
     @classmethod
     def parse(cls, text: str, option: str = "value") -> Distribution:
+        """Read a distribution as it is written; `option` names it in errors.
+
+        Raises:
+            UserError: it is none
+        """
         kind, _, rest = text.partition(":")
         try:
             values = tuple(float(value) for value in rest.split(","))
@@ -34,6 +40,7 @@ class Distribution:
         return cls(kind, values)
 
     def draw(self, rng: random.Random) -> float:
+        """Draw one number."""
         first, last = self.values[0], self.values[-1]
         if self.kind == "constant":
             return first
@@ -46,7 +53,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a peer has."""
+    """The device and the link of a peer."""
 
     work_per_s: float
     bandwidth_bytes_per_s: float
@@ -54,9 +61,16 @@ class Machine:
     latency_s: float = 0.0
 
 
+class MachinePool(Protocol):
+    """Where the machines of a simulation come from."""
+
+    def machine(self, name: str, seed: int) -> Machine:
+        """The machine of this name; the same for each call with one seed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Population:
-    """How machines are drawn. A machine is the same in every simulation of one seed, whoever comes before it."""
+    """How machines are drawn. A machine is the same in every simulation of one seed."""
 
     speed: Distribution = Distribution("lognormal", (1.0, 0.35))
     bandwidth_mbps: Distribution = Distribution("constant", (200.0,))
@@ -64,6 +78,7 @@ class Population:
     latency_s: Distribution = Distribution("constant", (0.05,))
 
     def machine(self, name: str, seed: int) -> Machine:
+        """Draw the machine of this name."""
         rng = random.Random(f"machine {seed} {name}")
         return Machine(
             max(self.speed.draw(rng), 1e-6),

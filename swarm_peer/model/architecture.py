@@ -1,6 +1,6 @@
 """Which models can be trained: from what a person names to a transformers config that is known to work.
 
-Owns the checks of a model's config. Knows nothing of stages: families.py builds the modules, partition.py cuts.
+Owns the checks of a model's config. Knows nothing of stages, nor what tells one family from another: see families/.
 """
 
 from __future__ import annotations
@@ -13,61 +13,15 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
+from swarm_peer.model.families import Family, family_class, family_of
+from swarm_peer.model.families.base import CARRIED_KEYS, FIXED_VALUES
 from swarm_peer.model.pretrained import PretrainedSource
-
-CONFIG_CLASSES: dict[str, type[PretrainedConfig]] = {"gpt2": GPT2Config, "llama": LlamaConfig}
-
-# Keys that the config.json files of published GPT-2 and Llama models carry and that no longer are fields of
-# transformers' config classes: renamed (torch_dtype, rope_*), or never read by these two families.
-CARRIED_KEYS = frozenset(
-    {
-        "model_type",
-        "name_or_path",
-        "num_labels",
-        "output_attentions",
-        "torch_dtype",
-        "task_specific_params",
-        "tokenizer_class",
-        "gradient_checkpointing",
-        "torchscript",
-        "is_decoder",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "mask_token_id",
-        "unk_token_id",
-        "n_ctx",
-        "rope_theta",
-        "rope_scaling",
-        "rope_interleaved",
-        "is_llama_config",
-        "max_sequence_length",
-        "transformers.js_config",
-    }
-)
-
-# Settings that this project cannot honour, the only value that works, and why.
-FIXED_VALUES: dict[str, tuple[Any, str]] = {
-    "tie_word_embeddings": (False, "the embedding and the head belong to different stages"),
-    "add_cross_attention": (False, "there is no encoder to attend to"),
-    "is_encoder_decoder": (False, "only decoders can be cut into stages"),
-    "scale_attn_by_inverse_layer_idx": (False, "layers must not depend on their number, since they can be shared"),
-    "reorder_and_upcast_attn": (False, "scaled-dot-product attention ignores it"),
-}
-
-# What decides the shapes of a model's weights, and how they are read.
-SHAPE_KEYS = {
-    "gpt2": ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),
-    "llama": (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
-    ),
-}
 
 
 def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> ModelSection:
@@ -93,7 +47,10 @@ def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -
             can be trained or has other shapes than `model.config`
     """
     if section.pretrained is None:
-        return _read_named_config(section.config) if isinstance(section.config, str) else copy.deepcopy(section.config)
+        if isinstance(section.config, str):
+            return _read_named_config(section.config)
+        assert section.config is not None, "a model has a config, if nothing pretrained"
+        return copy.deepcopy(section.config)
     source = PretrainedSource(section.pretrained, cache_dir)
     pretrained_config = source.read_config() | {"tie_word_embeddings": False}
     try:
@@ -111,10 +68,9 @@ def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -
 
 
 def _check_shapes(ours: PretrainedConfig, theirs: PretrainedConfig, source: PretrainedSource) -> None:
-    for key in ("model_type", *SHAPE_KEYS[ours.model_type]):
-        here, there = getattr(ours, key), getattr(theirs, key)
-        if key == "n_inner":
-            here, there = (4 * c.n_embd if c.n_inner is None else c.n_inner for c in (ours, theirs))
+    ours_by_key, theirs_by_key = ({"model_type": c.model_type} | family_of(c).shapes() for c in (ours, theirs))
+    for key, here in ours_by_key.items():
+        there = theirs_by_key[key]
         if here != there:
             raise source.error(
                 f"has {key}={there}, and model.config has {key}={here}: leave model.config out, or correct it"
@@ -152,69 +108,67 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
     """Check an inline transformers config and make it the object that the stages are built from.
 
     Raises:
-        UserError: another family than GPT-2 and Llama, a key that the family does not know, a value that cannot work
+        UserError: no family of FAMILIES, a key that the family does not know, a value that cannot work
     """
-    model_type = config.get("model_type")
-    if model_type not in CONFIG_CLASSES:
-        raise UserError(
-            f"model.config: model_type={model_type!r} is not supported; choose one of {', '.join(CONFIG_CLASSES)}"
-        )
-    config_class = CONFIG_CLASSES[model_type]
+    family = family_class(config.get("model_type"))
+    model_type = family.config_class.model_type
     for key in config:
-        if not _is_known(key, config_class):
+        if not _is_known(key, family):
             raise UserError(
                 f"model.config: {key}={config[key]!r} is no setting of {model_type} models: "
                 f"remove it or correct its spelling"
             )
     try:
-        parsed = config_class.from_dict(copy.deepcopy(config))
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        parsed = family.config_class.from_dict(copy.deepcopy(config))
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(f"model.config is no {model_type} model: {reason}; correct that value") from error
-    for key, (value, why) in FIXED_VALUES.items():
-        if getattr(parsed, key, value) != value:
+    for key, (value, why) in {**FIXED_VALUES, **family.fixed_values}.items():
+        found = getattr(parsed, key, value)
+        if found != value and (found or value):  # false and null both turn a setting off
             origin = "" if key in config else f", which is the default of {model_type},"
             raise UserError(
-                f"model.config: {key}={getattr(parsed, key)!r}{origin} is not supported ({why}): "
-                f"set {key}: {json.dumps(value)}"
+                f"model.config: {key}={found!r}{origin} is not supported ({why}): set {key}: {json.dumps(value)}"
             )
-    _check_sizes(parsed)
-    parsed._attn_implementation = "sdpa"
+    _check_sizes(family(parsed))
+    parsed._attn_implementation = family(parsed).attention_implementation
     return parsed
 
 
-def _is_known(key: str, config_class: type[PretrainedConfig]) -> bool:
+def _is_known(key: str, family: type[Family]) -> bool:
     return (
-        key in {field.name for field in fields(config_class)}
-        or key in config_class.attribute_map
-        or key in CARRIED_KEYS
+        key in {field.name for field in fields(family.config_class)}
+        or key in family.config_class.attribute_map
+        or key in CARRIED_KEYS | family.carried_keys
         or key in GenerationConfig._get_default_generation_params()
         or key.startswith("_")  # what transformers notes for itself, such as _name_or_path
     )
 
 
-def _check_sizes(config: PretrainedConfig) -> None:
+def _check_sizes(family: Family) -> None:
     """Refuse what transformers finds only when it builds or runs a layer, or does not find at all."""
-    sizes = [
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-        *(("intermediate_size", "num_key_value_heads", "head_dim") if config.model_type == "llama" else ()),
-    ]
-    for key in sizes:
+    config = family.config
+    for key in family.sizes:
         if getattr(config, key) < 1:
             raise UserError(f"model.config: {_own_name(config, key)}={getattr(config, key)} must be at least 1")
-    activation = config.activation_function if config.model_type == "gpt2" else config.hidden_act
+    kinds = {family.layer_kind(index) for index in range(config.num_hidden_layers)}
+    if unknown := sorted(kinds - set(family.kinds)):
+        raise UserError(
+            f"model.config: layer_types names {unknown[0]}, and {config.model_type} has none but "
+            f"{', '.join(family.kinds)}: correct it"
+        )
+    if "sliding_attention" in kinds and ((window := config.sliding_window) is None or window < 1):
+        raise UserError(
+            f"model.config: sliding_window={window} must be at least 1, since layers have sliding attention"
+        )
+    activation = getattr(config, family.activation)
     if activation not in ACT2FN:
         raise UserError(
             f"model.config: activation {activation!r} is unknown to transformers; choose one of {', '.join(ACT2FN)}"
         )
-    _check_multiple(config, "hidden_size", "num_attention_heads")
-    if config.model_type == "llama":
-        _check_multiple(config, "num_attention_heads", "num_key_value_heads")
-        rope_type = config.rope_parameters["rope_type"]
+    for key, divisor in family.multiples:
+        _check_multiple(config, key, divisor)
+    for rope_type in family.rope_types():
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise UserError(
                 f"model.config: rope_type={rope_type!r} is unknown to transformers; "

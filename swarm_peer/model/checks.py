@@ -1,4 +1,4 @@
-"""What tensors from other peers must look like before a stage touches them."""
+"""Checks of tensors from other peers, before a stage touches them."""
 
 from __future__ import annotations
 

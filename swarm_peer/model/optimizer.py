@@ -7,7 +7,7 @@ entries, bit for bit, and a peer that loads them goes on exactly as the one that
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,19 +24,19 @@ EIGHT_BIT_BLOCK = 256
 CODE_BOOKS = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
 
-def learning_rate(manifest: RunManifest, step: int) -> float:
-    """The learning rate of the update that ends global step `step`, counted from 0.
+def learning_rate(manifest: RunManifest, optimizer_step: int) -> float:
+    """The learning rate of the update that weights of this optimizer step get next; the first update has step 0.
 
     Warm-up rises linearly to the highest rate, which the first step after it has. The decay that follows ends at
     final_fraction of it in the run's last step, and stays there.
     """
     schedule, highest = manifest.schedule, manifest.optimizer.learning_rate
-    if step < schedule.warmup_steps:
-        return highest * (step + 1) / (schedule.warmup_steps + 1)
+    if optimizer_step < schedule.warmup_steps:
+        return highest * (optimizer_step + 1) / (schedule.warmup_steps + 1)
     decay_steps = manifest.training.steps - 1 - schedule.warmup_steps
     if schedule.name == "constant" or decay_steps < 1:
         return highest
-    progress = min(1.0, (step - schedule.warmup_steps) / decay_steps)
+    progress = min(1.0, (optimizer_step - schedule.warmup_steps) / decay_steps)
     left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return highest * (schedule.final_fraction + (1 - schedule.final_fraction) * left)
 
@@ -52,9 +52,10 @@ def make_optimizer(section: OptimizerSection, module: nn.Module) -> torch.optim.
         return torch.optim.SGD(groups, lr=section.learning_rate, momentum=section.momentum)
     if section.name == "adamw":
         return torch.optim.AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps)
-    from bitsandbytes.optim import AdamW8bit  # takes seconds to import, and most runs do without
+    from bitsandbytes.optim.adamw import AdamW8bit  # takes seconds to import, and most runs do without
 
-    return AdamW8bit(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps)
+    make: Callable[..., torch.optim.Optimizer] = AdamW8bit
+    return make(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
@@ -68,7 +69,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict
 
 
 def optimizer_state_template(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
-    """What optimizer_state() returns after the first step, as tensors on the meta device: names, dtypes, shapes."""
+    """The entries that optimizer_state() has after the first step, as tensors on the meta device."""
     return {
         f"{STATE_PREFIX}{name}/{entry}": value
         for name, parameter in module.named_parameters()
@@ -90,13 +91,13 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, en
         for entry in templates:
             value = entries[f"{STATE_PREFIX}{name}/{entry}"].detach().clone()
             if entry != "step":
-                value = value.to(parameter.device)
-            elif not isinstance(optimizer, torch.optim.AdamW):
-                value = int(value)  # torch counts steps in a tensor on the CPU, bitsandbytes in an int
-            state[entry] = value
+                state[entry] = value.to(parameter.device)
+            else:  # torch counts steps in a tensor on the CPU, bitsandbytes in an int
+                state[entry] = value if isinstance(optimizer, torch.optim.AdamW) else int(value)
         if state.get("state1") is not None and state["state1"].dtype == torch.uint8:
+            books: dict[str, Tensor] = vars(optimizer)["name2qmap"]
             for entry, kind in CODE_BOOKS.items():
-                state[entry] = optimizer.name2qmap[kind] = optimizer.name2qmap[kind].to(parameter.device)
+                state[entry] = books[kind] = books[kind].to(parameter.device)
         optimizer.state[parameter] = state
 
 
@@ -110,7 +111,7 @@ def _entry_templates(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) 
     if isinstance(optimizer, torch.optim.AdamW):
         return {"step": template(()), "exp_avg": values, "exp_avg_sq": values}
     step = template((), torch.int64)
-    if parameter.numel() < optimizer.args.min_8bit_size:
+    if parameter.numel() < vars(optimizer)["args"].min_8bit_size:
         return {"step": step, "state1": values, "state2": values}
     quantised = template(parameter.shape, torch.uint8)
     scales = template((math.ceil(parameter.numel() / EIGHT_BIT_BLOCK),))

@@ -1,6 +1,6 @@
 """Where a model is cut into stages: what each part costs, and the cut whose dearest stage is cheapest.
 
-Pure arithmetic on a config, so that every peer computes the same cut; no module is built here.
+Counted from the config alone, so that every peer computes the same cut.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from transformers import PretrainedConfig
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.families import Cost, family_of
 
 # A stage's compute decides the throughput of the pipeline; its parameters decide the traffic of averaging and the
-# memory. The first is paid for each microbatch and the second once a global step, hence the smaller weight.
+# memory. The first is paid for each microbatch and the second once an optimizer step, hence the smaller weight.
 PARAMETER_WEIGHT = 0.25
 
 
@@ -33,81 +34,64 @@ class StageSpec:
 
     @property
     def layers(self) -> range:
+        """Indices of the stage's layers."""
         return range(self.first_layer, self.end_layer)
 
     @property
     def is_first(self) -> bool:
+        """Whether microbatches begin here."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether losses are computed here."""
         return self.index == self.num_stages - 1
 
     @property
     def has_embedding(self) -> bool:
+        """Whether the model's embedding is part of the stage."""
         return self.is_first
 
     @property
     def has_head(self) -> bool:
+        """Whether the model's last normalisation and its head are part of the stage."""
         return self.is_last
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Parameters, and floating-point operations of the forward pass per token."""
-
-    parameters: int
-    forward_flops: int
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.parameters + other.parameters, self.forward_flops + other.forward_flops)
-
-
-@dataclass(frozen=True)
 class ModelCosts:
-    """What the parts of a model cost; all layers cost the same, the head includes the last normalisation."""
+    """Costs of a model's parts; the head includes the last normalisation."""
 
     embedding: Cost
-    layer: Cost
+    layers: tuple[Cost, ...]
     head: Cost
 
 
 def model_costs(config: PretrainedConfig, sequence_length: int) -> ModelCosts:
-    """Costs at a sequence length of T tokens. A multiplication and its addition count as two operations.
-
-    Counted are matrix products and causal attention (T / 2 keys for the average token); the rest is negligible.
-    """
-    hidden, vocabulary = config.hidden_size, config.vocab_size
-    if config.model_type == "gpt2":
-        inner = config.n_inner if config.n_inner is not None else 4 * hidden
-        matrices = 4 * hidden * hidden + 2 * hidden * inner
-        vectors = 4 * hidden + hidden + inner + 4 * hidden  # biases of attention, of the MLP, two LayerNorms
-        attention_width = hidden
-        embedding = (vocabulary + config.max_position_embeddings) * hidden
-        norm = 2 * hidden
-    else:
-        attention_width = config.num_attention_heads * config.head_dim
-        key_value_width = config.num_key_value_heads * config.head_dim
-        inner = config.intermediate_size
-        matrices = 2 * hidden * (attention_width + key_value_width) + 3 * hidden * inner
-        vectors = 2 * hidden
-        if config.attention_bias:
-            vectors += attention_width + 2 * key_value_width + hidden
-        if config.mlp_bias:
-            vectors += 2 * inner + hidden
-        embedding = vocabulary * hidden
-        norm = hidden
+    """Costs at a sequence length of T tokens."""
+    family = family_of(config)
+    by_kind = {family.layer_kind(index): index for index in range(config.num_hidden_layers)}
+    costs = {kind: family.layer_cost(index, sequence_length) for kind, index in by_kind.items()}
     return ModelCosts(
-        embedding=Cost(embedding, 0),
-        layer=Cost(matrices + vectors, 2 * matrices + 2 * sequence_length * attention_width),
-        head=Cost(vocabulary * hidden + norm, 2 * vocabulary * hidden),
+        embedding=family.embedding_cost(),
+        layers=tuple(costs[family.layer_kind(index)] for index in range(config.num_hidden_layers)),
+        head=family.head_cost(),
+    )
+
+
+def layers_cost(costs: ModelCosts, spec: StageSpec, share_layers: bool = False) -> Cost:
+    """The cost of one stage's layers; those that share their weights count as one in the parameters."""
+    layers = costs.layers[spec.first_layer : spec.end_layer]
+    return Cost(
+        sum(layer.parameters for layer in (layers[:1] if share_layers else layers)),
+        sum(layer.forward_flops for layer in layers),
+        max(layer.largest_parameter for layer in layers),
     )
 
 
 def stage_cost(costs: ModelCosts, spec: StageSpec, share_layers: bool = False) -> Cost:
-    """What one stage costs; layers that share their weights count as one in the parameters."""
-    num_layers = len(spec.layers)
-    cost = Cost(costs.layer.parameters * (1 if share_layers else num_layers), costs.layer.forward_flops * num_layers)
+    """The cost of one stage: of its layers, and of the ends of the model that it holds."""
+    cost = layers_cost(costs, spec, share_layers)
     if spec.has_embedding:
         cost += costs.embedding
     if spec.has_head:
@@ -131,9 +115,17 @@ def cut_stages(
         layers: how many layers each stage shall have, instead of the best cut
 
     Raises:
-        UserError: more stages than layers, layers that do not add up, or samples longer than the model takes
+        UserError: more stages than layers, layers that do not add up, samples longer than the model takes, or layers
+            that are to share their weights and differ
     """
     num_layers = config.num_hidden_layers
+    family = family_of(config)
+    if share_layers and not family.has_like_layers():
+        kinds = ", ".join(sorted({family.layer_kind(index) for index in range(num_layers)}))
+        raise UserError(
+            f"model.share_layers=true needs layers that are all alike, and those of this {config.model_type} model are "
+            f"of several kinds ({kinds}): set share_layers: false, or choose another config"
+        )
     if sequence_length > config.max_position_embeddings:
         key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise UserError(
@@ -146,7 +138,7 @@ def cut_stages(
             f"lower it to {num_layers} at most, since each stage holds a layer"
         )
     if layers is None:
-        return _specs(_best_cut(model_costs(config, sequence_length), num_stages, num_layers, share_layers))
+        return _specs(_best_cut(model_costs(config, sequence_length), num_stages, share_layers))
     if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 1:
         raise UserError(
             f"stages.layers={list(layers)} must be {num_stages} positive numbers that add up to the model's "
@@ -176,22 +168,26 @@ def _specs(bounds: Sequence[int]) -> tuple[StageSpec, ...]:
     return tuple(StageSpec(index, num_stages, bounds[index], bounds[index + 1]) for index in range(num_stages))
 
 
-def _best_cut(costs: ModelCosts, num_stages: int, num_layers: int, share_layers: bool) -> list[int]:
-    num_distinct_layers = num_stages if share_layers else num_layers
-    total_parameters = costs.embedding.parameters + costs.layer.parameters * num_distinct_layers + costs.head.parameters
-    total_flops = costs.layer.forward_flops * num_layers + costs.head.forward_flops
+def _best_cut(costs: ModelCosts, num_stages: int, share_layers: bool) -> list[int]:
+    num_layers = len(costs.layers)
+    distinct = costs.layers[:num_stages] if share_layers else costs.layers
+    parts = (costs.embedding, costs.head)
+    total_parameters = sum(part.parameters for part in (*parts, *distinct))
+    total_flops = sum(part.forward_flops for part in (*parts, *costs.layers))
 
     @cache
-    def cost(index: int, stage_layers: int) -> float:
-        stage = stage_cost(costs, StageSpec(index, num_stages, 0, stage_layers), share_layers)
+    def cost(first_layer: int, end_layer: int) -> float:
+        index = 0 if first_layer == 0 else num_stages - 1 if end_layer == num_layers else 1
+        stage = stage_cost(costs, StageSpec(index, num_stages, first_layer, end_layer), share_layers)
         return stage.forward_flops / total_flops + PARAMETER_WEIGHT * stage.parameters / total_parameters
 
     largest, _ = _minimise(cost, max, num_stages, num_layers)
 
     @cache
-    def unevenness(index: int, stage_layers: int) -> float:
+    def unevenness(first_layer: int, end_layer: int) -> float:
         """Squares add up to least where costs are even; the smallest maximum, which comes first, must stay."""
-        return cost(index, stage_layers) ** 2 if cost(index, stage_layers) <= largest else inf
+        value = cost(first_layer, end_layer)
+        return value**2 if value <= largest else inf
 
     return _minimise(unevenness, add, num_stages, num_layers)[1]
 
@@ -202,7 +198,7 @@ def _minimise(
     num_stages: int,
     num_layers: int,
 ) -> tuple[float, list[int]]:
-    """The least combined cost(stage, number of its layers), and the bounds of the stages that have it.
+    """The least combined cost(first layer, end of the layers) of stages, and the bounds of those that have it.
 
     Exact, by dynamic programming over (stages, layers): O(num_stages * num_layers^2).
     """
@@ -212,7 +208,7 @@ def _minimise(
         ends = range(index + 1, num_layers - num_later_stages + 1) if num_later_stages else (num_layers,)
         following = {}
         for end in ends:
-            options = [(combine(best[start][0], cost(index, end - start)), start) for start in best if start < end]
+            options = [(combine(best[start][0], cost(start, end)), start) for start in best if start < end]
             value, start = min(options)
             following[end] = (value, [*best[start][1], end])
         best = following

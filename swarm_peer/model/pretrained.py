@@ -141,7 +141,11 @@ class PretrainedSource:
 
     @contextmanager
     def opened(self, file: str, path: Path) -> Iterator[Any]:
-        """Raises UserError: no safetensors, or a damaged one."""
+        """The tensors of a file, which are read one by one.
+
+        Raises:
+            UserError: no safetensors, or a damaged one
+        """
         try:
             with safe_open(path, framework="pt") as content:
                 yield content
@@ -149,6 +153,7 @@ class PretrainedSource:
             raise self.error(f"cannot read {file} ({_one_line(error)}): download or save it again") from error
 
     def error(self, text: str) -> UserError:
+        """An error that says which model it is about."""
         return UserError(f"model.pretrained={self.name!r} {text}")
 
 
@@ -196,8 +201,9 @@ def load_pretrained(module: nn.Module, family: Family, source: PretrainedSource)
 def _stored_names(
     names: Iterable[str], files: Mapping[str, str], family: Family, source: PretrainedSource
 ) -> dict[str, str]:
-    """What the files call each parameter. Models without a head are saved without the body's name before the others'.
+    """The name that the files have for each parameter.
 
+    Models without a head are saved without the body's name before the others'.
     Where embedding and head are tied, the files have one tensor for both (if they have two, these are the two: as
     transformers' tie_weights does it).
     """
@@ -235,7 +241,7 @@ def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: 
     if view.get_dtype() not in DTYPES:
         raise source.error(f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised")
     # A copy in any case: safe_open's tensors lie in the file's memory map.
-    values = content.get_tensor(stored).to(torch.float32, copy=True).contiguous()
+    values: Tensor = content.get_tensor(stored).to(torch.float32, copy=True).contiguous()
     if not bool(values.isfinite().all()):
         raise source.error(f"tensor {stored} in {file_name} holds values that are not finite: save the model again")
     return values

@@ -83,25 +83,27 @@ class StageModule(nn.Module):
         assert targets_BT is None or self.spec.is_last, "only the last stage computes a loss"
         body = self.get_submodule(self.family.body)
         layers = body.get_submodule(self.family.layers)
+        kinds = [self.family.layer_kind(index) for index in self.spec.layers]
         with self._autocast(inputs.device):
             hidden_BTD = self.family.embed(body, inputs) if self.spec.is_first else inputs
-            arguments = self.family.layer_arguments(self.rotary, hidden_BTD)
-            for name in self.layer_names:
+            arguments = {kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD) for kind in set(kinds)}
+            for name, kind in zip(self.layer_names, kinds, strict=True):
+                layer = layers.get_submodule(name)
                 if self.activation_checkpointing and torch.is_grad_enabled():
-                    hidden_BTD = checkpoint(layers[name], hidden_BTD, use_reentrant=False, **arguments)
+                    hidden_BTD = checkpoint(layer, hidden_BTD, use_reentrant=False, **arguments[kind])
                 else:
-                    hidden_BTD = layers[name](hidden_BTD, **arguments)
+                    hidden_BTD = layer(hidden_BTD, **arguments[kind])
             if not self.spec.is_last:
                 return hidden_BTD
             if last_token:
                 hidden_BTD = hidden_BTD[:, -1:]
-            logits_BTV = self.lm_head(body.get_submodule(self.family.norm)(hidden_BTD))
+            logits_BTV: Tensor = self.family.cap_logits(self.lm_head(body.get_submodule(self.family.norm)(hidden_BTD)))
         if targets_BT is None:
             return logits_BTV
         losses_N = functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
         return losses_N.view_as(targets_BT).mean(dim=1)
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager:
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if device.type != "cuda" or self.precision == "fp32":
             return nullcontext()
         return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.precision])
@@ -128,7 +130,7 @@ def initialise(module: StageModule, seed: int) -> None:
                     path = f"{module_name}.{name}"
                     values.normal_(std=module.family.weight_std(path), generator=_generator(seed, path))
                 else:
-                    values.fill_(1.0)  # of a normalisation
+                    values.fill_(module.family.norm_weight)
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
                 values[owner.padding_idx] = 0.0
             owner.register_parameter(name, nn.Parameter(values))

@@ -1,6 +1,6 @@
 """Weights, gradient accumulator and optimizer of one stage; the same for one process and for a swarm of peers.
 
-Knows of samples and global steps, not of peers, microbatch ids or deadlines.
+This module knows samples and optimizer steps. It does not know peers, rounds, microbatch ids or deadlines.
 
 Shapes: B samples, T tokens, S = T + 1 token ids (the targets are the inputs moved by one), D hidden size.
 """
@@ -15,9 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swarm_peer.config import RunManifest
-from swarm_peer.errors import StepClosed
-from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
 from swarm_peer.model.optimizer import (
     learning_rate,
@@ -26,8 +24,9 @@ from swarm_peer.model.optimizer import (
     optimizer_state,
     optimizer_state_template,
 )
-from swarm_peer.model.partition import StageSpec, stages_of
+from swarm_peer.model.partition import StageSpec, model_costs, stage_cost
 from swarm_peer.model.pretrained import PretrainedSource, load_pretrained
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule, allocate, initialise
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
@@ -37,17 +36,17 @@ FP16_LOSS_SCALE = 2.0**10
 
 @dataclass(eq=False)
 class ForwardPass:
-    """What one forward pass left for its backward pass.
+    """One forward pass, with all that its backward pass needs.
 
     Attributes:
         output: hidden_BTD for the next stage; None on the last stage
         losses_B: each sample's loss; None but on the last stage
-        step: the global step whose weights computed it
+        optimizer_step: that of the weights that computed it
     """
 
     output: Tensor | None
     losses_B: Tensor | None
-    step: int
+    optimizer_step: int
     _result: Tensor | None  # with its graph; None once it has gone backward
     _hidden_BTD: Tensor | None  # the leaf whose gradient the stage before wants
     _weights_version: int
@@ -75,8 +74,8 @@ class StageTrainer:
     With dropout in the model's config, results depend on torch's global random state.
 
     Args:
-        manifest: its model config is inline (resolve_model_config)
-        spec: from stages_of(manifest)
+        resolved: the run's manifest
+        spec: one of resolved.specs
         cache_dir: where pretrained weights from the hub are kept
         blank: have weights of zeros, until load_state() or restart(): where others give the state, making or reading
             the initial weights would be for nothing
@@ -85,25 +84,26 @@ class StageTrainer:
         UserError: pretrained weights that cannot be read or do not fit
 
     Attributes:
-        step: the global step whose weights it holds
-        num_samples: samples whose gradients are accumulated in this step
+        optimizer_step: how many updates its weights have had
+        num_samples: samples whose gradients are accumulated for the next optimizer step
     """
 
     def __init__(
         self,
-        manifest: RunManifest,
+        resolved: ResolvedManifest,
         spec: StageSpec,
+        *,
         device: torch.device | str = "cpu",
         cache_dir: Path | None = None,
-        *,
         blank: bool = False,
     ):
-        assert isinstance(manifest.model.config, dict), "resolve_model_config comes first"
+        manifest = resolved.manifest
         self.manifest = manifest
+        self.resolved = resolved
         self.spec = spec
         self.device = torch.device(device)
         self._cache_dir = cache_dir
-        self.step = 0
+        self.optimizer_step = 0
         self.num_samples = 0
         self.module = self._make_module()
         if blank:
@@ -114,13 +114,14 @@ class StageTrainer:
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
-        self._weights_version = 0  # tells passes before a change of weights from those after it, even in one step
+        self._weights_version = (
+            0  # tells passes before a change of weights from those after it, even at one optimizer step
+        )
 
     def _make_module(self) -> StageModule:
         model = self.manifest.model
-        assert isinstance(model.config, dict)
         return StageModule(
-            parse_model_config(model.config),
+            self.resolved.config,
             self.spec,
             share_layers=model.share_layers,
             activation_checkpointing=model.activation_checkpointing,
@@ -152,7 +153,7 @@ class StageTrainer:
         return ForwardPass(
             output=None if self.spec.is_last else result.detach(),
             losses_B=result.detach() if self.spec.is_last else None,
-            step=self.step,
+            optimizer_step=self.optimizer_step,
             _result=result,
             _hidden_BTD=None if self.spec.is_first else inputs,
             _weights_version=self._weights_version,
@@ -164,7 +165,7 @@ class StageTrainer:
         Accumulated is the sum over samples of the gradients of each sample's mean loss. Gradients that travel
         between stages are scaled by `loss_scale`, the same at all stages of a run.
 
-        If it fails half-way (out of memory), all that was accumulated in this step is lost: `num_samples` is 0.
+        If it fails half-way (out of memory), everything accumulated so far is lost: `num_samples` is 0.
 
         Args:
             grad_BTD: gradient of `forward_pass.output`; None for the last stage
@@ -174,14 +175,14 @@ class StageTrainer:
 
         Raises:
             InvalidMessage: the gradient's shape or type does not fit; the pass can still go backward
-            StepClosed: the weights have changed since the forward pass
+            RoundClosed: the weights have changed since the forward pass
         """
         assert forward_pass._result is not None, "a forward pass goes backward once"
         assert (grad_BTD is None) == self.spec.is_last, "a gradient comes from the next stage, if there is one"
         if forward_pass._weights_version != self._weights_version:
-            raise StepClosed(
-                f"this stage has left the weights of global step {forward_pass.step} and is in step {self.step}",
-                self.step,
+            raise RoundClosed(
+                f"this stage has left the weights of optimizer step {forward_pass.optimizer_step} and is at "
+                f"{self.optimizer_step}"
             )
         result = forward_pass._result
         if grad_BTD is None:
@@ -191,7 +192,7 @@ class StageTrainer:
             root_gradient = grad_BTD.detach().to(self.device, result.dtype)
         forward_pass._result = None
         try:
-            result.backward(root_gradient)
+            torch.autograd.backward(result, root_gradient)
         except Exception:
             # Some parameters may have got their share and others not (out of memory): what is left is no gradient.
             self.discard_gradients()
@@ -208,7 +209,8 @@ class StageTrainer:
         """
         inputs, targets_BT = self._prepare(tokens_BS, hidden_BTD)
         with self._evaluating():
-            return self.module(inputs, targets_BT)
+            output: Tensor = self.module(inputs, targets_BT)
+        return output
 
     @torch.no_grad()
     def predict(self, tokens_BT: Tensor, hidden_BTD: Tensor | None = None) -> Tensor:
@@ -223,7 +225,7 @@ class StageTrainer:
         following_B1 = torch.zeros_like(tokens_BT[:, :1])  # stands for what is asked for
         inputs, _ = self._prepare(torch.cat([tokens_BT, following_B1], dim=1), hidden_BTD)
         with self._evaluating():
-            output = self.module(inputs, last_token=True)
+            output: Tensor = self.module(inputs, last_token=True)
         return output[:, -1].float() if self.spec.is_last else output
 
     @property
@@ -246,7 +248,7 @@ class StageTrainer:
         return means
 
     def gradient_sums(self) -> tuple[list[Tensor], int]:
-        """What is accumulated, for add_gradients() of a stage-mate: CPU copies, fp32, and the number of samples."""
+        """The accumulated gradients (CPU copies, fp32) and how many samples they are of, for a stage-mate."""
         sums = [
             torch.zeros(parameter.shape)
             if parameter.grad is None
@@ -257,7 +259,7 @@ class StageTrainer:
 
     @torch.no_grad()
     def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
-        """Add what a stage-mate of the same global step has accumulated."""
+        """Add the gradients that a stage-mate has accumulated, with the same weights as this one."""
         parameters = list(self.module.parameters())
         assert [g.shape for g in sums] == [p.shape for p in parameters], "gradients of another stage"
         for parameter, total in zip(parameters, sums, strict=True):
@@ -268,9 +270,9 @@ class StageTrainer:
 
     @torch.no_grad()
     def apply(self, mean_gradients: Sequence[Tensor]) -> StepResult:
-        """Finish the global step: clip, update the weights, clear the accumulator, go to the next step.
+        """Make one optimizer step: clip, update the weights, and clear the accumulator.
 
-        A gradient that is not finite changes no weights, but the step ends all the same: stage-mates that hold the
+        A gradient that is not finite changes no weights, but the step counts all the same: stage-mates that hold the
         same gradient do the same.
         """
         parameters = list(self.module.parameters())
@@ -278,7 +280,7 @@ class StageTrainer:
         self.discard_gradients()
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = torch.nn.utils.get_total_norm(gradients)
-        rate = learning_rate(self.manifest, self.step)
+        rate = learning_rate(self.manifest, self.optimizer_step)
         skipped = not bool(norm.isfinite())
         if not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -288,7 +290,7 @@ class StageTrainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-        self._enter(self.step + 1)
+        self._enter(self.optimizer_step + 1)
         return StepResult(grad_norm=float(norm), learning_rate=rate, skipped=skipped)
 
     def discard_gradients(self) -> None:
@@ -302,13 +304,13 @@ class StageTrainer:
         return weights | optimizer_state(self.optimizer, self.module)
 
     def state_template(self) -> dict[str, Tensor]:
-        """What state() returns after the first step, as tensors on the meta device: names, dtypes, shapes."""
+        """The entries that state() has after the first step, as tensors on the meta device."""
         weights = {name: torch.empty_like(value, device="meta") for name, value in self.module.state_dict().items()}
         return weights | optimizer_state_template(self.optimizer, self.module)
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Take over a state() of global step `step`; accumulated gradients are dropped.
+    def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int) -> None:
+        """Take over a state() of that optimizer step; accumulated gradients are dropped.
 
         Raises:
             InvalidMessage: names, types, shapes or values that do not fit this stage; nothing has changed then
@@ -317,7 +319,7 @@ class StageTrainer:
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])
         load_optimizer_state(self.optimizer, self.module, tensors)
-        self._enter(step)
+        self._enter(optimizer_step)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -342,9 +344,9 @@ class StageTrainer:
         finally:
             self.module.train()
 
-    def _enter(self, step: int) -> None:
+    def _enter(self, optimizer_step: int) -> None:
         self.discard_gradients()
-        self.step = step
+        self.optimizer_step = optimizer_step
         self._weights_version += 1
 
     def _prepare(self, tokens_BS: Tensor, hidden_BTD: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -359,9 +361,8 @@ class StageTrainer:
         return hidden_BTD.detach().to(self.device, torch.float32), targets_BT
 
 
-def max_state_bytes(manifest: RunManifest, stage: int) -> int:
+def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:
     """More than any optimizer keeps of a stage: five fp32 values a parameter, and room for small entries."""
-    assert isinstance(manifest.model.config, dict)
-    spec = stages_of(manifest)[stage]
-    module = StageModule(parse_model_config(manifest.model.config), spec, share_layers=manifest.model.share_layers)
-    return 20 * sum(parameter.numel() for parameter in module.parameters()) + 2**24
+    costs = model_costs(resolved.config, resolved.manifest.data.sequence_length)
+    cost = stage_cost(costs, resolved.specs[stage], resolved.manifest.model.share_layers)
+    return 20 * cost.parameters + 2**24

@@ -1,7 +1,7 @@
-"""After an averaging round: do all stage-mates hold the same result, and if not, whose is it?
+"""The vote after an averaging round: whether all stage-mates hold the same result, and if not, which result wins.
 
-An all-reduce that loses a member can succeed for some and fail for others, in silence. So stage-mates exchange votes
-and a peer whose result differs from the winning one downloads the state of somebody who has it.
+An all-reduce that loses a member can succeed for some members and fail for others, without an error. So stage-mates
+exchange votes, and a peer whose result differs from the winning one downloads the state of a peer that holds it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one peer got out of an averaging round.
+    """The result of an averaging round at one peer.
 
     Attributes:
-        attempt: number of the round within the step
-        checksum: digest of the averaged gradients and of the weights they belong to; None if the round failed
-        samples: samples in the average, over all members of the round
+        attempt: number of the averaging round's try, from 0
+        checksum: digest of the averaged gradients and of the weights they belong to; None if the try failed
+        samples: samples in the average, over all members
     """
 
     attempt: int
@@ -27,27 +27,37 @@ class Vote:
 
 
 class Verdict(Enum):
+    """The action that follows from a vote."""
+
     COMMIT = "commit"  # apply the averaged gradients
-    RETRY = "retry"  # not all have the same result: run another round
+    RETRY = "retry"  # not all have the same result: try again
     RESYNC = "resync"  # others went on with a different result: download their state
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
+    """The outcome of a vote for one peer.
+
+    Attributes:
+        holders: peers that hold the winning result; empty if there is none
+    """
+
     verdict: Verdict
     reason: str
-    holders: tuple[str, ...] = ()  # peers that hold the winning result
+    holders: tuple[str, ...] = ()
 
 
 def agree(me: str, votes: Mapping[str, Vote], *, may_retry: bool) -> Agreement:
     """Decide what this peer does with its own result.
 
-    A member that failed may have left its share out of the results of the others, in silence, so as long as rounds may
-    be repeated, only a result that all hold is taken. After that the result of the most samples wins, then that of the
-    most peers, then the smallest checksum: all who know the same votes decide the same.
+    A member that failed may have left its share out of the results of the others, without an error. So while the
+    averaging round may be tried again, a result is only taken if all hold it. After the last try the result with the
+    most samples wins, then that of the most peers, then the smallest checksum: peers that know the same votes decide
+    the same.
 
     Args:
-        votes: by peer id, of this step's newest round, this peer's own among them; of peers that have died, none
+        votes: the votes of the newest try by peer id, this peer's own among them; peers that have died have none
+        may_retry: whether the averaging round may be tried again
     """
     ballots: dict[str, list[str]] = {}
     samples: dict[str, int] = {}

@@ -1,13 +1,14 @@
-"""Which of a run's coordinators acts, when several are there.
+"""Which of a run's coordinators acts, if there are several.
 
-Each time that a coordinator takes over it begins a term with a higher number: the time of day, so that it is the newest
-also for who has not heard of those before, and at least one more than the newest that it knows. The one that acts shows
-that it is alive by a beat that grows; who only watches takes over when the beat has stood still for a lease: each
-coordinator measures the other's silence on its own clock.
+A coordinator that takes over begins a term with a higher number. The number is the Unix time, so that the term is the
+newest even for peers that have not heard of earlier terms, and at least one more than the newest term that the
+coordinator knows. The coordinator that acts publishes a growing beat as its sign of life. Any other coordinator takes
+over when that beat has stood still for a lease, measured on its own clock.
 
-In a partition both sides miss the other's beat, so a lease alone cannot keep two from acting. Peers therefore remember
-the newest term that they have heard of and follow no older one (runtime/orders.py): each is moved by one coordinator at
-a time, and when the partition heals, the older term is over.
+A coordinator acts only if its latest look shows its own term as the newest. So where all coordinators find the same
+records, only one acts. In a partition they do not: each part may have a coordinator that acts, and when the parts meet,
+the older one goes on until it finds the newer term. Peers therefore remember the newest term that they have heard of
+and follow no older one (runtime/network/assignments.py). So only one coordinator at a time moves a peer.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Beats of a lease; some may be lost on the way.
+# Beats that a coordinator publishes in the time of a lease; some may be lost on the way.
 BEATS_PER_LEASE = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Term:
-    """Attributes:
-    number: grows with each takeover; Unix seconds, or more
-    coordinator: id of the one that acts in it; of two that take over at the same time, the greater one does
+    """The time in which one coordinator acts; a newer term compares as greater.
+
+    Attributes:
+        number: grows with each takeover; Unix seconds, or more
+        coordinator: peer id of the coordinator that acts. If two take over at the same time, the greater id acts.
     """
 
     number: int
@@ -32,12 +35,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a coordinator is to do now.
+    """The role of a coordinator at this moment.
 
     Attributes:
-        term: the newest one; None before the first
-        acts: decide, give orders, write checkpoints
-        beat: publish this beat of `term`; None for not now
+        term: the newest known term; None before the first
+        acts: whether it decides, assigns stages and writes checkpoints
+        beat: the beat of `term` to publish now; None for no beat
         reason: why it does not act; empty if it does
     """
 
@@ -48,29 +51,32 @@ class Role:
 
 
 class Leadership:
-    """One coordinator's part in it.
+    """Decides whether one coordinator acts.
 
     Args:
-        me: its peer id
-        lease_s: how long the one that acts may be silent
-        waits: leave the run's first term to another, if there is one that takes it
+        me: peer id of this coordinator
+        lease_s: for how long the coordinator that acts may be silent
+        waits: whether this coordinator waits for a lease before it takes the run's first term
     """
 
-    def __init__(self, me: str, lease_s: float, now_s: float, waits: bool):
+    def __init__(self, *, me: str, lease_s: float, now_s: float, waits: bool):
         self._me = me
         self._lease_s = lease_s
         self._newest: Term | None = None
         self._heard_beat = -1  # of the newest term
         self._heard_s = now_s if waits else now_s - lease_s  # when that beat was new
         self._mine: Term | None = None
-        self._beat = -1  # of mine, as published last
+        self._beat = -1  # of this coordinator's own term, as last published
         self._beat_s = 0.0
-        self._begun_s = 0.0  # when mine began
+        self._begun_s = 0.0  # when its own term began
 
     def look(self, beats: Mapping[Term, int], now_s: float, unix_s: int) -> Role:
-        """Args:
-        beats: the newest known of each term, by word of the run key; a look that got no answer is none
-        unix_s: what the clock says, which may be wrong
+        """The role of this coordinator after a look into the DHT. Do not call it if the look got no answer.
+
+        Args:
+            beats: the newest beat of each term that has a valid warrant
+            now_s: monotonic clock
+            unix_s: clock of the machine, which may be wrong
         """
         newest = max(beats, default=None)
         if newest is not None and (self._newest is None or newest > self._newest):
@@ -78,11 +84,11 @@ class Leadership:
         elif self._newest is not None and beats.get(self._newest, -1) > self._heard_beat:
             self._heard_beat, self._heard_s = beats[self._newest], now_s
         if self._mine is not None and (self._mine != self._newest or self._heard_beat > self._beat):
-            self._mine = None  # taken over, or the run's key and this identity are in use elsewhere
+            self._mine = None  # another one took over, or another process uses the run's key and this identity
         if self._mine is None:
             if now_s - self._heard_s < self._lease_s:
                 return Role(self._newest, False, None, _who(self._newest))
-            # Where the clock is behind the last coordinator's, nobody follows until that one's term has been heard of.
+            # If this clock is behind the last coordinator's, peers follow this one only once it has heard of that term.
             number = max(unix_s, 1 if self._newest is None else self._newest.number + 1)
             self._mine = self._newest = Term(number, self._me)
             self._beat, self._heard_beat, self._begun_s = -1, -1, now_s
@@ -90,13 +96,14 @@ class Leadership:
         if self._beat < 0 or now_s - self._beat_s >= self._lease_s / BEATS_PER_LEASE:
             self._beat, self._beat_s = self._beat + 1, now_s
             beat = self._beat
-        return self._role(beat, now_s)
+        return self._role(beat, self._mine in beats, now_s)
 
-    def _role(self, beat: int | None, now_s: float) -> Role:
+    def _role(self, beat: int | None, is_shown: bool, now_s: float) -> Role:
         if now_s - self._begun_s < self._lease_s / BEATS_PER_LEASE:
             return Role(self._mine, False, beat, "its term has just begun: another one's claim may be on its way")
-        # Half a lease before another one may take over.
-        if self._heard_beat < 0 or now_s - self._heard_s >= self._lease_s / 2:
+        # Its term may be missing where it has just come into another part of the network, and others act there until
+        # they see it. And stop half a lease before another coordinator may take over.
+        if not is_shown or now_s - self._heard_s >= self._lease_s / 2:
             return Role(self._mine, False, beat, "its own beat does not come back from the DHT")
         return Role(self._mine, True, beat, "")
 

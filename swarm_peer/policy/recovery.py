@@ -1,4 +1,4 @@
-"""A stage that has lost all its peers: where the run goes back to, and who takes the stage over."""
+"""Recovery of a stage without peers: to which state the run rewinds, and which peer takes the stage over."""
 
 from __future__ import annotations
 
@@ -7,168 +7,183 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
-from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
+from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
-# A run that goes back goes on above the highest step that is claimed: so many have to be left after it.
-MIN_STEPS_LEFT = 2**30
-# Where nobody is left who knows how far the run has come, it may have been so many snapshots further.
+# After a rewind the run goes on above the highest round that any peer claims. At least this many must remain.
+MIN_ROUNDS_LEFT = 2**30
+# If no peer is left that knows how far the run has come, it may have been this many snapshots further than the newest.
 SNAPSHOTS_MISSED = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Origin:
-    """Where the present line of updates began: at global step `step`, with weights of `updates` optimizer updates.
+class Timeline:
+    """An unbroken line of updates, by where it began.
 
-    Global steps never go back, so that whatever belongs to a line that was given up is told by its number alone. When
-    a run is rewound, it gets a new origin with a higher step and fewer updates.
+    Rounds never go back, so the number of a round tells which timeline it belongs to. A rewind begins a new timeline
+    with a higher first round and a lower optimizer step. A newer timeline compares as greater.
 
     Attributes:
-        born: the global step that these weights were first there for. Weights of the same number of updates on two
-            lines are others, but were born in other steps.
+        first_round: the round that the timeline began with
+        first_optimizer_step: the optimizer step of the weights that it began with
+        created_at_round: the first round that ever began with those weights. Weights of the same optimizer step on two
+            timelines differ in it.
     """
 
-    step: int
-    updates: int
-    born: int
+    first_round: int
+    first_optimizer_step: int
+    created_at_round: int
 
-    def updates_at(self, step: int) -> int:
-        return self.updates + step - self.step
+    def optimizer_step_at(self, round_number: int) -> int:
+        """The optimizer step of the weights that the round begins with."""
+        return self.first_optimizer_step + round_number - self.first_round
 
-    def born_at(self, step: int) -> int:
-        """When the weights that `step` begins with were born."""
-        return self.born if step == self.step else step
+    def creation_round(self, round_number: int) -> int:
+        """The first round that ever began with the weights that `round_number` begins with."""
+        return self.created_at_round if round_number == self.first_round else round_number
 
-    def is_possible_at(self, step: int) -> bool:
-        """Whether a line may have begun here that is in `step` now: each update takes a step of its own."""
-        return self.updates <= self.born <= self.step <= step
+    def allows_round(self, round_number: int) -> bool:
+        """Whether a peer on this timeline can be in the round: each update takes a round of its own."""
+        return self.first_optimizer_step <= self.created_at_round <= self.first_round <= round_number
 
-    def gave_up(self, line: Origin, born: int) -> bool:
-        """Whether weights of an earlier line, born then, were given up when the run went on from here."""
-        return line < self and born > self.born
-
-
-FIRST_ORIGIN = Origin(0, 0, 0)
+    def discarded(self, earlier: Timeline, created_at_round: int) -> bool:
+        """Whether this timeline, when it began, gave up the weights that an earlier one had created in that round."""
+        return earlier < self and created_at_round > self.created_at_round
 
 
-def last_credible_step(steps: Iterable[int]) -> int:
-    """The last global step that a peer may be in, by what all serving peers say: their stages make each step together,
-    so that half of them would have to lie."""
-    known = sorted(steps)
-    return min(known[len(known) // 2] + MAX_STEPS_AHEAD, MAX_STEP) if known else MAX_STEP
+FIRST_TIMELINE = Timeline(0, 0, 0)
+
+
+def last_credible_round(rounds: Iterable[int]) -> int:
+    """The last round that a peer can be in, judged by the rounds of all serving peers.
+
+    All stages go through each round together, so half of the peers would have to lie to change the result.
+    """
+    known = sorted(rounds)
+    return min(known[len(known) // 2] + MAX_ROUNDS_AHEAD, MAX_ROUND) if known else MAX_ROUND
 
 
 class Claim(NamedTuple):
-    """What a serving peer says of itself: its stage, the global step that it is in, and its line."""
+    """The stage, round and timeline that a serving peer claims to be in."""
 
     stage: int
-    step: int
-    origin: Origin
+    round_number: int
+    timeline: Timeline
 
 
 def credible(claims: Mapping[str, Claim]) -> dict[str, Claim]:
-    """Without those that cannot be, and those that half of the others speak against."""
-    possible = {peer_id: claim for peer_id, claim in claims.items() if claim.origin.is_possible_at(claim.step)}
-    last = min(last_credible_step(claim.step for claim in possible.values()), MAX_STEP - MIN_STEPS_LEFT)
-    return {peer_id: claim for peer_id, claim in possible.items() if claim.step <= last}
+    """The claims that are possible, and that no more than half of the others contradict."""
+    possible = {peer_id: claim for peer_id, claim in claims.items() if claim.timeline.allows_round(claim.round_number)}
+    last = min(last_credible_round(claim.round_number for claim in possible.values()), MAX_ROUND - MIN_ROUNDS_LEFT)
+    return {peer_id: claim for peer_id, claim in possible.items() if claim.round_number <= last}
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Attributes:
-    origin: of the run's line
-    step: none of its peers is beyond it
-    updates: that it has made
+    """How far the run has come.
+
+    Attributes:
+        timeline: the run's newest timeline
+        round_number: the highest round that any peer has reached
+        optimizer_step: that of the run's weights
     """
 
-    origin: Origin
-    step: int
-    updates: int
+    timeline: Timeline
+    round_number: int
+    optimizer_step: int
 
 
-def find_standing(first: Origin, claims: Collection[Claim]) -> Standing:
-    """Where the run is. A minority of liars among the peers of each stage changes neither its line nor its updates.
+def find_standing(first: Timeline, claims: Collection[Claim]) -> Standing:
+    """How far the run has come, by its peers' claims.
 
-    A rewind begins with a stage that had lost its peers, so that all who serve it are on the new line. Hence the run's
-    line is the newest of those that more than half of some stage's peers have come to.
+    A rewind begins with a stage that had lost all its peers, so every peer of that stage is on the new timeline. Hence
+    the run's timeline is the newest one that more than half of some stage's peers have reached. A lying minority in
+    each stage changes neither the timeline nor the optimizer step.
 
     Args:
-        first: where the run began
-        claims: those of its peers that are credible
+        first: the run's first timeline
+        claims: the credible claims of its peers
     """
     stages = sorted({claim.stage for claim in claims})
-    lines = [median_low(claim.origin for claim in claims if claim.stage == stage) for stage in stages]
-    origin = max([first, *lines])
-    steps_by_stage = [
-        [claim.step for claim in claims if (claim.stage, claim.origin) == (stage, origin)] for stage in stages
+    timelines = [median_low(claim.timeline for claim in claims if claim.stage == stage) for stage in stages]
+    timeline = max([first, *timelines])
+    rounds_by_stage = [
+        [claim.round_number for claim in claims if (claim.stage, claim.timeline) == (stage, timeline)]
+        for stage in stages
     ]
-    reached = max((median_low(steps) for steps in steps_by_stage if steps), default=origin.step)
-    # A lie costs some numbers of steps, and a peer that is beyond it would not go back.
-    newest = max((claim.step for claim in claims), default=0)
-    return Standing(origin, newest, origin.updates_at(reached))
+    reached = max((median_low(rounds) for rounds in rounds_by_stage if rounds), default=timeline.first_round)
+    # Take the highest claim, since a peer in a later round would not follow a rewind. A lie wastes round numbers only.
+    newest = max((claim.round_number for claim in claims), default=0)
+    return Standing(timeline, newest, timeline.optimizer_step_at(reached))
 
 
-class Kept(NamedTuple):
-    """A snapshot that a peer keeps: of which stage, of weights that were born when, after how many updates."""
+class SnapshotRef(NamedTuple):
+    """Names a snapshot that a peer holds: its stage, the first round with its weights, and their optimizer step."""
 
     stage: int
-    born: int
-    updates: int
+    created_at_round: int
+    optimizer_step: int
 
 
-def find_standing_by_snapshots(first: Origin, snapshots: Collection[tuple[Kept, Origin]], interval: int) -> Standing:
-    """Where the run was at most, if nobody serves it any more, by the snapshots that are left of it.
+def find_standing_by_snapshots(
+    first: Timeline, snapshots: Collection[tuple[SnapshotRef, Timeline]], interval: int
+) -> Standing:
+    """How far the run can have come, by the snapshots that are left, if no peer serves any stage.
 
     Args:
-        snapshots: each with its line
-        interval: of updates between them; some may have been missed
+        snapshots: each with its timeline
+        interval: optimizer steps between snapshots; some snapshots may have been missed
     """
-    left = [(known, line) for known, line in snapshots if known.born > first.step]
+    left = [(known, timeline) for known, timeline in snapshots if known.created_at_round > first.first_round]
     if not left:
-        return Standing(first, first.step, first.updates)
-    origin = max(first, *(line for _, line in left))
-    newest = max(known.born for known, _ in left) + SNAPSHOTS_MISSED * interval
-    return Standing(origin, min(newest, MAX_STEP - MIN_STEPS_LEFT), max(known.updates for known, _ in left))
+        return Standing(first, first.first_round, first.first_optimizer_step)
+    timeline = max(first, *(timeline for _, timeline in left))
+    newest = max(known.created_at_round for known, _ in left) + SNAPSHOTS_MISSED * interval
+    return Standing(timeline, min(newest, MAX_ROUND - MIN_ROUNDS_LEFT), max(known.optimizer_step for known, _ in left))
 
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """Attributes:
-    updates: how many updates the run keeps; None if there is nothing to go back to
-    born: when the weights after them were born
-    holders: peers that hold the lost stage's snapshot of it
+    """The state that the run rewinds to.
+
+    Attributes:
+        optimizer_step: that of the state's weights; None if there is no state to rewind to
+        created_at_round: the first round that ever began with these weights
+        holders: peers that hold the lost stage's snapshot of this state
     """
 
-    updates: int | None
-    born: int
+    optimizer_step: int | None
+    created_at_round: int
     holders: tuple[str, ...]
     reason: str
 
 
 def choose_rewind(
-    kept: Mapping[str, Collection[Kept]], num_stages: int, lost_stage: int, newest: int, from_scratch: int
+    snapshots: Mapping[str, Collection[SnapshotRef]], num_stages: int, lost_stage: int, newest: int, from_scratch: int
 ) -> Rewind:
-    """The newest state that the whole run can go back to.
+    """The newest state of which peers hold snapshots of all stages.
 
     Args:
-        kept: by peer, the snapshots that it holds, of its own stage and of others
-        newest: updates that the run has made
-        from_scratch: so many updates may be given up to begin anew where no snapshot is left
+        snapshots: the snapshots that each peer holds, of its own stage and of others, by peer id
+        newest: the run's optimizer step
+        from_scratch: without such a state, begin anew if the run has made at most this many optimizer steps
     """
     holders_by_point: dict[tuple[int, int], dict[int, list[str]]] = {}
-    for peer_id in sorted(kept):
-        for stage, born, updates in sorted(kept[peer_id]):
-            if 0 <= stage < num_stages and updates <= newest:
-                holders_by_point.setdefault((updates, born), {}).setdefault(stage, []).append(peer_id)
-    for (updates, born), holders in sorted(holders_by_point.items(), reverse=True):
+    for peer_id in sorted(snapshots):
+        for stage, created_at_round, optimizer_step in sorted(snapshots[peer_id]):
+            if 0 <= stage < num_stages and optimizer_step <= newest:
+                holders_by_point.setdefault((optimizer_step, created_at_round), {}).setdefault(stage, []).append(
+                    peer_id
+                )
+    for (optimizer_step, created_at_round), holders in sorted(holders_by_point.items(), reverse=True):
         if len(holders) == num_stages:
-            reason = f"all stages' snapshots of {updates} updates exist"
-            return Rewind(updates, born, tuple(holders[lost_stage]), reason)
+            reason = f"all stages' snapshots of {optimizer_step} updates exist"
+            return Rewind(optimizer_step, created_at_round, tuple(holders[lost_stage]), reason)
     if newest <= from_scratch:
         return Rewind(0, 0, (), f"the run has made {newest} updates only and begins anew")
     found = "; ".join(
-        f"of {updates} updates, stages {', '.join(map(str, sorted(holders)))}"
-        for (updates, _), holders in sorted(holders_by_point.items(), reverse=True)[:3]
+        f"of {optimizer_step} updates, stages {', '.join(map(str, sorted(holders)))}"
+        for (optimizer_step, _), holders in sorted(holders_by_point.items(), reverse=True)[:3]
     )
     return Rewind(
         None,
@@ -187,12 +202,13 @@ class Mover:
 
 
 def missed(view: SwarmView, stage: int, unreached: Iterable[PeerView]) -> list[str]:
-    """Whom to wait for before a stage without peers is started over, which takes the run back.
+    """The peers to wait for before the run is rewound for a stage without peers.
 
-    A stage-mate that could not be reached may be there all the same; so may anybody, where nobody else is in sight.
+    A stage-mate that could not be reached may still be serving. If no serving peer is in the view at all, this holds
+    for the peers of every stage.
 
     Args:
-        unreached: that have announced themselves of late, could not be reached, and are not in the view for that
+        unreached: peers with a recent announcement that could not be reached, and are not in the view for that reason
     """
     alone = not any(peer.state is PeerState.SERVING for peer in view.peers)
     return sorted(
@@ -201,12 +217,13 @@ def missed(view: SwarmView, stage: int, unreached: Iterable[PeerView]) -> list[s
 
 
 def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()) -> Mover:
-    """Who takes over a stage that nobody serves. All who see the same view choose the same peer.
+    """The peer that takes over a stage without serving peers. All peers with the same view choose the same one.
 
-    From the stage with the most peers, the slowest of those that may move: it is missed least.
+    It is the slowest movable peer of the stage with the most peers, since that stage misses it least.
 
     Args:
-        stuck: peers that have been joining for so long that nobody waits for them any more
+        movable: peers that may move
+        stuck: peers that have been joining for too long to wait for them
     """
     joining = [
         peer.peer_id

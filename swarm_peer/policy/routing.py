@@ -1,8 +1,9 @@
 """Where a microbatch goes next: interleaved weighted round robin over measured throughput.
 
-SWARM parallelism (Ryabinin et al., ICML 2023), section 3.2 and appendix A: each candidate carries the time by which it
-is expected to have finished all that was sent to it; the earliest is chosen and pushed back by the expected duration
-of the new microbatch. So a peer twice as fast gets twice as many, interleaved rather than in bursts.
+Source: SWARM parallelism (Ryabinin et al., ICML 2023), section 3.2 and appendix A. For each candidate the router keeps
+the time at which the candidate should have finished all that was sent to it. It chooses the earliest candidate, and
+adds the expected duration of the new microbatch to that candidate's time. So a peer twice as fast gets twice as many
+microbatches, interleaved rather than in bursts.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ class Route:
 
 @dataclass(slots=True)
 class _Candidate:
-    samples_per_s: float  # 0 while nothing is known
-    expected_finish: float  # in seconds of work sent so far; only differences between candidates mean anything
+    samples_per_s: float  # 0 while it is not known
+    expected_finish: float  # seconds of work sent so far; only differences between candidates have a meaning
 
 
 class Router:
-    """Chooses the peer of the next stage for each microbatch; one instance per stage that is routed to."""
+    """Chooses the next hop for each microbatch, among the peers of one stage."""
 
     def __init__(self, rng: random.Random):
         self._rng = rng
         self._candidates: dict[str, _Candidate] = {}
 
     def update(self, peers: Iterable[PeerView]) -> None:
-        """Take over who serves the stage now. A newcomer enters at the current minimum, so it is tried soon."""
+        """Set the peers that serve the stage now. A newcomer enters at the current minimum, so it is tried soon."""
         serving = {peer.peer_id: peer for peer in peers}
         for peer_id in self._candidates.keys() - serving.keys():
             del self._candidates[peer_id]
@@ -48,7 +49,7 @@ class Router:
             self._candidates[peer_id] = _Candidate(serving[peer_id].samples_per_s, start)
 
     def observe(self, peer_id: str, samples_per_s: float) -> None:
-        """Blend in the throughput that a peer reports with a reply."""
+        """Update a peer's throughput with the one that it reports in a reply."""
         candidate = self._candidates.get(peer_id)
         if candidate is None or samples_per_s <= 0:
             return
@@ -58,10 +59,10 @@ class Router:
             candidate.samples_per_s += THROUGHPUT_SMOOTHING * (samples_per_s - candidate.samples_per_s)
 
     def choose(self, num_samples: int, avoid: Container[str] = ()) -> Route:
-        """Pick the next hop for a microbatch of `num_samples` and charge it with the expected work.
+        """Choose the next hop for a microbatch of `num_samples`, and add the expected work to its time.
 
         Args:
-            avoid: peers that failed lately or were tried for this microbatch already
+            avoid: peers that failed recently, or that were tried for this microbatch already
         """
         allowed = [peer_id for peer_id in self._candidates if peer_id not in avoid]
         if not allowed:
@@ -70,7 +71,7 @@ class Router:
         floor = min(self._candidates[peer_id].expected_finish for peer_id in allowed)
         for peer_id, candidate in self._candidates.items():
             if peer_id in avoid:
-                # After a spell of being avoided a peer must not get everything until it has caught up with the others.
+                # Else an avoided peer, whose time stands still, would later get all microbatches until it catches up.
                 candidate.expected_finish = max(candidate.expected_finish, floor)
         chosen = min(allowed, key=lambda peer_id: (self._candidates[peer_id].expected_finish, self._rng.random()))
         speed = self._candidates[chosen].samples_per_s or self._typical_speed()
@@ -78,6 +79,6 @@ class Router:
         return Route(chosen, f"earliest expected finish at {speed:.3g} samples/s of {len(allowed)} candidates")
 
     def _typical_speed(self) -> float:
-        """The median of the known throughputs: what to expect of a peer that has not been measured."""
+        """The median of the known throughputs, which is expected of a peer that has not been measured."""
         known = sorted(c.samples_per_s for c in self._candidates.values() if c.samples_per_s > 0)
         return known[len(known) // 2] if known else 1.0

@@ -10,38 +10,41 @@ UNDECIDED = -1
 
 
 class PeerState(str, Enum):
+    """The state of a peer as it announces it."""
+
     JOINING = "joining"
     SERVING = "serving"
     DRAINING = "draining"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerView:
-    """What one peer last announced.
+    """One peer, by its last announcement.
 
     Attributes:
+        round_number: the round that the peer is in
         samples_per_s: measured compute throughput of its stage, forward and backward; 0 if not measured yet
         queue: microbatches that it holds
-        updates: optimizer updates in its weights
-        movable: it may be moved to another stage
-        note: what keeps it from serving, in words
-        work_per_s: what it expects of itself where `samples_per_s` is not measured, in units of a stage's cost; 0 if
-            not known
-        memory_bytes: what it has for a stage; 0 if not known, which is taken for enough
-        bandwidth_bytes_per_s: at which it has downloaded; 0 if not measured
-        since_s: when it came to be in this state, on the clock of `now_s`; None if not known
-        moved_from: the stage that it has left for this one, as long as it does not serve here; else UNDECIDED
-        formerly: its id before it moved
-        announced: serial number of the announcement that this was read from
+        optimizer_step: that of its weights
+        movable: whether the coordinator may move the peer to another stage
+        note: why the peer does not serve, in words
+        work_per_s: the speed that it expects of itself as long as `samples_per_s` is not measured, in units of a
+            stage's cost; 0 if not known
+        memory_bytes: memory that it has for a stage; 0 if not known, which counts as enough
+        bandwidth_bytes_per_s: how fast it has downloaded its state; 0 if not measured
+        since_s: when it entered its state, on the clock of `now_s`; None if not known
+        moved_from: the stage that it left to join this one, until it serves; UNDECIDED if it did not move
+        formerly: its id before that move; empty if it did not move
+        announced: serial number of the announcement
     """
 
     peer_id: str
     stage: int
     state: PeerState
-    step: int = 0
+    round_number: int = 0
     samples_per_s: float = 0.0
     queue: int = 0
-    updates: int = 0
+    optimizer_step: int = 0
     movable: bool = False
     note: str = ""
     work_per_s: float = 0.0
@@ -55,7 +58,7 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """All announced peers, sorted by id, so that every peer that folds over them computes the same answer."""
+    """All announced peers, sorted by id, so that every peer that sums over them computes the same answer."""
 
     num_stages: int
     peers: tuple[PeerView, ...] = ()
@@ -64,14 +67,17 @@ class SwarmView:
         object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.peer_id)))
 
     def in_stage(self, stage: int) -> tuple[PeerView, ...]:
+        """The peers of a stage, in any state."""
         return tuple(peer for peer in self.peers if peer.stage == stage)
 
     def serving(self, stage: int) -> tuple[PeerView, ...]:
+        """The peers that serve a stage."""
         return tuple(peer for peer in self.in_stage(stage) if peer.state is PeerState.SERVING)
 
     def fewest_serving(self) -> int:
-        """Peers that serve the stage that has the fewest."""
+        """The number of serving peers in the stage that has the fewest."""
         return min(len(self.serving(stage)) for stage in range(self.num_stages))
 
     def peer(self, peer_id: str) -> PeerView | None:
+        """The peer with this id, or None if it is not in the view."""
         return next((peer for peer in self.peers if peer.peer_id == peer_id), None)

@@ -1,172 +1,46 @@
-"""The composition root of a peer: makes the parts, wires them, starts them and stops them in reverse order."""
+"""One peer of a run: joins a stage, serves it, moves or leaves."""
 
 from __future__ import annotations
 
 import logging
-import random
-import tempfile
-import time
-from dataclasses import replace
-from pathlib import Path
 
 import anyio
 import torch
 
-from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import CallError, UserError
-from swarm_peer.model.partition import StageSpec, stages_of
-from swarm_peer.model.pretrained import check_pretrained
+from swarm_peer.errors import CallError
+from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.rebalancing import choose_stage
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
-from swarm_peer.runtime.averaging import GradientAverager
-from swarm_peer.runtime.bootstrap import find_manifest, read_addresses
-from swarm_peer.runtime.compute import ComputeThread
-from swarm_peer.runtime.data import SliceReader, load_tokenizer, validation_samples
-from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.runtime.directory import ANNOUNCEMENTS_PER_LIFETIME, Directory
-from swarm_peer.runtime.gate import StepGate
-from swarm_peer.runtime.gossip import Gossip
-from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
-from swarm_peer.runtime.handover import GradientHandover
-from swarm_peer.runtime.leases import SliceLeases
-from swarm_peer.runtime.metrics import PeerMetrics, serve_metrics
-from swarm_peer.runtime.next_stage import NextStage
-from swarm_peer.runtime.orders import wait_for_end, wait_for_order
-from swarm_peer.runtime.p2p_transport import P2PTransport
-from swarm_peer.runtime.preemption import wait_for_notice
-from swarm_peer.runtime.preparation import (
-    check_data_files,
-    choose_device,
-    make_averager,
-    microbatch_capacity,
-    stage_costs,
-    stage_memory,
-)
-from swarm_peer.runtime.processes import Restart, restarted_with, run_loop, signals_set, start_anew
-from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.recovery import Recovery, Start
-from swarm_peer.runtime.samples import SamplePool
-from swarm_peer.runtime.scratch import scratch_folder
-from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.snapshots import StateDonor
-from swarm_peer.runtime.source import CountedHook, MicrobatchSource
-from swarm_peer.runtime.stage_group import StageGroup
-from swarm_peer.runtime.stage_runner import StageRunner
-from swarm_peer.runtime.steps import StepLoop
+from swarm_peer.runtime.assembly import Assembly, PeerParts
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.host.preemption import wait_for_notice
+from swarm_peer.runtime.host.processes import Restart, signals_set
+from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for_end
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.directory import ANNOUNCEMENTS_PER_LIFETIME, Directory
+from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.state.recovery import Start
+from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.wire.codecs import encoded_bytes
-from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
-from swarm_peer.wire.records import OriginRecord, ProgressRecord, origin_key, progress_key
+from swarm_peer.wire.records import ProgressRecord, TimelineRecord, progress_key, timeline_key
 
 log = logging.getLogger(__name__)
 
-# How long undecided newcomers wait for each other's announcements before they choose a stage.
-CHOOSING_S = 1.5
+# Pause between looks for new progress to publish.
 PUBLISH_PROGRESS_S = 1.0
-# Between tries to join a stage that nobody serves.
+# Pause between tries to join a stage.
 JOIN_PAUSE_S = 1.0
-# To write the last replies. Calls of stage-mates are kept until there is something to say, and not waited for.
+# A leaving peer has this long to write its last replies. Calls of stage-mates that wait for a round are not answered.
 LAST_REPLIES_S = 3.0
-# For a peer that starts anew: one of them will be there.
+# A process that starts anew is given so many addresses; one of those peers will still be there.
 ADDRESSES_KEPT = 16
-# The state's index and the headroom of a frame.
+# Room in a frame for the index of a state, and for headers.
 FRAME_SLACK_BYTES = 16 * 2**20
-
-
-def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
-    """Run a peer until it is told to stop or the run ends. To be called in the main thread.
-
-    Args:
-        counted: told of each microbatch that a stage-0 peer counts
-
-    Raises:
-        UserError: something that the user can mend
-    """
-    metrics = PeerMetrics()
-    if options.metrics_port is not None:
-        log.info("metrics_served port=%d", serve_metrics(metrics.registry, options.metrics_port))
-    device = choose_device(options.device)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    before = restarted_with()
-    addresses = read_addresses(options.initial_peers)
-    if before is not None:
-        addresses += before.initial_peers
-    with scratch_folder() as folder:
-        snapshots = folder / "snapshots"
-        if before is not None and before.snapshots is not None:
-            Path(before.snapshots).rename(snapshots)
-        identity_path = options.identity_path or folder / "identity"
-        identity = Identity.load_or_create(identity_path)
-        dht = SwarmDHT.start(
-            initial_peers=addresses,
-            host_maddrs=options.host_maddrs,
-            announce_maddrs=options.announce_maddrs,
-            identity=identity,
-            identity_path=identity_path,
-            metrics=metrics,
-        )
-        log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses()))
-        try:
-            restart = _run_in_swarm(options, addresses, device, dht, metrics, snapshots, counted, before)
-        finally:
-            dht.shutdown()
-        if restart is not None and snapshots.exists():
-            kept = Path(tempfile.mkdtemp(prefix="swarm-"))
-            restart = replace(restart, snapshots=str(snapshots.rename(kept)))
-    if restart is not None:
-        start_anew(restart)
-
-
-def _run_in_swarm(
-    options: PeerOptions,
-    addresses: list[str],
-    device: torch.device,
-    dht: SwarmDHT,
-    metrics: PeerMetrics,
-    snapshots: Path,
-    counted: CountedHook | None,
-    before: Restart | None,
-) -> Restart | None:
-    """Returns how to start anew, if at all."""
-    run_id, manifest, stage = run_loop(_choose_run_and_stage, dht, options, addresses, metrics, before)
-    spec = stages_of(manifest)[stage]
-    check_pretrained(manifest, options.data_dir)
-    if spec.is_first:
-        check_data_files(manifest, options.data_dir)
-    log.info("stage_chosen run=%s manifest=%s stage=%d layers=%s", run_id, manifest.hash, stage, list(spec.layers))
-    # Forked before anything computes here, and before CUDA.
-    averager = make_averager(manifest, spec, dht)
-    try:
-        peer = Peer(run_id, manifest, spec, options, device, dht, averager, metrics, snapshots, counted, before)
-        run_loop(peer.run)
-    finally:
-        averager.shutdown()
-    return peer.restart
-
-
-async def _choose_run_and_stage(
-    dht: SwarmDHT, options: PeerOptions, addresses: list[str], metrics: PeerMetrics, before: Restart | None
-) -> tuple[str, RunManifest, int]:
-    run_id, manifest = await find_manifest(dht, addresses, options.run_id if before is None else before.run_id)
-    count = manifest.stages.count
-    if before is not None:
-        return run_id, manifest, before.stage
-    if options.stage != "auto":
-        if int(options.stage) >= count:
-            raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
-        return run_id, manifest, int(options.stage)
-    me = dht.identity.peer_id
-    myself = PeerView(me, UNDECIDED, PeerState.JOINING, memory_bytes=options.max_memory or 0)
-    directory = Directory(manifest, dht, options.device, lambda: myself, metrics, Signal())
-    await directory.announce()
-    await anyio.sleep(CHOOSING_S)
-    view = await directory.refresh_surely([*range(count), UNDECIDED])
-    choice = choose_stage(view, stage_costs(manifest), me, stage_memory_bytes=stage_memory(manifest))
-    log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
-    return run_id, manifest, choice.stage
 
 
 class Peer:
@@ -174,368 +48,347 @@ class Peer:
 
     def __init__(
         self,
-        run_id: str,
-        manifest: RunManifest,
+        *,
+        context: PeerContext,
         spec: StageSpec,
-        options: PeerOptions,
         device: torch.device,
         dht: SwarmDHT,
         averager: GradientAverager,
-        metrics: PeerMetrics,
-        snapshots: Path,
-        counted: CountedHook | None,
-        before: Restart | None,
+        counted: CountedHook | None = None,
+        before: Restart | None = None,
     ):
-        """Args:
-        snapshots: folder for them; those of its life before may be there
-        before: its life before this one
+        """Make a peer that has not joined yet.
+
+        Args:
+            counted: told of each microbatch that a stage-0 peer counts; for tests
+            before: the life of this process before this one, if it moved from a stage, perhaps this same one
         """
-        self._before = before
-        self._snapshots = snapshots
-        self._run_id = run_id
-        self._manifest = manifest
+        self._context = context
+        self._manifest = context.resolved.manifest
+        self._hash = context.resolved.hash
+        self._run_id = context.run_id
         self._spec = spec
-        self._options = options
-        self._device = device
+        self._options = context.options
         self._dht = dht
         self._averager = averager
-        self._metrics = metrics
+        self._metrics = context.metrics
         self._counted = counted
-        self._me = dht.identity.peer_id
-        self._state = PeerState.JOINING
-        self._state_since_s = time.monotonic()
-        self._note = ""
-        self.restart: Restart | None = None  # to go on with after `run`
-        self._changed = Signal()
-        self._stop = anyio.Event()
-        self._told_to_end = anyio.Event()
-        self._rng = random.Random(f"{manifest.seed} {self._me}")
-        self._trainer = StageTrainer(manifest, spec, device, options.cache_dir, blank=True)
-        num_parameters = sum(parameter.numel() for parameter in self._trainer.module.parameters())
-        capacity = microbatch_capacity(manifest, spec, num_parameters, options.max_memory)
-        # Stage 0 bounds itself by its window; the gate only counts its microbatches.
-        self._gate = StepGate(10**6 if spec.is_first else capacity, self._changed)
-        self._compute = ComputeThread(metrics)
-        self._directory = Directory(manifest, dht, str(device), self._describe, metrics, self._changed)
-        self._progress = ProgressBook(
-            manifest.hash,
-            manifest.training.global_batch_size,
-            dht.identity,
-            self._directory.is_author,
-            metrics,
-            self._changed,
+        self._before = before
+        self._me = context.identity.peer_id
+        self._lifecycle = Lifecycle(context.clock)
+        self._trainer = StageTrainer(
+            context.resolved, spec, device=device, cache_dir=context.options.cache_dir, blank=True
         )
-        metrics.stage.set(spec.index)
+        self._device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
+        self._directory = Directory(
+            manifest=self._manifest,
+            dht=dht,
+            clock=context.clock,
+            metrics=context.metrics,
+            changed=context.changed,
+            describe_self=self._describe,
+            device=str(device),
+        )
+        self._made: PeerParts | None = None
+        context.metrics.stage.set(spec.index)
 
-    def _enter_state(self, state: PeerState) -> None:
-        self._state, self._state_since_s, self._note = state, time.monotonic(), ""
+    @property
+    def restart(self) -> Restart | None:
+        """How this process goes on after `run`; None if it ends."""
+        return self._lifecycle.restart
+
+    @property
+    def _parts(self) -> PeerParts:
+        assert self._made is not None, "the parts are made when the transport is open"
+        return self._made
 
     def _describe(self) -> PeerView:
+        """This peer as it announces itself."""
+        lifecycle, parts = self._lifecycle, self._parts
         moved_from, formerly = UNDECIDED, ""
         if self._before is not None and self._before.from_stage != self._spec.index:
             formerly = self._before.peer_id
-            if self._state is PeerState.JOINING:
+            if lifecycle.state is PeerState.JOINING:
                 moved_from = self._before.from_stage
+        admission, step_loop = parts.replica.admission, parts.step_loop
         return PeerView(
-            self._me,
-            self._spec.index,
-            self._state,
-            self._steps.step,
-            self._compute.samples_per_s,
-            self._gate.admitted + self._gate.held,
-            self._steps.updates,
-            self._options.stage == "auto",
-            self._note,
+            peer_id=self._me,
+            stage=self._spec.index,
+            state=lifecycle.state,
+            round_number=step_loop.round_number,
+            samples_per_s=self._device_thread.samples_per_s,
+            queue=admission.admitted + admission.held,
+            optimizer_step=step_loop.optimizer_step,
+            movable=self._options.stage == "auto",
+            note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
-            bandwidth_bytes_per_s=self._steps.download_bytes_per_s,
-            since_s=self._state_since_s,
+            bandwidth_bytes_per_s=step_loop.download_bytes_per_s,
+            since_s=lifecycle.since_s,
             moved_from=moved_from,
             formerly=formerly,
         )
 
     async def run(self) -> None:
         """Take part in the run until a signal or the run's end."""
+        lifecycle = self._lifecycle
         p2p = await self._dht.p2p()
         async with (
-            P2PTransport.open(p2p, self._max_payload_bytes(), self._metrics) as transport,
-            signals_set(self._told_to_end, self._stop),
+            P2PTransport.open(
+                p2p,
+                max_payload_bytes=self._max_payload_bytes(),
+                metrics=self._metrics,
+                on_unreachable=self._directory.drop,
+            ) as transport,
+            signals_set(lifecycle.told_to_end, lifecycle.stop),
             anyio.create_task_group() as tasks,
         ):
-            self._transport = transport
-            transport.unreachable = self._directory.drop
-            await transport.serve(self._wire(transport))
+            self._made = Assembly(
+                context=self._context,
+                trainer=self._trainer,
+                device_thread=self._device_thread,
+                directory=self._directory,
+                transport=transport,
+                averager=self._averager,
+                first_timeline=self._first_timeline,
+                counted=self._counted,
+            ).assemble()
+            await transport.serve(self._made.dispatcher)
             tasks.start_soon(self._dht.watch)
             tasks.start_soon(self._averager.watch)
             tasks.start_soon(self._watch_event_loop)
             tasks.start_soon(self._leave_on_notice)
             tasks.start_soon(self._look_for_end)
             tasks.start_soon(self._work)
-            await self._stop.wait()
+            await lifecycle.stop.wait()
             await self._leave()
-            if self._told_to_end.is_set():
-                self.restart = None
-            if self.restart is not None:
-                connections = await self._dht.connections()
-                self.restart = replace(self.restart, initial_peers=tuple(connections[:ADDRESSES_KEPT]))
+            lifecycle.finish(await self._connections() if lifecycle.moves else [])
             tasks.cancel_scope.cancel()
-        self._compute.stop()
+        self._device_thread.stop()
 
-    def _wire(self, transport: P2PTransport) -> CallDispatcher:
-        """Make the parts that need the transport; returns what answers its calls."""
-        manifest, spec, metrics, changed = self._manifest, self._spec, self._metrics, self._changed
-        hidden_size = self._trainer.module.config.hidden_size
-
-        def view():  # type: ignore[no-untyped-def]
-            return self._directory.view
-
-        next_stage = None
-        if not spec.is_last:
-            next_stage = NextStage(
-                spec.index + 1, manifest, hidden_size, transport, self._progress, view, metrics, self._rng
-            )
-        self._next_stage = next_stage
-        keep = 2 * manifest.limits.max_in_flight
-        self._runner = StageRunner(manifest, self._trainer, self._compute, next_stage, metrics, keep)
-        group = StageGroup(manifest, spec.index, transport, self._averager, self._progress, view, metrics, changed)
-        donor = StateDonor(self._trainer, self._compute, changed, spec.index, self._snapshots)
-        self._recovery = Recovery(
-            manifest, spec.index, self._run_id, transport, donor, view, self._directory.refresh_surely,
-            self._first_origin, self._directory.unreached, changed,
-        )  # fmt: skip
-        leases = None
-        if spec.is_first:
-            reader = SliceReader(manifest, self._options.cache_dir)
-            pool = SamplePool(reader, random.Random(f"{manifest.seed} {self._me} samples"), changed)
-            leases = SliceLeases(
-                manifest.hash, reader, pool, transport, self._progress, view, manifest.limits.announcement_s, metrics,
-                changed,
-            )  # fmt: skip
-
-        def welcome(peer_id: str) -> None:
-            group.welcome(peer_id)
-            if leases is not None:
-                leases.welcome(peer_id)
-
-        def dismiss(peer_id: str, serial: int) -> None:
-            self._directory.drop(peer_id, serial)
-            if leases is not None:
-                leases.forget(peer_id)
-
-        gossip = self._gossip = Gossip(manifest.hash, transport, self._progress, welcome, dismiss)
-        handover = GradientHandover(
-            manifest.hash, spec.index, self._trainer, self._compute, self._runner, self._gate, transport, view, metrics,
-            self._rng,
-        )  # fmt: skip
-        self._steps = StepLoop(
-            manifest, self._trainer, self._compute, self._runner, self._gate, group, donor, self._progress, handover,
-            leases, transport, gossip, view, self._directory.refresh_surely, metrics, changed, self._rng,
-        )  # fmt: skip
-        microbatches = MicrobatchHandler(manifest, hidden_size, self._gate, self._runner, self._progress, metrics)
-        self._source = None
-        if leases is not None:
-            cache = self._options.cache_dir
-            load_tokenizer(manifest.data, self._trainer.module.config.vocab_size, cache)  # complain early
-            self._source = MicrobatchSource(
-                manifest,
-                self._me,
-                leases,
-                validation_samples(manifest, manifest.training.validation_samples, cache),
-                self._runner, self._gate, self._progress, gossip, view, metrics, changed,
-                origin=lambda: self._steps.origin,
-                hop_timeout_s=manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1),
-                counted=self._counted,
-            )  # fmt: skip
-        calls = microbatches.calls | group.calls | donor.calls | gossip.calls | handover.calls | self._steps.calls
-        if leases is not None:
-            calls |= leases.calls
-        return CallDispatcher(manifest.hash, spec.index, calls)
+    async def _connections(self) -> list[str]:
+        """Addresses of some connected peers; none if libp2p's daemon does not answer any more."""
+        try:
+            return (await self._dht.connections())[:ADDRESSES_KEPT]
+        except Exception as error:  # whatever hivemind's client raises: the addresses on the command line are left
+            self._metrics.dht_failures.labels("connections").inc()
+            log.warning("connections_unknown reason=%s", error)
+            return []
 
     async def _work(self) -> None:
-        """Join, then serve."""
+        """Join the stage, then serve it until this task is cancelled or the stage-mates are lost."""
         await self._directory.announce()
         start = await self._begin()
-        # Stored first, looked up second: of two peers that begin at the same time, at least one sees the other.
-        self._enter_state(PeerState.SERVING)
+        # Announced first, looked up second: of two peers that begin at the same time, at least one sees the other.
+        self._lifecycle.enter(PeerState.SERVING)
         await self._directory.announce()
         view = await self._directory.refresh_surely(self._stages_of_interest())
         mates = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
         try:
-            await self._steps.catch_up(mates)
+            await self._parts.step_loop.catch_up(mates)
         except CallError as error:
             self._join_anew(error)
             return
-        log.info("serving stage=%d step=%d updates=%d", self._spec.index, self._steps.step, self._steps.updates)
+        log.info(
+            "serving stage=%d round=%d optimizer_step=%d",
+            self._spec.index,
+            self._parts.step_loop.round_number,
+            self._parts.step_loop.optimizer_step,
+        )
         async with anyio.create_task_group() as tasks:
             if start is not None and start.rewound:
-                tasks.start_soon(self._recovery.have_all_go_back, start.origin)
+                tasks.start_soon(self._parts.recovery.have_all_go_back, start.timeline)
             tasks.start_soon(self._directory.run_announcing)
             tasks.start_soon(self._directory.run_polling, self._stages_of_interest())
-            tasks.start_soon(self._recovery.run_snapshots)
+            tasks.start_soon(self._parts.snapshot_keeper.run)
             tasks.start_soon(self._move_when_needed)
             if self._options.stage == "auto":
                 tasks.start_soon(self._obey)
-            if self._source is not None:
-                tasks.start_soon(self._source.run)
+            if self._parts.launcher is not None:
+                tasks.start_soon(self._parts.launcher.run)
                 tasks.start_soon(self._publish_progress)
             try:
-                await self._steps.run()
+                await self._parts.step_loop.run()
             except CallError as error:
                 self._join_anew(error)
 
     async def _begin(self) -> Start | None:
-        """Take the state over from stage-mates; without any, find out where to begin, and wait for what that takes."""
+        """Get this stage's state: from stage-mates, or where there are none, from where recovery says to begin.
+
+        Returns:
+            where this peer began; None if stage-mates gave their state
+        """
         while True:
             view = await self._directory.refresh_surely(range(self._manifest.stages.count))
             donors = [peer.peer_id for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
             try:
                 if donors:
-                    await self._steps.join(donors)
+                    await self._parts.step_loop.join(donors)
                     return None
-                start = await self._recovery.find_start()
-                await self._steps.begin(start.origin, start.state)
-                log.info(
-                    "beginning stage=%d step=%d updates=%d rewound=%s reason=%s",
-                    self._spec.index, start.origin.step, start.origin.updates, start.rewound, start.reason,
-                )  # fmt: skip
+                start = await self._parts.recovery.find_start()
+                await self._parts.step_loop.begin(start.timeline, start.state)
+                self._log_beginning(start)
                 return start
             except CallError as error:
                 note = f"waits to join stage {self._spec.index}: {error}"
-                if note != self._note:
+                if note != self._lifecycle.note:
                     level = logging.WARNING if donors else logging.ERROR
                     log.log(level, "waiting stage=%d reason=%s", self._spec.index, error)
-                self._note = note
+                self._lifecycle.explain(note)
             await self._directory.announce()
             await anyio.sleep(JOIN_PAUSE_S)
 
+    def _log_beginning(self, start: Start) -> None:
+        first = start.timeline
+        log.info(
+            "beginning stage=%d round=%d optimizer_step=%d rewound=%s reason=%s",
+            self._spec.index,
+            first.first_round,
+            first.first_optimizer_step,
+            start.rewound,
+            start.reason,
+        )
+
     async def _move_when_needed(self) -> None:
-        while not await self._leave_for(await self._recovery.watch_stages()):
+        """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
+        while not await self._leave_for(await self._parts.recovery.watch_stages()):
             pass
 
     def _join_anew(self, error: CallError) -> None:
-        """As after a crash: its stage-mates went on without it, and are gone."""
+        """Start anew in the same stage: its stage-mates went on without this peer and none gives it their state."""
         log.error("joining_anew stage=%d reason=%s", self._spec.index, error)
         self._move_to(self._spec.index)
 
     async def _leave_for(self, stage: int) -> bool:
-        """Move elsewhere if somebody else serves this one: of peers that leave it at once, one at least stays."""
-        self._enter_state(PeerState.DRAINING)
-        # Stored first, looked up second: of two that leave, at least one sees that the other does.
+        """Move to another stage, unless this peer is the last of its own.
+
+        Returns:
+            whether it moves
+        """
+        self._lifecycle.enter(PeerState.DRAINING)
+        # Announced first, looked up second: of two peers that leave at once, at least one sees that the other does.
         await self._directory.announce()
         view = await self._directory.refresh_surely([self._spec.index])
         others = [peer for peer in view.serving(self._spec.index) if peer.peer_id != self._me]
         if others:
             self._move_to(stage)
-        elif not self._stop.is_set():  # told to end meanwhile, it must not announce that it serves
+        elif not self._lifecycle.stop.is_set():
+            # Not if it was told to end meanwhile: then it must not announce that it serves.
             log.warning("stays stage=%d reason=nobody else serves it any more", self._spec.index)
-            self._enter_state(PeerState.SERVING)
+            self._lifecycle.enter(PeerState.SERVING)
             await self._directory.announce()
         return bool(others)
 
     def _move_to(self, stage: int) -> None:
         """Leave, and have this process start anew in another stage."""
-        if self._stop.is_set():
-            return  # it leaves already, and not to come back
-        log.warning("moving from=%d to=%d", self._spec.index, stage)
-        self.restart = Restart(stage, self._spec.index, self._me, self._run_id)
-        self._stop.set()
+        if self._lifecycle.move(
+            Restart(stage=stage, from_stage=self._spec.index, peer_id=self._me, run_id=self._run_id)
+        ):
+            log.warning("moving from=%d to=%d", self._spec.index, stage)
 
     async def _obey(self) -> None:
         """Move when the run's coordinator says so."""
         while True:
-            order = await wait_for_order(
-                self._me,
-                self._spec.index,
-                lambda: self._dht.fetch_coordination(self._run_id),
-                lambda: self._directory.view,
-                lambda: self._directory.serial,
+            assignment = await wait_for_assignment(
+                me=self._me,
+                stage=self._spec.index,
+                fetch=lambda: self._dht.fetch_coordination(self._run_id),
+                view=lambda: self._directory.view,
+                serial=lambda: self._directory.serial,
             )
-            log.warning("assigned stage=%d reason=%s", order.to_stage, order.reason)
-            if await self._leave_for(order.to_stage):
+            log.warning("assigned stage=%d reason=%s", assignment.to_stage, assignment.reason)
+            if await self._leave_for(assignment.to_stage):
                 return
 
-    async def _first_origin(self) -> Origin:
-        records = await self._dht.fetch(origin_key(self._run_id), OriginRecord, self._run_id)
+    async def _first_timeline(self) -> Timeline:
+        """The timeline that the run began with, by word of the run key.
+
+        Raises:
+            CallError: the DHT does not answer, or no coordinator has published it yet
+        """
+        records = await self._dht.fetch(timeline_key(self._run_id), TimelineRecord, self._run_id)
         if self._run_id not in records:
             raise CallError("the run's coordinator has not said where it begins")
-        return records[self._run_id].origin()
+        return records[self._run_id].timeline()
 
     def _stages_of_interest(self) -> list[int]:
-        """Stage-mates, the next stage, and stage 0 whose members are the authors of progress; for stage 0, all."""
+        """The stages whose peers this one must know: its own, the next, and stage 0, which counts; stage 0: all."""
         index, count = self._spec.index, self._manifest.stages.count
         return list(range(count)) if index == 0 else sorted({0, index, min(index + 1, count - 1)})
 
     async def _publish_progress(self) -> None:
-        """Each second, if there is anything new, and else often enough for it to last."""
-        assert self._source is not None
+        """Store progress in the DHT: at once if there is any, and else often enough that the record does not expire."""
+        assert self._parts.launcher is not None
         lifetime_s = self._manifest.limits.announcement_s
         stored: ProgressRecord | None = None
         stored_s = 0.0
         while True:
             record = ProgressRecord(
-                current=self._source.current.model_copy(update={"ranges": ()}),  # they go with calls, and are long
-                finished=tuple(self._steps.reports),
-                validations=tuple(self._source.validations),
+                # Without the ranges of samples, which are long and travel with calls.
+                current=self._parts.launcher.current.model_copy(update={"ranges": ()}),
+                finished=tuple(self._parts.step_loop.reports),
+                validations=tuple(self._parts.launcher.validations),
             )
-            now_s = time.monotonic()
+            now_s = self._context.clock.monotonic_s()
             if record != stored or now_s - stored_s > lifetime_s / ANNOUNCEMENTS_PER_LIFETIME:
-                key, run = progress_key(self._manifest.hash), self._manifest.hash
+                key, run = progress_key(self._hash), self._hash
                 stored = record if await self._dht.store(key, record, run, lifetime_s) else None
                 stored_s = now_s
             await anyio.sleep(PUBLISH_PROGRESS_S)
 
     async def _look_for_end(self) -> None:
         """Stop when the run's key says that the run is over."""
-        log.info("run_ended reason=%s", await wait_for_end(self._dht, self._run_id, lambda: self._steps.finished))
-        self._told_to_end.set()
-        self._stop.set()
+        log.info(
+            "run_ended reason=%s", await wait_for_end(self._dht, self._run_id, lambda: self._parts.step_loop.finished)
+        )
+        self._lifecycle.end()
 
     async def _leave(self) -> None:
-        """Finish what is in flight, hand over what it has accumulated, and tell the others."""
+        """Finish the microbatches in flight, hand the accumulated gradient to a stage-mate, and say goodbye."""
         with anyio.move_on_after(self._options.grace_s / 2):
-            await self._changed.wait_for(lambda: not self._is_awaited())
-        self._enter_state(PeerState.DRAINING)
-        if self._source is not None:
-            self._source.stop()
-        if self._next_stage is not None:
-            self._next_stage.leaving = True
-        self._gate.leave()
+            await self._context.changed.wait_for(lambda: not self._is_awaited())
+        self._lifecycle.enter(PeerState.DRAINING)
+        if self._parts.launcher is not None:
+            self._parts.launcher.stop()
+        if self._parts.next_stage is not None:
+            self._parts.next_stage.stop_waiting()
+        self._parts.replica.admission.leave()
         with anyio.move_on_after(self._options.grace_s) as grace:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._directory.announce)
-                await self._gate.drained()
-                # A reply that is cut off makes its caller try elsewhere what is in the gradient here already.
+                await self._parts.replica.admission.drained()
+                # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
                 with anyio.move_on_after(LAST_REPLIES_S):
-                    await self._transport.answered()
-                await self._steps.leave()
+                    await self._parts.swarm.transport.answered()
+                await self._parts.step_loop.leave()
             callers = {0, max(self._spec.index - 1, 0), self._spec.index}
             peers = [peer.peer_id for peer in self._directory.view.peers if peer.stage in callers]
-            await self._gossip.say_goodbye(peers, self._directory.serial)
+            await self._parts.swarm.gossip.say_goodbye(peers, self._directory.serial)
         if grace.cancelled_caught and (samples := self._trainer.num_samples):
             self._metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
-        log.info("left stage=%d step=%d", self._spec.index, self._steps.step)
+        log.info("left stage=%d round=%d", self._spec.index, self._parts.step_loop.round_number)
 
     def _is_awaited(self) -> bool:
-        """Whether nobody else serves this stage yet, and somebody is about to, who needs its state."""
+        """Whether a peer is joining this stage and has nobody but this one to get its state from."""
         stage, view = self._spec.index, self._directory.view
         others = [peer for peer in view.in_stage(stage) if peer.peer_id != self._me]
         alone = all(peer.state is not PeerState.SERVING for peer in others)
         joining = any(peer.state is PeerState.JOINING for peer in others)
-        return self._state is PeerState.SERVING and alone and joining
+        return self._lifecycle.state is PeerState.SERVING and alone and joining
 
     async def _leave_on_notice(self) -> None:
         """Stop when the cloud says that it takes this instance away."""
         if self._options.preemption_notice != "none":
             notice = await wait_for_notice(self._options.preemption_notice, failed=self._metrics.notice_failures.inc)
             log.warning("leaving reason=spot notice: %s", notice)
-            self._stop.set()
+            self._lifecycle.stop.set()
 
     async def _watch_event_loop(self) -> None:
         """Measure how late timers fire: whatever blocks the event loop holds up all traffic."""
         while True:
-            begin = time.monotonic()
+            begin = self._context.clock.monotonic_s()
             await anyio.sleep(0.5)
-            self._metrics.event_loop_lag_seconds.set(time.monotonic() - begin - 0.5)
+            self._metrics.event_loop_lag_seconds.set(self._context.clock.monotonic_s() - begin - 0.5)
 
     def _max_payload_bytes(self) -> int:
         training, hidden_size = self._manifest.training, self._trainer.module.config.hidden_size

@@ -1,1 +1,1 @@
-"""What peers say to each other, as bytes: signed DHT records, call messages, tensor codecs. No I/O here."""
+"""The bytes that peers exchange: signed DHT records, call messages, tensor codecs. No I/O here."""

@@ -1,6 +1,6 @@
 """Tensors as bytes: activations and their gradients on their way between stages.
 
-Encoded in the compute thread, right where the tensor is; a decoded tensor is checked for its size and for finite
+The device thread encodes a tensor, right where the tensor is. A decoded tensor is checked for its size and for finite
 numbers before anybody computes with it.
 """
 
@@ -10,28 +10,25 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from swarm_peer.config import Codec
+from swarm_peer.config import CODEC_BLOCK_SIZE, Codec, codec_bytes
 from swarm_peer.errors import InvalidMessage
 
-# Elements that share a scale in blockwise_8bit: the relative L2 error stays at 0.02 with outliers in the data.
-BLOCK_SIZE = 256
-_BYTES_PER_ELEMENT: dict[Codec, int] = {"none": 4, "fp16": 2, "bf16": 2, "blockwise_8bit": 1}
 _DTYPE: dict[Codec, torch.dtype] = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def encoded_bytes(shape: Sequence[int], codec: Codec) -> int:
-    """Length of an encoded tensor; a message of any other length is refused."""
-    num_elements = math.prod(shape)
-    scales = 4 * math.ceil(num_elements / BLOCK_SIZE) if codec == "blockwise_8bit" else 0
-    return num_elements * _BYTES_PER_ELEMENT[codec] + scales
+    """The length of an encoded tensor, in bytes. A message of any other length is refused."""
+    return codec_bytes(math.prod(shape), codec)
 
 
 def encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
     """Encode a tensor of any float type and device. Lossy for all codecs but `none` (fp32, bitwise).
 
-    Values beyond the codec's range (fp16 ends at 65504) are cut to it: a rare outlier is clipped, not a step lost.
+    Values beyond the codec's range (fp16 ends at 65504) are clipped to it, so that a rare outlier costs no microbatch.
 
     Raises:
         OverflowError: the values are not finite
@@ -45,14 +42,14 @@ def encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
             raise OverflowError("the values are not finite")
         range_of = torch.finfo(_DTYPE[codec])
         encoded = tensor.clamp(range_of.min, range_of.max).to(_DTYPE[codec])
-    return _bytes_of(encoded.contiguous().cpu())
+    return bytes_of(encoded.contiguous().cpu())
 
 
 def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor:
-    """Decode into an fp32 CPU tensor that may share memory with `data`, which must be writable (torch insists).
+    """Decode to an fp32 CPU tensor, which may share memory with `data`; torch needs `data` to be writable.
 
     Raises:
-        InvalidMessage: wrong length for the shape, or non-finite numbers
+        InvalidMessage: the length is wrong for the shape, or a number is not finite
     """
     expected = encoded_bytes(shape, codec)
     if len(data) != expected:
@@ -67,14 +64,15 @@ def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor
 
 
 def encode_tokens(tokens_BS: torch.Tensor) -> memoryview:
-    return _bytes_of(tokens_BS.to(torch.int32).contiguous().cpu())
+    """Encode token ids (B, S) of any integer type as int32."""
+    return bytes_of(tokens_BS.to(torch.int32).contiguous().cpu())
 
 
 def decode_tokens(data: memoryview, shape: Sequence[int], vocab_size: int) -> torch.Tensor:
-    """Token ids (B, T+1) as int64, each checked to be in the vocabulary.
+    """Decode token ids (B, S) to int64 and check that each is in the vocabulary.
 
     Raises:
-        InvalidMessage
+        InvalidMessage: the length is wrong for the shape, or a token is not in the vocabulary
     """
     if len(data) != 4 * math.prod(shape):
         raise InvalidMessage(f"{len(data)} bytes of tokens; {4 * math.prod(shape)} are right for shape {tuple(shape)}")
@@ -84,19 +82,21 @@ def decode_tokens(data: memoryview, shape: Sequence[int], vocab_size: int) -> to
     return tokens
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer since numpy 1
+def bytes_of(data: torch.Tensor | npt.NDArray[np.generic]) -> memoryview:
+    """The memory of a contiguous CPU tensor or array as bytes, which shares it."""
+    array = data.view(-1).view(torch.uint8).numpy() if isinstance(data, torch.Tensor) else data.view(np.uint8)
+    return memoryview(array)  # type: ignore[arg-type]  # a buffer since numpy 1
 
 
 def _encode_8bit(tensor: torch.Tensor) -> memoryview:
     from bitsandbytes.functional import quantize_blockwise  # takes a second to import, and few runs need it
 
-    # Checked before: a NaN does not show in the largest absolute value of its block.
+    # Check first: a NaN does not show in the largest absolute value of its block.
     if not torch.isfinite(tensor).all():
         raise OverflowError("the values are not finite")
-    quantized, state = quantize_blockwise(tensor.float().contiguous(), blocksize=BLOCK_SIZE)
+    quantized, state = quantize_blockwise(tensor.float().contiguous(), blocksize=CODEC_BLOCK_SIZE)
     scales = state.absmax.float().cpu().view(torch.uint8)
-    return _bytes_of(torch.cat([scales, quantized.view(-1).cpu()]))
+    return bytes_of(torch.cat([scales, quantized.view(-1).cpu()]))
 
 
 @lru_cache(maxsize=1)
@@ -114,6 +114,6 @@ def _decode_8bit(data: memoryview, shape: Sequence[int]) -> torch.Tensor:
     raw = torch.frombuffer(data, dtype=torch.uint8)
     absmax = raw[: raw.numel() - num_elements].clone().view(torch.float32)
     decoded = dequantize_blockwise(
-        raw[raw.numel() - num_elements :].clone(), absmax=absmax, code=_dynamic_map(), blocksize=BLOCK_SIZE
+        raw[raw.numel() - num_elements :].clone(), absmax=absmax, code=_dynamic_map(), blocksize=CODEC_BLOCK_SIZE
     )
     return decoded.view(tuple(shape)).float()

@@ -36,6 +36,7 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
+        """Make a new random key."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -43,7 +44,7 @@ class Identity:
         """Read a key that `save` or libp2p wrote.
 
         Raises:
-            UserError: not readable, or no Ed25519 key
+            UserError: the file is not readable, or holds no Ed25519 key
         """
         try:
             data = path.read_bytes()
@@ -57,6 +58,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
+        """Read the key from the file; if there is none, make a new key and save it there."""
         if path.exists():
             return cls.from_file(path)
         identity = cls.generate()
@@ -64,7 +66,7 @@ class Identity:
         return identity
 
     def save(self, path: Path) -> None:
-        """Write the key in libp2p's format, readable by its owner only."""
+        """Write the key in libp2p's format, to a new file that only its owner can read."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -73,6 +75,7 @@ class Identity:
             raise UserError(f"cannot write the identity {path}: {error.strerror}; name another path") from error
 
     def sign(self, data: bytes) -> bytes:
+        """The signature of `data`, 64 bytes."""
         return self._key.sign(data)
 
 
@@ -90,11 +93,12 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
 
 
 def is_peer_id(text: str) -> bool:
+    """Whether the text is a peer id with a valid Ed25519 key in it."""
     return _public_key(text) is not None
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` of `data` was made with the key that `peer_id` is. Takes 0.1 ms."""
+    """Whether `signature` is the signature of `data` by the peer `peer_id`. Takes 0.1 ms."""
     key = _public_key(peer_id)
     if key is None:
         return False

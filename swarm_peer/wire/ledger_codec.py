@@ -1,4 +1,4 @@
-"""The data ledger as bytes, and its ranges as a field of records; what comes in is hostile until checked."""
+"""The sample ledger as bytes, and its ranges as a field of records. Everything that is decoded is checked first."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import msgpack
 from pydantic import AfterValidator, Field
 
 from swarm_peer.errors import InvalidMessage
-from swarm_peer.policy.data_ledger import MAX_PASSES, MAX_SLICES, MAX_WINDOWS, DataLedger
-from swarm_peer.policy.ranges import MAX_RANGES, SliceId, WindowRange
+from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange
+from swarm_peer.policy.data.sample_ledger import MAX_PASSES, MAX_SLICES, MAX_WINDOWS, SampleLedger
 
-# A finished slice takes ten bytes: a pass of a million of them.
+# Enough for a pass of a million finished slices, at ten bytes each.
 MAX_LEDGER_BYTES = 16 << 20
 
 
 def _check_range(item: WindowRange) -> WindowRange:
     if not (
-        0 <= item.pass_number < MAX_PASSES and 0 <= item.slice_index < MAX_SLICES
+        0 <= item.pass_number < MAX_PASSES
+        and 0 <= item.slice_index < MAX_SLICES
         and 0 <= item.start <= item.end <= MAX_WINDOWS
-    ):  # fmt: skip
+    ):
         raise ValueError("no range of windows")
     return item
 
 
-# Fields of pydantic models; `CountedRanges` are the samples that a peer has counted in one global step. Whether the
-# ledger of this run admits them (`DataLedger.admits`) is another question.
+# Fields of pydantic models. `CountedRanges` are the samples that a peer has counted in one round. The schema checks
+# nothing but their form; `SampleLedger.admits` checks whether they can be samples of this run.
 CountedRange = Annotated[WindowRange, AfterValidator(_check_range)]
 CountedRanges = Annotated[tuple[CountedRange, ...], Field(max_length=MAX_RANGES)]
 
@@ -39,24 +40,24 @@ def _check_slice(item: SliceId) -> SliceId:
 SliceName = Annotated[SliceId, AfterValidator(_check_slice)]
 
 
-def encode_ledger(ledger: DataLedger) -> bytes:
-    """For a checkpoint, or a stage-mate that joins. Equal ledgers make equal bytes."""
+def encode_ledger(ledger: SampleLedger) -> bytes:
+    """The ledger as bytes, for checkpoints and for stage-mates that join. Equal ledgers make equal bytes."""
     return bytes(msgpack.packb(ledger.to_tuple()))
 
 
-def decode_ledger(data: object, num_slices: int) -> DataLedger:
-    """The ledger that `encode_ledger` made bytes of.
+def decode_ledger(data: object, num_slices: int) -> SampleLedger:
+    """The ledger that `encode_ledger` encoded.
 
     Args:
-        num_slices: slices of a pass over the data that this peer reads
+        num_slices: the number of slices in a pass over the data that this peer reads
 
     Raises:
-        InvalidMessage: no ledger, or one of other data
+        InvalidMessage: the bytes are no ledger, or one of other data
     """
     if not isinstance(data, bytes) or len(data) > MAX_LEDGER_BYTES:
         raise InvalidMessage(f"data ledger: not at most {MAX_LEDGER_BYTES} bytes")
     try:
-        ledger = DataLedger.from_tuple(msgpack.unpackb(data, use_list=False))
+        ledger = SampleLedger.from_tuple(msgpack.unpackb(data, use_list=False))
     except (ValueError, msgpack.UnpackException) as error:
         raise InvalidMessage(f"data ledger: {error}") from error
     if ledger.num_slices != num_slices:

@@ -1,103 +1,27 @@
-"""Calls between peers: their frames on a stream, and the schema of each body.
-
-A frame is `[header length: u32][payload length: u64][header: msgpack][payload: the tensors, one after the other]`. It
-says its length because a dropped libp2p stream reads as a plain end of stream: whatever is short was cut off.
-"""
+"""The calls between peers: the schema of each body. Frames on a stream are in frames.py."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from swarm_peer.errors import InvalidMessage
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
-from swarm_peer.wire.records import FiniteFloat, NonNegativeFloat, Samples, Step
+from swarm_peer.wire.records import FiniteFloat, NonNegativeFloat, OptimizerStep, RoundNumber, Samples
 
-PROTOCOL = "swarm/1"
-PREFIX = struct.Struct("!IQ")
-# Progress counts of some hundred stage-0 peers are the largest thing in a header.
-MAX_HEADER_BYTES = 2**20
-# One of them, with its ranges of samples.
+PROTOCOL = "swarm/2"
+# One signed progress count, with its ranges of samples.
 MAX_COUNT_BYTES = 32 * 1024
-MAX_TENSORS = 8
-# Microbatches of one peer's share of a global step; 20 bytes of a header each.
+# Microbatches that one peer has counted in a round; each takes 20 bytes of a header.
 MAX_COUNTED_IDS = 8192
 STATE_CHUNK_BYTES = 4 * 2**20
-# Of a reply with logits; every peer takes frames of this length.
+# The longest reply with logits: every peer takes frames of this length.
 MAX_LOGITS_BYTES = STATE_CHUNK_BYTES
 
 
-class FrameType(IntEnum):
-    CALL = 0
-    REPLY = 1
-    ERROR = 2
-    CANCEL = 3
-
-
-@dataclass(slots=True)
-class Frame:
-    """One message on a stream. `op` names what is called; replies and errors carry the id of their call."""
-
-    type: FrameType
-    call_id: int
-    op: str = ""
-    body: dict[str, Any] | None = None
-    tensors: Sequence[memoryview] = ()
-
-    def head(self) -> bytes:
-        """All bytes of the frame but its tensors."""
-        sizes = [tensor.nbytes for tensor in self.tensors]
-        header = msgpack.packb([int(self.type), self.call_id, self.op, self.body, sizes])
-        return bytes(PREFIX.pack(len(header), sum(sizes)) + header)
-
-
-def parse_lengths(prefix: bytes, max_payload_bytes: int) -> tuple[int, int]:
-    """Header and payload length, bounded before anything is allocated.
-
-    Raises:
-        InvalidMessage
-    """
-    header_bytes, payload_bytes = PREFIX.unpack(prefix)
-    if header_bytes > MAX_HEADER_BYTES or payload_bytes > max_payload_bytes:
-        raise InvalidMessage(
-            f"frame of {header_bytes} + {payload_bytes} bytes; at most {MAX_HEADER_BYTES} + {max_payload_bytes} go"
-        )
-    return header_bytes, payload_bytes
-
-
-def parse_frame(header: bytes, payload: memoryview) -> Frame:
-    """Build a frame of its two parts; the tensors are views of the payload.
-
-    Raises:
-        InvalidMessage
-    """
-    try:
-        fields = msgpack.unpackb(header, use_list=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessage(f"header is no msgpack: {error}") from error
-    match fields:
-        case [int() as kind, int() as call_id, str() as op, dict() | None as body, tuple() as sizes] if (
-            0 <= kind <= FrameType.CANCEL
-            and len(sizes) <= MAX_TENSORS
-            and all(isinstance(size, int) and size >= 0 for size in sizes)
-            and sum(sizes) == len(payload)
-        ):
-            tensors, offset = [], 0
-            for size in sizes:
-                tensors.append(payload[offset : offset + size])
-                offset += size
-            return Frame(FrameType(kind), call_id, op, body, tensors)
-        case _:
-            raise InvalidMessage("header is not [type, id, op, body, sizes that add up to the payload]")
-
-
 class Body(BaseModel):
+    """Base of the bodies of all calls and replies: unknown fields and wrong types are refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -107,11 +31,12 @@ SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field
 SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
 
 
-# The same on every try and at every stage.
+# Of one microbatch: the same on every try and at every stage.
 MicrobatchId = Annotated[bytes, Field(min_length=16, max_length=16)]
 
 
-# train is counted; evaluate is the run's own validation; score and predict are queries from outside of the run.
+# Microbatches of mode `train` are counted. Those of mode `evaluate` are the run's own validation; `score` and `predict`
+# are queries from outside the run.
 Mode = Literal["train", "evaluate", "score", "predict"]
 QUERIES: tuple[Mode, ...] = ("score", "predict")
 
@@ -119,16 +44,16 @@ QUERIES: tuple[Mode, ...] = ("score", "predict")
 class MicrobatchCall(Body):
     """Run a microbatch through `stage` and all later stages.
 
-    Tensors: tokens (B, T+1), or (B, T) to predict what follows them, and hidden (B, T, D), which stage 0 does not take.
-    Stage 0 answers queries alone: it launches the run's own microbatches itself.
+    Tensors: tokens (B, T+1), in mode predict (B, T), and for all stages but 0 hidden (B, T, D). Stage 0 takes nothing
+    but queries, since it launches the run's own microbatches itself.
 
     Attributes:
-        length: T; a query's may be shorter than the run's sequences
+        length: T; a query may be shorter than the run's sequences
     """
 
     op: Literal["microbatch"] = "microbatch"
     manifest: Hash
-    step: Step
+    round_number: RoundNumber
     mode: Mode
     stage: int = Field(ge=0, lt=256)
     microbatch: MicrobatchId
@@ -146,8 +71,11 @@ class MicrobatchCall(Body):
 
 
 class MicrobatchReply(Body):
-    """Tensors: in mode train, the gradient of the loss sum with respect to the call's hidden (B, T, D); in mode
-    predict, the logits of what follows the last token, fp32 (B, V)."""
+    """The result of a microbatch at the callee and all later stages.
+
+    Tensors: in mode train, the gradient of the loss sum with respect to the call's hidden (B, T, D); in mode predict,
+    the logits of the token after the last one, fp32 (B, V).
+    """
 
     loss_sum: FiniteFloat
     samples_per_s: NonNegativeFloat
@@ -155,26 +83,28 @@ class MicrobatchReply(Body):
 
 
 class CountsCall(Body):
-    """Progress for a peer that has no traffic to learn it from. The reply has the callee's counts."""
+    """Tells progress counts to a peer that learns of none from microbatches. The reply has the callee's counts."""
 
     op: Literal["counts"] = "counts"
     manifest: Hash
-    step: Step
+    round_number: RoundNumber
     counts: SignedCounts
 
 
 class GreetCall(Body):
-    """A stage-mate that serves from now on. The reply has the callee's step and counts."""
+    """Says that the caller serves the callee's stage from now on. The reply has the callee's round and counts."""
 
     op: Literal["greet"] = "greet"
     manifest: Hash
     stage: int = Field(ge=0, lt=256)
-    step: Step
+    round_number: RoundNumber
     counts: SignedCounts
 
 
 class CountsReply(Body):
-    step: Step
+    """The round that the callee is in, and the progress counts that it knows."""
+
+    round_number: RoundNumber
     counts: SignedCounts
 
 
@@ -182,42 +112,46 @@ Checksum = Annotated[str, Field(max_length=64)]
 
 
 class ReadyCall(Body):
-    """The caller has finished its microbatches of `step` and waits for its stage-mates to average with."""
+    """Says that the caller has finished its microbatches of the round and is ready to average with its stage-mates."""
 
     op: Literal["ready"] = "ready"
     manifest: Hash
     stage: int = Field(ge=0, lt=256)
-    step: Step
+    round_number: RoundNumber
     attempt: int = Field(ge=0, lt=1000)
     counts: SignedCounts
 
 
 class ReadyReply(Body):
-    """Attributes:
-    attempt: the round that the callee is ready for; None while it is not ready: ask again
-    lineage: digest of all updates that made its weights
-    samples: that it brings to the round
+    """Whether the callee is ready to average too.
+
+    Attributes:
+        attempt: the try of the averaging round that the callee is ready for; None while it is not ready: ask again
+        history_hash: of the callee's weights
+        samples: how many samples the callee brings to the averaging round
     """
 
     attempt: int | None = Field(ge=0, lt=1000)
-    lineage: Checksum
+    history_hash: Checksum
     samples: Samples
     counts: SignedCounts
 
 
 class VoteCall(Body):
-    """What came of the round at the caller's; the reply says what came of it at the callee's."""
+    """Asks how the averaging round has ended at the callee."""
 
     op: Literal["vote"] = "vote"
     manifest: Hash
     stage: int = Field(ge=0, lt=256)
-    step: Step
+    round_number: RoundNumber
     attempt: int = Field(ge=0, lt=1000)
 
 
 class VoteReply(Body):
-    """Attributes:
-    attempt: the round that the callee speaks of; None while it has no outcome: ask again
+    """The callee's vote (see policy/agreement.py, Vote).
+
+    Attributes:
+        attempt: the try of the averaging round that the vote is about; None while it has no outcome: ask again
     """
 
     attempt: int | None = Field(ge=0, lt=1000)
@@ -226,10 +160,10 @@ class VoteReply(Body):
 
 
 class GoodbyeCall(Body):
-    """The caller leaves: nobody needs to wait for it, or to send to it, until it announces itself anew.
+    """Says that the caller leaves: nobody waits for it, or sends to it, until it announces itself again.
 
     Attributes:
-        serial: of its last announcement
+        serial: that of the caller's last announcement
     """
 
     op: Literal["goodbye"] = "goodbye"
@@ -240,33 +174,35 @@ class GoodbyeCall(Body):
 
 # Slices that a peer asks for at once: as many as it reads at a time.
 MAX_SLICES_ASKED = 64
-# Of what is known of them: slices with more gaps than this wait for a later pass.
+# Facts about these slices. Where there are more gaps than this, the slice waits for a later pass.
 MAX_FACTS = 4096
 
 
 class LeaseCall(Body):
-    """The caller, of stage 0, wants to read these slices of the data (policy/data_ledger.py).
+    """Asks a stage-mate of stage 0 for leave to read these slices of the data (see policy/data/sample_ledger.py).
 
     Attributes:
-        line: the global step that its line of updates began with: after a rewind, other samples have counted
-        believed: slices that it believes the callee to lease
+        timeline_first_round: names the caller's timeline; on another one, other samples have counted
+        believed: slices that the caller believes the callee to lease
     """
 
     op: Literal["lease"] = "lease"
     manifest: Hash
     stage: Literal[0] = 0
-    line: Step
+    timeline_first_round: RoundNumber
     slices: tuple[SliceName, ...] = Field(max_length=MAX_SLICES_ASKED)
     believed: tuple[SliceName, ...] = Field(max_length=MAX_FACTS)
     counts: SignedCounts
 
 
 class LeaseReply(Body):
-    """Attributes:
-    refused: slices that the caller may not read, with who leases them, if anybody
-    facts: what the callee knows of the slices asked for
-    current_pass: the oldest pass that is not over
-    corrections: slices that it does not lease, of those that the caller believed it to
+    """The callee's answer to a request for leases.
+
+    Attributes:
+        refused: slices that the caller may not read, each with the peer that leases it, if any
+        facts: which windows of the requested slices have counted
+        current_pass: the oldest pass that is not over
+        corrections: slices in `believed` that the callee does not lease
     """
 
     refused: tuple[tuple[SliceName, Annotated[str, Field(max_length=64)] | None], ...] = Field(
@@ -279,27 +215,27 @@ class LeaseReply(Body):
 
 
 class GradientChunkCall(Body):
-    """Part of what the caller has accumulated, and wants to hand over. Tensor: fp32 bytes from `offset` on."""
+    """One part of the gradient that the caller hands over before it leaves. Tensor: its fp32 bytes from `offset` on."""
 
     op: Literal["gradient_chunk"] = "gradient_chunk"
     manifest: Hash
     stage: int = Field(ge=0, lt=256)
-    step: Step
+    round_number: RoundNumber
     transfer: bytes = Field(min_length=16, max_length=16)
     offset: int = Field(ge=0, lt=2**50)
 
 
-class AdoptCall(Body):
-    """Add the gradient that came as `transfer`, a sum over `samples`, to the callee's own. May be repeated.
+class CommitGradientCall(Body):
+    """Has the callee add the transferred gradient, a sum over `samples`, to its own. The call may be repeated.
 
     Attributes:
-        counted: its microbatches, by id, with their samples; the callee counts them no more
+        counted: the microbatches in the gradient, by id, with their samples; the callee does not count them again
     """
 
-    op: Literal["adopt"] = "adopt"
+    op: Literal["commit_gradient"] = "commit_gradient"
     manifest: Hash
     stage: int = Field(ge=0, lt=256)
-    step: Step
+    round_number: RoundNumber
     transfer: bytes = Field(min_length=16, max_length=16)
     samples: Annotated[int, Field(ge=1, lt=2**40)]
     sha256: bytes = Field(min_length=32, max_length=32)
@@ -310,21 +246,21 @@ Stage = Annotated[int, Field(ge=0, lt=256)]
 
 
 class StateIndexCall(Body):
-    """What is in a state (weights, optimizer) or in an update; the reply's only tensor is a StateIndex as msgpack.
+    """Asks for the index of a state (weights, optimizer) or of an update. The reply's only tensor is a StateIndex.
 
     Attributes:
-        kind: state, with the snapshot of weights that were `born` then (policy/recovery.py, Origin), or the callee's
-            newest if that is None, or one a few steps older that it holds already; or update, with the averaged
-            gradients that ended global step `min_step` of the callee's own stage
-        min_step: a state of an earlier global step is of no use to the caller; the callee waits for this one
+        kind: `state` asks for the snapshot of the weights that `created_at_round` names (policy/recovery.py, Timeline);
+            if that is None, for the callee's newest state, or one a few rounds older that it holds already. `update`
+            asks for the averaged gradients that ended round `min_round` of the callee's own stage.
+        min_round: the earliest round whose state is of use to the caller; the callee waits until it is there
     """
 
     op: Literal["state_index"] = "state_index"
     manifest: Hash
     of_stage: Stage
     kind: Literal["state", "update"] = "state"
-    min_step: Step = 0
-    born: Step | None = None
+    min_round: RoundNumber = 0
+    created_at_round: RoundNumber | None = None
 
 
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
@@ -340,27 +276,29 @@ class StateEntry(Body):
 
 
 class StateIndex(Body):
-    """Peers that hold the same make the same index, byte by byte: its hash names what is downloaded.
+    """The tensors of a state or an update, with the hashes of their chunks.
+
+    Peers that hold the same state make the same index, byte by byte, so the index's hash names the state.
 
     Attributes:
-        step: global step that begins with this state, or that ended with this update
-        lineage: digest of all updates that made it
-        ledger: of stage 0, which samples these updates have counted; see ledger_codec.py
+        round_number: the round that begins with this state, or that ended with this update
+        history_hash: digest of the updates that led to these weights
+        ledger: at stage 0, the samples that these updates have counted (ledger_codec.py)
     """
 
     stage: Stage
     kind: Literal["state", "update"]
-    step: Step
-    origin_step: Step
-    origin_updates: Step
-    origin_born: Step
-    lineage: Checksum
+    round_number: RoundNumber
+    timeline_first_round: RoundNumber
+    timeline_first_optimizer_step: OptimizerStep
+    timeline_created_at_round: RoundNumber
+    history_hash: Checksum
     ledger: bytes = Field(b"", max_length=MAX_LEDGER_BYTES)
     entries: tuple[StateEntry, ...] = Field(max_length=100_000)
 
 
 class StateChunkCall(Body):
-    """One chunk of a tensor of what an index describes. The reply's only tensor is its bytes."""
+    """Asks for one chunk of a tensor in an index. The reply's only tensor is the chunk's bytes."""
 
     op: Literal["state_chunk"] = "state_chunk"
     manifest: Hash
@@ -369,39 +307,42 @@ class StateChunkCall(Body):
     chunk: int = Field(ge=0, lt=2**20)
 
 
-class KeptCall(Body):
-    """Which snapshots the callee keeps, and where it stands."""
+class ListSnapshotsCall(Body):
+    """Asks which snapshots the callee holds, and how far it has come."""
 
-    op: Literal["kept"] = "kept"
+    op: Literal["list_snapshots"] = "list_snapshots"
     manifest: Hash
 
 
-class KeptReply(Body):
-    """Attributes:
-    kept: stage, born and updates of each snapshot
+class ListSnapshotsReply(Body):
+    """The callee's round, timeline and snapshots.
+
+    Attributes:
+        snapshots: stage, created_at_round and optimizer step of each snapshot
     """
 
-    step: Step
-    origin_step: Step
-    origin_updates: Step
-    origin_born: Step
-    kept: tuple[tuple[Stage, Step, Step], ...] = Field(max_length=64)
+    round_number: RoundNumber
+    timeline_first_round: RoundNumber
+    timeline_first_optimizer_step: OptimizerStep
+    timeline_created_at_round: RoundNumber
+    snapshots: tuple[tuple[Stage, RoundNumber, RoundNumber], ...] = Field(max_length=64)
 
 
 class RewindCall(Body):
-    """The caller has taken over a stage that had lost its peers: the run goes on from `updates`, as step `step`.
+    """Says that the caller has taken over a stage that had lost its peers: the run goes on with a new timeline.
 
-    Attributes:
-        born: see policy/recovery.py, Origin
+    The last three fields are those of the timeline (policy/recovery.py, Timeline).
     """
 
     op: Literal["rewind"] = "rewind"
     manifest: Hash
     lost_stage: Stage
-    step: Step
-    updates: Step
-    born: Step
+    first_round: RoundNumber
+    first_optimizer_step: OptimizerStep
+    created_at_round: RoundNumber
 
 
 class RewindReply(Body):
-    step: Step
+    """The round that the callee is in."""
+
+    round_number: RoundNumber

@@ -1,8 +1,9 @@
-"""Signed records: what stands in the DHT, and the progress counts that ride on calls.
+"""Signed records: all that peers store in the DHT, and the progress counts that travel with calls.
 
-A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers all of
-it, so no record can be passed off as one of another kind or of another run. In the DHT it covers the place as well, key
-and time of expiry: whoever stored somebody's record again, to expire later, would keep all newer ones out.
+A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers kind and
+run too, so nobody can pass a record off as one of another kind or of another run. In the DHT the signature also covers
+the place, which is key and time of expiry. Otherwise anybody could store an old record again with a later expiry, and
+so keep all newer ones out.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from swarm_peer.config import describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.ledger import StepCount
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.wire.identity import Identity, verify
 from swarm_peer.wire.ledger_codec import CountedRanges
 
-# The largest are counts with many ranges of samples.
+# The largest records are counts with many ranges of samples.
 MAX_RECORD_BYTES = 64 * 1024
-# Hivemind's DHT process does not survive a request of more than 16 KiB: it reads half of it from its pipe.
+# A request of more than 16 KiB kills hivemind's DHT process: it reads only half of the request from its pipe.
 MAX_STORED_BYTES = 15 * 1024
-# That a peer tells of itself: one for each network that it is in.
+# Addresses in one announcement: one for each network that the peer is in.
 MAX_ADDRESSES = 4
 
-# So many fit, with reasons of any length.
+# Most assignments that fit MAX_STORED_BYTES with the longest reasons.
 MAX_ASSIGNMENTS = 32
-# Finished steps that a stage-0 peer tells of: where they take a second, coordinators may look away for a minute.
+# Finished rounds in one progress record: with rounds of a second, a coordinator may miss a minute.
 MAX_REPORTS = 64
 
-# Of the Unix clock.
+# Unix seconds.
 Seconds = Annotated[int, Field(ge=0, lt=2**40)]
 # Bounded, so that sums of what peers report stay finite.
 FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Step = Annotated[int, Field(ge=0, lt=2**40)]
+RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
+OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
 Samples = Annotated[int, Field(ge=0, lt=2**40)]
 
 
@@ -56,27 +58,32 @@ class ManifestRecord(Record):
     manifest: str = Field(max_length=MAX_STORED_BYTES)
 
 
-class OriginRecord(Record):
-    """Where the run begins: beyond 0 if it goes on from a checkpoint. Signed with the run key, under the run's id.
+class TimelineRecord(Record):
+    """The run's first timeline; signed with the run key, stored under the run's id.
+
+    It begins with round 0, or with a later one if the run was resumed from a checkpoint.
 
     Attributes:
-        begun: Unix seconds when it began, or went on from a checkpoint
+        begun: Unix seconds at which the run began, or was resumed
     """
 
-    kind = "origin"
-    step: Step
-    updates: Step
+    kind = "timeline"
+    first_round: RoundNumber
+    first_optimizer_step: OptimizerStep
     begun: Seconds
 
-    def origin(self) -> Origin:
-        return Origin(self.step, self.updates, born=self.step)
+    def timeline(self) -> Timeline:
+        """The timeline that this record publishes."""
+        return Timeline(self.first_round, self.first_optimizer_step, created_at_round=self.first_round)
 
 
 class EndRecord(Record):
-    """The run is over, and its model saved if it has reached its steps: peers may go. Signed with the run key.
+    """The run is over, so peers may leave. Signed with the run key.
+
+    If the run has made all its optimizer steps, its model is saved by now.
 
     Attributes:
-        begun: of the run's origin; it may have gone on from a checkpoint since, with the same key
+        begun: that of the TimelineRecord; if the two differ, the run was resumed later, with the same key
     """
 
     kind = "end"
@@ -85,29 +92,28 @@ class EndRecord(Record):
 
 
 class Announcement(Record):
-    """What a peer says of itself, every few seconds.
-
-    `serial` grows with every announcement of a peer, so an old one cannot be played back over a newer one.
+    """The state of one peer, which it announces every few seconds.
 
     Attributes:
-        step: its global step, and
-        updates: the optimizer updates in its weights, which are fewer after a rewind
-        movable: it may be moved to another stage
-        note: what keeps it from serving
+        serial: grows with every announcement of a peer, so nobody can replay an old announcement over a newer one
+        round_number: the round that the peer is in
+        optimizer_step: that of the peer's weights; a rewind lowers it
+        movable: whether the coordinator may move the peer to another stage
+        note: why the peer does not serve, in words
         state_s: for how long it has been in this state
-        memory_bytes: what it has for a stage; 0 if that is no limit
-        bandwidth_bytes_per_s: at which it downloaded its state; 0 if it did not
-        moved_from: the stage that it has left for this one, until it serves
-        formerly: its id before that: a peer that moves starts anew
-        addresses: where it says that it listens
+        memory_bytes: memory that it has for a stage; 0 for no limit
+        bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
+        moved_from: the stage that it left to join this one, until it serves; UNDECIDED if it did not move
+        formerly: the peer's id before that move; a peer that moves gets a new one
+        addresses: on which it listens, by its own account
     """
 
     kind = "announcement"
     serial: int = Field(ge=0)
     stage: int = Field(ge=UNDECIDED, lt=256)
     state: str = Field(pattern="^(joining|serving|draining)$")
-    step: Step
-    updates: Step
+    round_number: RoundNumber
+    optimizer_step: OptimizerStep
     movable: bool
     note: str = Field(max_length=200)
     samples_per_s: NonNegativeFloat
@@ -122,19 +128,22 @@ class Announcement(Record):
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES)
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:
-        """Args:
-        arrived_s: when this announcement came, on the reader's clock
+        """The announcement as policies read it.
+
+        Args:
+            peer_id: the announcement's author
+            arrived_s: when this announcement came, on the reader's clock
         """
         return PeerView(
-            peer_id,
-            self.stage,
-            PeerState(self.state),
-            self.step,
-            self.samples_per_s,
-            self.queue,
-            self.updates,
-            self.movable,
-            self.note,
+            peer_id=peer_id,
+            stage=self.stage,
+            state=PeerState(self.state),
+            round_number=self.round_number,
+            samples_per_s=self.samples_per_s,
+            queue=self.queue,
+            optimizer_step=self.optimizer_step,
+            movable=self.movable,
+            note=self.note,
             memory_bytes=self.memory_bytes,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             since_s=arrived_s - self.state_s,
@@ -145,11 +154,11 @@ class Announcement(Record):
 
 
 class Assignment(Record):
-    """A peer is to serve another stage.
+    """The coordinator's request that a peer serve another stage.
 
     Attributes:
-        announced: serial of the announcement that this was decided upon; the order means the peer as it was then, and
-            is void once it has started anew
+        announced: serial of the announcement that the decision is based on. The assignment is void once the peer has
+            restarted.
         reason: in words
     """
 
@@ -162,7 +171,7 @@ class Assignment(Record):
 
 
 class Warrant(Record):
-    """A coordinator may act for the run in this term (see policy/leadership.py). Signed with the run key."""
+    """Allows a coordinator to act for the run in this term (see policy/leadership.py). Signed with the run key."""
 
     kind = "warrant"
     coordinator: str = Field(max_length=64)
@@ -170,13 +179,13 @@ class Warrant(Record):
 
 
 class CoordinationRecord(Record):
-    """A coordinator's sign of life, and its orders. Signed by itself: each coordinator has an identity of its own.
+    """A coordinator's sign of life, and its assignments. Signed with the coordinator's own identity.
 
     Attributes:
-        warrant: by which it acts, sealed
-        beat: grows for as long as it lives
-        assignments: all orders that may still be under way
-        reason: of its last decision, in words
+        warrant: the sealed Warrant that allows it to act
+        beat: grows for as long as the coordinator lives
+        assignments: all that peers may not have carried out yet
+        reason: why its last decision was taken, in words
     """
 
     kind = "coordination"
@@ -186,7 +195,11 @@ class CoordinationRecord(Record):
     reason: str = Field("", max_length=300)
 
     def term(self, run_id: str, author: str) -> Term:
-        """Raises InvalidMessage: it has no valid warrant"""
+        """The term that the coordinator `author` acts in.
+
+        Raises:
+            InvalidMessage: its warrant is invalid, or another coordinator's
+        """
         warrant = unseal(Warrant, self.warrant, run_id, run_id)
         if warrant.coordinator != author:
             raise InvalidMessage(f"coordination of {author[:60]}: a warrant of {warrant.coordinator}")
@@ -194,51 +207,52 @@ class CoordinationRecord(Record):
 
 
 class Progress(Record):
-    """One stage-0 peer's count of one global step (see policy/ledger.py)."""
+    """One stage-0 peer's count of one round (see policy/progress_counter.py)."""
 
     kind = "progress"
-    step: Step
+    round_number: RoundNumber
     samples: Samples
     claimed: Samples
     loss_sum: FiniteFloat
     ranges: CountedRanges = ()
 
-    def count(self) -> StepCount:
-        return StepCount(self.samples, self.claimed, self.loss_sum, self.ranges)
+    def count(self) -> RoundCount:
+        """The count as policies read it."""
+        return RoundCount(self.samples, self.claimed, self.loss_sum, self.ranges)
 
 
-class StepReport(Record):
-    """A finished global step, as its stage-0 group agreed on it.
+class RoundReport(Record):
+    """A finished round, as the peers of stage 0 agreed on it.
 
     Attributes:
-        step: the global step's number, which never goes back
-        updates: optimizer updates that the weights have after it; after a rewind, fewer than before
+        optimizer_step: that of the weights after the round; a rewind lowers it
+        seconds: how long the round took
     """
 
     kind = "report"
-    step: Step
-    updates: Step
+    round_number: RoundNumber
+    optimizer_step: OptimizerStep
     samples: Samples
     loss: FiniteFloat
     seconds: NonNegativeFloat
 
 
 class Validation(Record):
-    """One stage-0 peer's share of the validation of the weights that begin global step `step`."""
+    """One stage-0 peer's share of the validation of the weights that the round begins with."""
 
     kind = "validation"
-    step: Step
-    updates: Step
+    round_number: RoundNumber
+    optimizer_step: OptimizerStep
     samples: Samples
     loss_sum: FiniteFloat
 
 
 class ProgressRecord(Record):
-    """The slow path of progress: a stage-0 peer's newest count, its last finished steps and validations."""
+    """A stage-0 peer's newest count, last finished rounds and validations, for readers that get no calls from it."""
 
     kind = "progress_record"
     current: Progress
-    finished: tuple[StepReport, ...] = Field(max_length=MAX_REPORTS)
+    finished: tuple[RoundReport, ...] = Field(max_length=MAX_REPORTS)
     validations: tuple[Validation, ...] = Field(max_length=64)
 
 
@@ -247,7 +261,7 @@ AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 STORED_KINDS = frozenset(
     record_type.kind
-    for record_type in (ManifestRecord, OriginRecord, EndRecord, Announcement, CoordinationRecord, ProgressRecord)
+    for record_type in (ManifestRecord, TimelineRecord, EndRecord, Announcement, CoordinationRecord, ProgressRecord)
 )
 
 
@@ -256,11 +270,11 @@ def _signed_bytes(kind: str, run: str, body: bytes, place: bytes = b"") -> bytes
 
 
 def seal(record: Record, run: str, identity: Identity, place: bytes = b"") -> bytes:
-    """Sign a record.
+    """Sign a record and wrap it in an envelope.
 
     Args:
-        run: hash of the run's manifest; for what the run key signs, the run's id
-        place: where in the DHT it is to stand, if it is
+        run: hash of the run's manifest; in records that the run key signs, the run's id
+        place: the record's place in the DHT, if it is to be stored there
     """
     body = msgpack.packb(record.model_dump())
     signature = identity.sign(_signed_bytes(record.kind, run, body, place))
@@ -268,10 +282,13 @@ def seal(record: Record, run: str, identity: Identity, place: bytes = b"") -> by
 
 
 def open_envelope(data: object, author: str, place: bytes = b"") -> tuple[str, str, bytes]:
-    """Check size, form and signature of an envelope. Returns kind, run and body.
+    """Check size, form and signature of an envelope.
+
+    Returns:
+        kind, run and body
 
     Raises:
-        InvalidMessage: with what is wrong
+        InvalidMessage: one of them is wrong; the message says which
     """
     name = f"record of {author[:60]}"
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
@@ -294,7 +311,7 @@ def unseal(record_type: type[AnyRecord], data: object, run: str, author: str, pl
     """Check an envelope and the schema of the record in it, and return the record.
 
     Raises:
-        InvalidMessage: with what is wrong
+        InvalidMessage: one of the checks failed; the message says which
     """
     kind, of_run, body = open_envelope(data, author, place)
     if (kind, of_run) != (record_type.kind, run):
@@ -305,6 +322,11 @@ def unseal(record_type: type[AnyRecord], data: object, run: str, author: str, pl
 
 
 def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
+    """Check the body of a record against its schema.
+
+    Raises:
+        InvalidMessage: it does not match; the message begins with `name`
+    """
     try:
         fields = msgpack.unpackb(body, use_list=False)
         return model.model_validate(fields)
@@ -313,26 +335,30 @@ def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
         raise InvalidMessage(f"{name}: {detail:.300}") from error
 
 
-# DHT key of manifests. One key for all runs: a newcomer knows an address and nothing else.
+# DHT key of the manifests of all runs: a newcomer knows an address and no run.
 MANIFESTS_KEY = "swarm/runs"
 
 
-def origin_key(run_id: str) -> str:
-    return f"swarm/{run_id}/origin"
+def timeline_key(run_id: str) -> str:
+    """DHT key of the run's TimelineRecord."""
+    return f"swarm/{run_id}/timeline"
 
 
 def end_key(run_id: str) -> str:
+    """DHT key of the run's EndRecord."""
     return f"swarm/{run_id}/end"
 
 
 def coordination_key(run_id: str) -> str:
+    """DHT key of the CoordinationRecords of the run's coordinators."""
     return f"swarm/{run_id}/coordination"
 
 
 def stage_key(manifest_hash: str, stage: int) -> str:
-    """DHT key of the announcements of one stage; UNDECIDED for peers that have not chosen yet."""
+    """DHT key of the announcements of one stage; stage UNDECIDED is for peers that have not chosen one yet."""
     return f"swarm/{manifest_hash}/stage/{stage}"
 
 
 def progress_key(manifest_hash: str) -> str:
+    """DHT key of the ProgressRecords of the stage-0 peers."""
     return f"swarm/{manifest_hash}/progress"

@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from swarm import LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manifest
 
-from coordinator.fetching import open_transport
+from coordinator.checkpoints.fetching import open_transport
 from swarm_peer.errors import CallError
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.state_transfer import fetch_state
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import StateIndexCall
 
 NUM_STAGES = 2
@@ -68,12 +69,12 @@ class Soak:
         begin = time.monotonic()
         await swarm.reached(3)
         while (elapsed := time.monotonic() - begin) < self._seconds:
-            before = swarm.service.watch.global_step
+            before = swarm.service.watch.round_number
             await self._act(swarm)
             await anyio.sleep(self._event_every_s)
             self._measure_memory(swarm, elapsed)
             print(
-                f"{elapsed:6.0f} s  step {swarm.step:6d} (+{swarm.service.watch.global_step - before})  "
+                f"{elapsed:6.0f} s  step {swarm.optimizer_step:6d} (+{swarm.service.watch.round_number - before})  "
                 f"peers {[len(names) for names in self._names]}  {dict(self.events)}",
                 flush=True,
             )
@@ -143,25 +144,27 @@ class Soak:
             for stage in range(NUM_STAGES):
                 found: dict[int, list[str]] = {}
                 view = await swarm.service.look([stage])
-                newest = swarm.step // SNAPSHOT_EVERY * SNAPSHOT_EVERY
-                for updates in range(max(newest - SNAPSHOT_EVERY, SNAPSHOT_EVERY), newest + 1, SNAPSHOT_EVERY):
-                    if (born := swarm.service.watch.born(updates)) is None:
+                newest = swarm.optimizer_step // SNAPSHOT_EVERY * SNAPSHOT_EVERY
+                for optimizer_step in range(max(newest - SNAPSHOT_EVERY, SNAPSHOT_EVERY), newest + 1, SNAPSHOT_EVERY):
+                    if (created_at_round := swarm.service.watch.created_at_round(optimizer_step)) is None:
                         continue
-                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, born=born)
+                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, created_at_round=created_at_round)
                     for peer in view.serving(stage):
                         with suppress(CallError):
-                            limit = max_state_bytes(manifest, stage)
-                            state = await fetch_state(transport, [peer.peer_id], call, max_bytes=limit)
-                            found.setdefault(updates, []).append(digest(state.tensors))
-                for updates, digests in found.items():
-                    assert len(set(digests)) == 1, f"stage {stage}: snapshots of {updates} updates differ"
+                            limit = max_state_bytes(ResolvedManifest.of(manifest), stage)
+                            state = await fetch_state(
+                                transport, [peer.peer_id], call, max_bytes=limit, rng=random.Random()
+                            )
+                            found.setdefault(optimizer_step, []).append(digest(state.tensors))
+                for optimizer_step, digests in found.items():
+                    assert len(set(digests)) == 1, f"stage {stage}: snapshots of {optimizer_step} updates differ"
                     self.snapshots_compared += len(digests)
 
 
 def digest(tensors) -> str:  # type: ignore[no-untyped-def]
-    from swarm_peer.runtime.averaging import checksum
+    from swarm_peer.runtime.state.index import extend_history
 
-    return checksum("", [tensors[name] for name in sorted(tensors)])
+    return extend_history("", [tensors[name] for name in sorted(tensors)])
 
 
 def family(pid: int) -> Iterator[int]:
@@ -198,15 +201,15 @@ def wait_for_end(pids: set[int], timeout_s: float = 15.0) -> list[int]:
 def counts(folder: Path) -> dict[str, Any]:
     """Of the line of updates that survived: steps without a line, and microbatches that were counted twice."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["global_step"] for line in lines}
+    steps = {line["round"] for line in lines}
     counted: Counter[tuple[int, ...]] = Counter()
     for path in (folder / "records").glob("*.jsonl"):
         for text in path.read_text().splitlines():
             with suppress(json.JSONDecodeError):  # the last line of a peer that was killed
                 entry = json.loads(text)
-                if entry["step"] in steps:
+                if entry["round"] in steps:
                     counted[tuple(token for sample in entry["tokens"] for token in sample)] += 1
-    told = [line["step"] for line in lines]
+    told = [line["optimizer_step"] for line in lines]
     assert told == sorted(set(told)), "a line a step, in order"
     return {
         "steps": told[-1],

@@ -14,9 +14,9 @@ from programs import COORDINATOR, PEER, Processes, wait_for
 from swarm import tiny_manifest
 from transformers import AutoModelForCausalLM
 
-from coordinator.checkpoint_folder import updates_of
-from coordinator.checkpoints import find_checkpoint
-from swarm_peer.runtime.data import SliceReader
+from coordinator.checkpoints.folder import optimizer_step_of
+from coordinator.checkpoints.store import find_checkpoint
+from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
     for process in processes.running:
         process.kill()
         process.wait()
-    done = lines_of(output)[-1]["step"]
+    done = lines_of(output)[-1]["optimizer_step"]
     *_, good, newest = checkpoints_of(output)
     assert done < steps
     with (newest / "stage-000.safetensors").open("r+b") as file:
@@ -69,13 +69,13 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
     resumed = start("resumed", [1, 2], "--resume", str(output / "checkpoints"))
     assert resumed.wait(200) == 0, processes.log("resumed")[-3000:]
     assert "checkpoint_damaged" in processes.log("resumed")
-    updates = updates_of(good.name)
-    assert f"resuming updates={updates} " in processes.log("resumed")
+    optimizer_step = optimizer_step_of(good.name)
+    assert f"resuming optimizer_step={optimizer_step} " in processes.log("resumed")
     lines = lines_of(output)
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    later = [line for line in lines if line["step"] > updates]
+    assert [line["optimizer_step"] for line in lines] == list(range(1, steps + 1))
+    later = [line for line in lines if line["optimizer_step"] > optimizer_step]
     assert later[-1]["peers"] == [1, 2]
-    jump = later[0]["loss"] - lines[updates - 1]["loss"]
+    jump = later[0]["loss"] - lines[optimizer_step - 1]["loss"]
     assert abs(jump) < 0.5, "the loss goes on where it was"
     assert later[-1]["loss"] < lines[0]["loss"] - 0.5
     AutoModelForCausalLM.from_pretrained(output / "model")
@@ -83,10 +83,12 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
     # Had a sample counted again after the resumption, it would be in the ledger once and in the lines twice.
     last = checkpoints_of(output)[-1]
     state = find_checkpoint(str(last)).load_stage(0)
-    ledger = decode_ledger(state.ledger, SliceReader(manifest).num_slices())
+    ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
     assert ledger.current_pass == 0
     num_counted = sum(item.end - item.start for item in ledger.facts())
-    assert num_counted == sum(line["samples"] for line in lines if line["step"] <= updates_of(last.name))
+    assert num_counted == sum(
+        line["samples"] for line in lines if line["optimizer_step"] <= optimizer_step_of(last.name)
+    )
 
     # The model of any checkpoint that is left can be had, too.
     export = (*COORDINATOR, "export", "--checkpoint", str(output / "checkpoints"), "--output", str(tmp_path / "export"))

@@ -9,11 +9,12 @@ import pytest
 import torch
 from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 
-from coordinator.baseline import Baseline
+from coordinator.run.baseline import Baseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.optimizer import STATE_PREFIX
-from swarm_peer.policy.ranges import SampleId
-from swarm_peer.runtime.data import SliceReader
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,11 +30,11 @@ def manifest_of(steps: int, **sections: Any) -> RunManifest:
 
 def check_equals_one_process(run: SwarmRun, manifest: RunManifest) -> None:
     """The weights of all peers are those of one process that was fed what the run has counted."""
-    assert [line["step"] for line in run.lines] == list(range(1, manifest.training.steps + 1))
-    baseline = Baseline(manifest)
+    assert [line["optimizer_step"] for line in run.lines] == list(range(1, manifest.training.steps + 1))
+    baseline = Baseline(ResolvedManifest.of(manifest))
     seen = set()
     for line in run.lines:
-        counted = run.counted[line["global_step"]]
+        counted = run.counted[line["round"]]
         assert sum(map(len, counted)) == line["samples"] >= manifest.training.global_batch_size
         microbatches = {tuple(tokens_BS.flatten().tolist()) for tokens_BS in counted}
         assert len(microbatches) == len(counted)
@@ -56,9 +57,9 @@ def check_equals_one_process(run: SwarmRun, manifest: RunManifest) -> None:
 
 def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
     """The data ledger of stage 0 has the samples of the run's line of steps, and no others."""
-    counted = [sample for line in run.lines for sample in run.samples[line["global_step"]]]
+    counted = [sample for line in run.lines for sample in run.samples[line["round"]]]
     for state in run.states[0]:
-        ledger = decode_ledger(state.ledger, SliceReader(manifest).num_slices())
+        ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
         assert ledger.current_pass == 0
         windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
         assert sorted(windows) == sorted(counted), "each once"
@@ -115,9 +116,9 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
     assert run.logs().count("run_rewound stage=0") == 2, "both peers of the other stage went back"
     check_equals_one_process(run, manifest)
     [jump] = [
-        (before["global_step"], after["global_step"])
+        (before["round"], after["round"])
         for before, after in zip(run.lines, run.lines[1:], strict=False)
-        if after["global_step"] != before["global_step"] + 1
+        if after["round"] != before["round"] + 1
     ]
     assert jump[1] > jump[0] + 1
 

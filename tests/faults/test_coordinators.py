@@ -14,7 +14,7 @@ import yaml
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import GPT2, RECORDING_PEER, tiny_manifest
 
-from swarm_peer.runtime.processes import _RESTART
+from swarm_peer.runtime.host.processes import _RESTART
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,7 +81,7 @@ def test_coordinators_that_are_cut_off_and_killed(tmp_path: Path, processes: Pro
     standby = coordinator("standby", "--standby", "--identity-path", str(key), *at_leader)
     wait_for(lambda: "acts in term " in processes.log("standby"), "the standby's watch")
     wait_for(lambda: steps("leader") >= 4 and steps("standby") >= 1, "the fourth global step")
-    assert "peer_ordered" not in processes.log("leader"), "a swarm in balance is left alone"
+    assert "peer_assigned" not in processes.log("leader"), "a swarm in balance is left alone"
 
     # Cut off: it runs on, and hears and reaches nobody.
     cut_off = daemon_of(leader)
@@ -91,8 +91,8 @@ def test_coordinators_that_are_cut_off_and_killed(tmp_path: Path, processes: Pro
     wait_for(lambda: terms("standby", True), "the standby's term")
     second = terms("standby", True)[-1]
     assert second > first
-    wait_for(lambda: "peer_ordered" in processes.log("standby"), "the standby's order")
-    [mover_id] = re.findall(r"peer_ordered peer=(\S+) to=0", processes.log("standby"))
+    wait_for(lambda: "peer_assigned" in processes.log("standby"), "the standby's assignment")
+    [mover_id] = re.findall(r"peer_assigned peer=(\S+) to=0", processes.log("standby"))
     [mover] = [name for name in peers if f"peer_started peer={mover_id} " in processes.log(name)]
     wait_for(lambda: "assigned stage=0" in processes.log(mover), "the mover's departure")
 
@@ -128,7 +128,7 @@ def test_coordinators_that_are_cut_off_and_killed(tmp_path: Path, processes: Pro
     assert terms("elsewhere", True)[0] > third
     wait_for(lambda: steps("elsewhere") >= 3, "global steps that it hears of")
 
-    ordered = {name: processes.log(name).count("peer_ordered") for name in ("leader", "standby", "elsewhere")}
+    ordered = {name: processes.log(name).count("peer_assigned") for name in ("leader", "standby", "elsewhere")}
     assert ordered == {"leader": 0, "standby": 1, "elsewhere": 0}
     assert sum(processes.log(name).count("assigned stage=") for name in peers) == 1
-    assert "order_refused" not in "".join(processes.log(name) for name in peers)
+    assert "assignment_refused" not in "".join(processes.log(name) for name in peers)

@@ -26,14 +26,16 @@ def manifest_of(**averaging: float) -> RunManifest:
 
 def check_goes_on(run: SwarmRun, manifest: RunManifest, survivors: list[int], recorders_died: bool) -> None:
     """All steps are done with full batches, survivors hold the same, and nothing that counted counted twice."""
-    assert [line["step"] for line in run.lines] == list(range(1, STEPS + 1))
+    assert [line["optimizer_step"] for line in run.lines] == list(range(1, STEPS + 1))
     seen = set()
     for line in run.lines:
         assert line["samples"] >= manifest.training.global_batch_size
-        counted = run.counted[line["global_step"]]
+        counted = run.counted[line["round"]]
         # What a stage-0 peer counted in its last moment, and told nobody, is not the run's.
         surplus = sum(map(len, counted)) - line["samples"]
-        assert surplus == 0 or (recorders_died and 0 < surplus <= 16), f"step {line['step']}: {surplus} too many"
+        assert surplus == 0 or (recorders_died and 0 < surplus <= 16), (
+            f"step {line['optimizer_step']}: {surplus} too many"
+        )
         microbatches = {tuple(tokens_BS.flatten().tolist()) for tokens_BS in counted}
         assert len(microbatches) == len(counted)
         assert seen.isdisjoint(microbatches), "a microbatch was counted twice"
@@ -41,7 +43,7 @@ def check_goes_on(run: SwarmRun, manifest: RunManifest, survivors: list[int], re
     assert [len(states) for states in run.states] == survivors
     for states in run.states:
         for other in states[1:]:
-            assert (other.step, other.lineage) == (states[0].step, states[0].lineage)
+            assert (other.round_number, other.history_hash) == (states[0].round_number, states[0].history_hash)
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
 
 

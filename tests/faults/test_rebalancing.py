@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
 
-from coordinator.baseline import Baseline
-from swarm_peer.runtime.preparation import stage_costs
-from swarm_peer.runtime.processes import _RESTART
+from coordinator.run.baseline import Baseline
+from swarm_peer.model.costs import forward_flops
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.host.processes import _RESTART
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -46,7 +47,7 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
         optimizer={"learning_rate": 0.03},
         limits={"hop_timeout_s": 20, "announcement_s": 6},
     )
-    costs = stage_costs(manifest)
+    costs = forward_flops(ResolvedManifest.of(manifest))
     recovered_at: list[int] = []
 
     async def script(swarm: LiveSwarm) -> None:
@@ -60,7 +61,7 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
             swarm.start("auto", name, f"slow:1:{seconds}")
         del os.environ[_RESTART]
         await swarm.reached(5)
-        assert swarm.service.metrics.migrations._value.get() == 0, "a swarm in balance is left alone"
+        assert swarm.service.metrics.moves._value.get() == 0, "a swarm in balance is left alone"
         swarm.kill("2.fast")
         swarm.kill("2.other")
         names = ("0.fast", "0.other", "1.fast", "1.other")
@@ -68,18 +69,18 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
             lambda: any("moving from=" in swarm.log(name) and "serving stage=2" in swarm.log(name) for name in names),
             "a peer serves stage 2 that served another",
         )
-        recovered_at.append(swarm.step)
+        recovered_at.append(swarm.optimizer_step)
 
     run = run_swarm(manifest, [0, 0, 0], tmp_path, 400, script=script)
     assert run.logs().count("assigned stage=2") == 1
     assert [len(states) for states in run.states].count(2) == 2
     assert len(run.states[2]) == 2
-    assert [line["step"] for line in run.lines] == list(range(1, steps + 1))
+    assert [line["optimizer_step"] for line in run.lines] == list(range(1, steps + 1))
     assert all(line["samples"] >= 128 for line in run.lines)
     # Other samples would have a loss 0.3 apart: one stage-0 peer reads batches of neighbouring ones.
-    undisturbed = Baseline(manifest)
+    undisturbed = Baseline(ResolvedManifest.of(manifest))
     for line in run.lines:
-        loss, _ = undisturbed.train_step(run.counted[line["global_step"]])
+        loss, _ = undisturbed.train_step(run.counted[line["round"]])
         assert line["loss"] == pytest.approx(loss, abs=0.01), "but for what the killed had summed up, nothing is lost"
 
     achieved = throughput(run.lines[recovered_at[0] + 2 :])

@@ -30,12 +30,12 @@ import msgpack
 import torch
 
 from swarm_peer.errors import CallTimeout, PeerUnreachable
+from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime import p2p_transport
-from swarm_peer.runtime.averaging import GradientAverager
-from swarm_peer.runtime.p2p_transport import P2PTransport
-from swarm_peer.runtime.preparation import stage_costs
-from swarm_peer.wire.messages import PREFIX, FrameType
+from swarm_peer.runtime.network.frame_stream import FrameStream
+from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.step.averaging import GradientAverager
+from swarm_peer.wire.frames import PREFIX, FrameType
 
 
 def inject(fault: str, folder: Path) -> None:
@@ -91,7 +91,7 @@ def _replies(number: int, instead: Callable[[Any], Any], forever: bool = False) 
     Args:
         instead: told of the stream; may return what is sent in place of the reply's tensors
     """
-    original = p2p_transport._Stream.send
+    original = FrameStream.send
     replies = 0
 
     async def send(self: Any, head: bytes, tensors: Any = (), *args: Any) -> bool:
@@ -106,7 +106,7 @@ def _replies(number: int, instead: Callable[[Any], Any], forever: bool = False) 
                 tensors = result(tensors)
         return bool(await original(self, head, tensors, *args))
 
-    p2p_transport._Stream.send = send  # type: ignore[method-assign]
+    FrameStream.send = send  # type: ignore[method-assign]
 
 
 def _kill_before_reply(number: int, seconds: float, strike: Strike, die: Strike) -> None:
@@ -186,7 +186,7 @@ def _slow(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     """Nothing computes while it waits, so peers that share cores here are as many devices."""
 
     def last_until(trainer: StageTrainer, begin: float, share: float, num_samples: int) -> None:
-        costs = stage_costs(trainer.manifest)
+        costs = forward_flops(trainer.resolved)
         relative = costs[trainer.spec.index] * len(costs) / sum(costs)
         time.sleep(max(0.0, begin + share * seconds * relative * num_samples - time.perf_counter()))
 
@@ -221,12 +221,12 @@ def _cut_off(number: int, seconds: float, strike: Strike, die: Strike) -> None:
 
     async def call(self: Any, peer_id: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Any:
         nonlocal until
-        if body.op == "state_index" and body.born is None:  # no snapshot: those of lost stages can be had
+        if body.op == "state_index" and body.created_at_round is None:  # no snapshot: those of lost stages can be had
             if until is None:
                 until = time.monotonic() + seconds
                 strike(f"stage-mates cannot be reached for {seconds} s")
             if time.monotonic() < until:
-                self.unreachable(peer_id)
+                self._on_unreachable(peer_id)
                 raise PeerUnreachable("cut off")
         return await original(self, peer_id, body, tensors, timeout_s=timeout_s)
 

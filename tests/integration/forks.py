@@ -25,10 +25,10 @@ OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 IMPORTS = [
     "swarm_peer.model.pretrained",
     "swarm_peer.model.training",
-    "swarm_peer.runtime.compute",
-    "swarm_peer.runtime.data",
-    "swarm_peer.runtime.preemption",
-    "swarm_peer.runtime.state_transfer",
+    "swarm_peer.runtime.stage.device_thread",
+    "swarm_peer.runtime.data.slices",
+    "swarm_peer.runtime.host.preemption",
+    "swarm_peer.runtime.state.transfer",
     "cyclopts",
     "pytest",  # of which each child imports the main module
 ]
@@ -80,7 +80,7 @@ def fork(command: Sequence[str], log_file: Path, environment: Mapping[str, str] 
 
 
 def _run(command: list[str], log_file: Path, environment: dict[str, str]) -> None:
-    from swarm_peer.runtime.processes import die_with_parent
+    from swarm_peer.runtime.host.processes import die_with_parent
 
     multiprocessing.set_start_method("fork", force=True)  # a child of the fork server would go on with it
     os.setsid()

@@ -16,8 +16,8 @@ from cyclopts import App, Parameter
 
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
-from swarm_peer.policy.ranges import SampleId
-from swarm_peer.runtime.peer import run_peer
+from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.runtime.startup import run_peer
 
 app = App()
 
@@ -31,8 +31,13 @@ def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(
         inject(fault, folder)
     with (folder / f"{os.getpid()}.jsonl").open("a") as file:
 
-        def record(step: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId]) -> None:
-            entry = {"step": step, "time": time.time(), "tokens": tokens_BS.tolist(), "samples": samples}
+        def record(round_number: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId]) -> None:
+            entry = {
+                "round": round_number,
+                "time": time.time(),
+                "tokens": tokens_BS.tolist(),
+                "samples": samples,
+            }
             file.write(json.dumps(entry) + "\n")
             file.flush()
 

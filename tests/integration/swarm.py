@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
 from collections import defaultdict
@@ -16,17 +17,18 @@ import anyio
 import torch
 from forks import fork
 
-from coordinator.fetching import open_transport
-from coordinator.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer, peers_running
-from coordinator.service import RunService
+from coordinator.checkpoints.fetching import open_transport
+from coordinator.run.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer, peers_running
+from coordinator.run.service import RunOptions, RunService
 from swarm_peer.config import RunManifest
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.ranges import SampleId
-from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.processes import run_loop
-from swarm_peer.runtime.state_index import StageState
-from swarm_peer.runtime.state_transfer import fetch_state
+from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateIndexCall
 
@@ -61,6 +63,16 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+# Sliding and full attention with rotary positions of their own; scaled embeddings, norms around blocks, capped logits.
+GEMMA3: dict[str, Any] = LLAMA | {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": None,
 }
 
 
@@ -132,14 +144,14 @@ class LiveSwarm:
         self._expected_dead: set[str] = set()
 
     @property
-    def step(self) -> int:
-        return self.service.watch.step
+    def optimizer_step(self) -> int:
+        return self.service.watch.optimizer_step
 
     def log(self, name: str) -> str:
         return self._peer(name).log_file.read_text(errors="replace")
 
-    async def reached(self, step: int) -> None:
-        await self.until(lambda: self.step >= step, f"step {step}")
+    async def reached(self, optimizer_step: int) -> None:
+        await self.until(lambda: self.optimizer_step >= optimizer_step, f"step {optimizer_step}")
 
     async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
         """Wait for what other processes do: there is nothing to wait on but what they write."""
@@ -148,7 +160,9 @@ class LiveSwarm:
                 while not condition():  # noqa: ASYNC110
                     await anyio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"{what} did not happen within {timeout_s:.0f} s; step {self.step}") from None
+            raise AssertionError(
+                f"{what} did not happen within {timeout_s:.0f} s; step {self.optimizer_step}"
+            ) from None
 
     def start(self, stage: int | str, name: str, fault: str = "") -> None:
         self._running.start(stage, name, self._launch(self._records, fault))
@@ -178,7 +192,7 @@ class LiveSwarm:
         samples = defaultdict(list)
         for line in (self._records / f"{self._peer(name).process.pid}.jsonl").read_text().splitlines():
             entry = json.loads(line)
-            samples[entry["step"]] += (SampleId(*sample) for sample in entry["samples"])
+            samples[entry["round"]] += (SampleId(*sample) for sample in entry["samples"])
         return samples
 
     def pids(self) -> list[int]:
@@ -251,7 +265,7 @@ def run_swarm(
         metrics=PeerMetrics(),
     )
     try:
-        service = RunService(manifest, dht, folder)
+        service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder))
         with peers_running(dht.addresses(), peers_by_stage, folder, launch=launch(records, "")) as running:
             live = LiveSwarm(service, dht, running, records, launch)
             states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
@@ -262,8 +276,8 @@ def run_swarm(
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            counted[entry["step"]].append(torch.tensor(entry["tokens"]))
-            samples[entry["step"]] += (SampleId(*sample) for sample in entry["samples"])
+            counted[entry["round"]].append(torch.tensor(entry["tokens"]))
+            samples[entry["round"]] += (SampleId(*sample) for sample in entry["samples"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fired = [path.read_text() for path in sorted(records.glob("*.fired"))]
     return SwarmRun(states, dict(counted), dict(samples), lines, folder, fired)
@@ -292,8 +306,10 @@ async def _train_and_fetch(
         async with open_transport(dht, PeerMetrics()) as transport:
             for stage in range(manifest.stages.count):
                 view = await service.look([stage])
-                call = StateIndexCall(manifest=manifest.hash, of_stage=stage, min_step=service.watch.global_step + 1)
-                limit = max_state_bytes(manifest, stage)
+                call = StateIndexCall(manifest=manifest.hash, of_stage=stage, min_round=service.watch.round_number + 1)
+                limit = max_state_bytes(ResolvedManifest.of(manifest), stage)
                 peers = [peer.peer_id for peer in view.serving(stage) if peer.peer_id not in live.dead_ids()]
-                states.append([await fetch_state(transport, [peer], call, max_bytes=limit) for peer in peers])
+                states.append(
+                    [await fetch_state(transport, [peer], call, max_bytes=limit, rng=random.Random()) for peer in peers]
+                )
         return states

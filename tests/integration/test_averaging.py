@@ -11,12 +11,13 @@ import pytest
 import torch
 from hivemind.utils import MPFuture
 
-from coordinator.local import LOOPBACK
+from coordinator.run.local import LOOPBACK
 from swarm_peer.config import AveragingSection
-from swarm_peer.runtime import averaging
-from swarm_peer.runtime.averaging import COLLECT_AFTER_S, AveragingFailed, GradientAverager
-from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.host.machine import SystemThreads
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.step import averaging
+from swarm_peer.runtime.step.averaging import COLLECT_AFTER_S, AveragingFailed, GradientAverager, _codec
 from swarm_peer.wire.identity import Identity
 
 pytestmark = [
@@ -50,10 +51,15 @@ class Members:
         section = AveragingSection.model_validate(
             {"compression": compression, "round_timeout_s": 20, "chunk_timeout_s": chunk_timeout_s}
         )
-        self.averagers = [GradientAverager(SHAPES, dht.node, "swarm-test-stage0", section) for dht in self.dhts]
+        self.averagers = [
+            GradientAverager(
+                shapes=SHAPES, dht=dht.node, prefix="swarm-test-stage0", section=section, threads=SystemThreads()
+            )
+            for dht in self.dhts
+        ]
         self.ids = [dht.identity.peer_id for dht in self.dhts]
 
-    async def average(self, step: int, who: list[int], late_s: float = 0.0) -> list[list[torch.Tensor] | None]:
+    async def average(self, round_number: int, who: list[int], late_s: float = 0.0) -> list[list[torch.Tensor] | None]:
         """The outcomes of those who take part in a round of all three; None for a failed one."""
         outcomes: list[list[torch.Tensor] | None] = [None] * len(WEIGHTS)
 
@@ -62,7 +68,11 @@ class Members:
                 await anyio.sleep(late_s)
             try:
                 averages = await self.averagers[number].average(
-                    gradients_of(number, step), WEIGHTS[number], step=step, attempt=0, members=self.ids
+                    gradients_of(number, round_number),
+                    WEIGHTS[number],
+                    round_number=round_number,
+                    attempt=0,
+                    members=self.ids,
                 )
                 outcomes[number] = [tensor.clone() for tensor in averages]
             except AveragingFailed:
@@ -80,8 +90,8 @@ class Members:
             dht.shutdown()
 
 
-def gradients_of(number: int, step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + number)
+def gradients_of(number: int, round_number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * round_number + number)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
@@ -95,14 +105,14 @@ def members(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Members]
     started.stop()
 
 
-def check_equals_mean(outcomes: list[list[torch.Tensor] | None], step: int, tolerance: float) -> None:
+def check_equals_mean(outcomes: list[list[torch.Tensor] | None], round_number: int, tolerance: float) -> None:
     first, *others = outcomes
     assert first is not None
     for other in others:
         assert other is not None
         assert all(torch.equal(mine, its) for mine, its in zip(first, other, strict=True)), "bitwise the same"
     for index, average in enumerate(first):
-        expected = sum(weight * gradients_of(n, step)[index] for n, weight in enumerate(WEIGHTS)) / sum(WEIGHTS)
+        expected = sum(weight * gradients_of(n, round_number)[index] for n, weight in enumerate(WEIGHTS)) / sum(WEIGHTS)
         assert float((average - expected).norm() / expected.norm()) < tolerance
 
 
@@ -119,8 +129,8 @@ def test_children_do_not_collect_what_they_share_with_their_parent(members: Memb
 @pytest.mark.parametrize("members", TOLERANCE, indirect=True)
 async def test_all_members_get_the_weighted_mean(members: Members, request: pytest.FixtureRequest) -> None:
     tolerance = TOLERANCE[request.node.callspec.params["members"]]
-    for step in range(3):
-        check_equals_mean(await members.average(step, [0, 1, 2]), step, tolerance)
+    for round_number in range(3):
+        check_equals_mean(await members.average(round_number, [0, 1, 2]), round_number, tolerance)
 
 
 @pytest.mark.parametrize("members", ["none:4"], indirect=True)
@@ -147,3 +157,8 @@ async def test_a_failed_round_leaves_nothing_behind(counting: None, members: Mem
     future: MPFuture = MPFuture()
     members.averagers[0]._process._outer_pipe.send(("_count_runners", [], {"future": future}))
     assert await future == 0
+
+
+def test_an_unknown_codec_is_refused():
+    with pytest.raises(AssertionError, match="int4"):
+        _codec("int4")

@@ -98,7 +98,7 @@ def test_options_of_the_coordinator(options, words, config, tmp_path, monkeypatc
 def test_a_run_that_has_begun_is_not_begun_anew(known, config, tmp_path, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
     output = tmp_path / "out"
     output.mkdir()
-    (output / "metrics.jsonl").write_text('{"step": 1}\n')
+    (output / "metrics.jsonl").write_text('{"optimizer_step": 1}\n')
     (output / "peers").write_text("\n".join(known))
     said = one_line_of("swarm-coordinator", monkeypatch, capfd, "serve", config(), "--output", str(output))
     assert all(word in said for word in ("metrics.jsonl", "--initial-peers", "--resume", "--output")), said

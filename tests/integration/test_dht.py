@@ -11,8 +11,8 @@ import pytest
 from hivemind.dht import DHT
 from hivemind.utils import get_dht_time
 
-from swarm_peer.runtime.dht import SwarmDHT
-from swarm_peer.runtime.metrics import PeerMetrics
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key
 

@@ -31,7 +31,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     coordinator = processes.start("coordinator", *COORDINATOR, "serve", str(config), "--output", str(output), *serving)
     peers = [processes.start(f"peer-{i}", *PEER, "--initial-peers", f"@{address_file}") for i in range(2)]
     metrics = output / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "the third global step")
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "the third optimizer step")
     stages = {processes.log(f"peer-{i}").partition("stage_decided stage=")[2][:1] for i in range(2)}
     assert stages == {"0", "1"}, "two peers that choose at the same time take both stages"
 
@@ -44,7 +44,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
         [*COORDINATOR, "status", "--initial-peers", address, "--json"], capture_output=True, timeout=60, check=True
     )
     status = json.loads(answer.stdout)
-    assert status["step"] >= 3
+    assert status["optimizer_step"] >= 3
     assert [len(stage["peers"]) for stage in status["stages"]] == [1, 2]
 
     family = children_of(late.pid)
@@ -56,7 +56,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     assert coordinator.wait(400) == 0, processes.log("coordinator")[-2000:]
     assert [peer.wait(30) for peer in peers] == [0, 0], "peers go when the run has ended"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 17))
+    assert [line["optimizer_step"] for line in lines] == list(range(1, 17))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "validation_loss" in lines[-1]
     assert (output / "model" / "model.safetensors").exists()
@@ -107,7 +107,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:
     output = tmp_path / "out"
     local = processes.start("local", *COORDINATOR, "local", str(config), "--peers", "1,1", "--output", str(output))
     metrics = output / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "the second global step")
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "the second optimizer step")
     family = children_of(local.pid)
     assert len(family) >= 8, "coordinator's and peers' DHTs, averagers and daemons"
     local.send_signal(signal.SIGINT)

@@ -16,15 +16,15 @@ from swarm import LLAMA, LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 from test_keystone import check_counts, check_nothing_lost, relative_difference
 from transformers import AutoModelForCausalLM
 
-from coordinator.baseline import Baseline
-from coordinator.fetching import open_transport
-from coordinator.queries import Evaluation, LiveModel
+from coordinator.checkpoints.fetching import open_transport
+from coordinator.query.live_model import Evaluation, LiveModel
+from coordinator.run.baseline import Baseline
+from coordinator.watch.observer import observer_directory
 from swarm_peer.config import RunManifest
-from swarm_peer.runtime.data import validation_samples
-from swarm_peer.runtime.directory import Directory
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.tokenizers import BytesTokenizer
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.data.slices import validation_samples
+from swarm_peer.runtime.data.tokenizers import BytesTokenizer
+from swarm_peer.runtime.host.metrics import PeerMetrics
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -54,10 +54,10 @@ def greedy_continuation(folder: Path, prompt: list[int], length: int) -> list[in
 def baseline_losses(manifest: RunManifest, run: SwarmRun) -> list[float]:
     """By finished global steps, the validation loss of one process that is fed what the swarm counted."""
     held_out = validation_samples(manifest, SAMPLES)
-    baseline = Baseline(manifest)
+    baseline = Baseline(ResolvedManifest.of(manifest))
     losses = [baseline.evaluate(held_out)]
-    for step in range(manifest.training.steps):
-        baseline.train_step(run.counted[step])
+    for round_number in range(manifest.training.steps):
+        baseline.train_step(run.counted[round_number])
         losses.append(baseline.evaluate(held_out))
     for trainer, states in zip(baseline.trainers, run.states, strict=True):
         for name, expected in trainer.state().items():
@@ -73,11 +73,17 @@ def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
     said: dict[str, str] = {}
 
     async def script(live: LiveSwarm) -> None:
-        await live.until(lambda: live.step >= 1, "step 1", 200)
+        await live.until(lambda: live.optimizer_step >= 1, "step 1", 200)
         async with open_transport(live.dht, PeerMetrics()) as transport:
-            directory = Directory(manifest, live.dht, "", None, PeerMetrics(), Signal())
-            model = LiveModel(manifest, live.dht.identity, transport, directory.refresh, random.Random(0))
-            while live.step < STEPS - 5:
+            directory = observer_directory(manifest, live.dht)
+            model = LiveModel(
+                ResolvedManifest.of(manifest),
+                identity=live.dht.identity,
+                transport=transport,
+                look=directory.refresh,
+                rng=random.Random(0),
+            )
+            while live.optimizer_step < STEPS - 5:
                 live_results.append(await model.evaluate(held_out))
         await live.until(live.service.model_folder.exists, "the saved model", 300)
         said["evaluate"] = await command(live, "evaluate", "--json")
@@ -91,15 +97,17 @@ def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
     losses = baseline_losses(manifest, run)
 
     assert len(live_results) >= 3, "some were asked while the run went on"
-    assert len({result.updates for result in live_results}) >= 3
+    assert len({result.optimizer_step for result in live_results}) >= 3
     for result in live_results:
-        expected = losses[result.oldest_updates : result.updates + 1]
+        expected = losses[result.oldest_optimizer_step : result.optimizer_step + 1]
         assert result.samples == SAMPLES
         assert min(expected) - 1e-5 <= result.loss <= max(expected) + 1e-5
-    assert any(result.oldest_updates == result.updates for result in live_results), "some were of one step"
+    assert any(result.oldest_optimizer_step == result.optimizer_step for result in live_results), (
+        "some were of one step"
+    )
 
     at_end = json.loads(said["evaluate"])
-    assert (at_end["oldest_updates"], at_end["updates"], at_end["samples"]) == (STEPS, STEPS, SAMPLES)
+    assert (at_end["oldest_optimizer_step"], at_end["optimizer_step"], at_end["samples"]) == (STEPS, STEPS, SAMPLES)
     assert at_end["loss"] == pytest.approx(losses[STEPS], abs=1e-5)
 
     tokenizer = BytesTokenizer()

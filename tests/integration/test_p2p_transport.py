@@ -15,14 +15,15 @@ import pytest
 from hivemind.p2p import P2P, PeerID
 
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, PeerUnreachable
-from swarm_peer.runtime import p2p_transport
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.p2p_transport import P2PTransport
-from swarm_peer.runtime.processes import run_loop
-from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.transport import Reply
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network import frame_stream, p2p_transport
+from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.wire.frames import PREFIX, Frame, FrameType, parse_frame
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import PREFIX, PROTOCOL, Body, Frame, FrameType, parse_frame
+from swarm_peer.wire.messages import PROTOCOL, Body
 
 MAX_PAYLOAD_BYTES = 2**20
 # More than the sockets and libp2p's windows take in on the way: it is not written before its reader reads.
@@ -60,7 +61,7 @@ class Service:
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
-        self.changed = Signal()
+        self.changed = Condition()
         self.go = anyio.Event()
 
     async def __call__(self, caller: str, op: str, body: dict[str, Any], tensors: Sequence[memoryview]) -> Reply:
@@ -171,7 +172,7 @@ async def serving(max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> AsyncIterator[C
     async with (
         daemon() as p2p,
         daemon(p2p) as caller,
-        P2PTransport.open(p2p, max_payload_bytes, metrics) as transport,
+        P2PTransport.open(p2p, max_payload_bytes=max_payload_bytes, metrics=metrics) as transport,
     ):
         await transport.serve(service)
         yield Callee(transport, metrics, service, caller)
@@ -190,7 +191,7 @@ async def calling() -> AsyncIterator[tuple[P2PTransport, str, Callable[[], Await
         receive,
         daemon() as callee,
         daemon(callee) as p2p,
-        P2PTransport.open(p2p, MAX_PAYLOAD_BYTES, PeerMetrics()) as transport,
+        P2PTransport.open(p2p, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()) as transport,
     ):
         await callee.add_binary_stream_handler(PROTOCOL, accept)
         yield transport, callee.peer_id.to_base58(), receive.receive
@@ -220,7 +221,7 @@ async def test_a_caller_that_comes_back_is_served_and_its_oldest_stream_ends() -
 async def test_calls_beyond_a_callers_share_wait_unread(
     limit: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p2p_transport, limit, 3, raising=False)
+    monkeypatch.setattr(p2p_transport, limit, 3)
     async with serving() as callee, anyio.create_task_group() as tasks:
         service = callee.service
         streams = [await callee.raw_stream(), await callee.raw_stream()]
@@ -241,8 +242,8 @@ FULL = on_the_wire(call("echo", 0, MAX_PAYLOAD_BYTES))
 @pytest.mark.parametrize("sent", [PREFIX.size, PREFIX.size + 3, len(FULL) - MAX_PAYLOAD_BYTES, len(FULL) - 1])
 @on_uvloop
 async def test_a_frame_that_stalls_ends_its_stream(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p_transport, "FRAME_TIMEOUT_S", 0.1, raising=False)
-    monkeypatch.setattr(p2p_transport, "SLOWEST_BYTES_PER_S", 10 * MAX_PAYLOAD_BYTES, raising=False)
+    monkeypatch.setattr(frame_stream, "FRAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frame_stream, "SLOWEST_BYTES_PER_S", 10 * MAX_PAYLOAD_BYTES)
     async with serving() as callee:
         stream = await callee.raw_stream()
         await stream.write(FULL[:sent])
@@ -252,7 +253,7 @@ async def test_a_frame_that_stalls_ends_its_stream(sent: int, monkeypatch: pytes
 
 @on_uvloop
 async def test_a_slow_link_has_longer_for_a_longer_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p_transport, "FRAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frame_stream, "FRAME_TIMEOUT_S", 0.1)
     async with serving() as callee:
         stream = await callee.raw_stream()
         for start in range(0, len(FULL), len(FULL) // 4):
@@ -263,8 +264,8 @@ async def test_a_slow_link_has_longer_for_a_longer_frame(monkeypatch: pytest.Mon
 
 @on_uvloop
 async def test_a_mere_promise_to_send_pins_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p_transport, "FRAME_TIMEOUT_S", 0.1, raising=False)
-    monkeypatch.setattr(p2p_transport, "SLOWEST_BYTES_PER_S", 2**40, raising=False)
+    monkeypatch.setattr(frame_stream, "FRAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frame_stream, "SLOWEST_BYTES_PER_S", 2**40)
     async with serving(max_payload_bytes=2**28) as callee:
         CLEAR_REFS.write_text("5")  # noqa: ASYNC240 (no disk: it sets the peak to what is in use)
         before = memory_bytes("VmRSS")
@@ -276,9 +277,8 @@ async def test_a_mere_promise_to_send_pins_no_memory(monkeypatch: pytest.MonkeyP
 
 @on_uvloop
 async def test_a_caller_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p_transport, "REPLY_WRITE_TIMEOUT_S", 0.1, raising=False)
-    monkeypatch.setattr(p2p_transport, "FRAME_TIMEOUT_S", 0.1, raising=False)
-    monkeypatch.setattr(p2p_transport, "SLOWEST_BYTES_PER_S", 2**30, raising=False)
+    monkeypatch.setattr(frame_stream, "FRAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(frame_stream, "SLOWEST_BYTES_PER_S", 2**30)
     async with serving() as callee:
         stream = await callee.raw_stream()
         await stream.write(call("large", 0), call("large", 1))
@@ -312,7 +312,10 @@ async def test_a_frame_out_of_place_ends_its_stream(data: bytes) -> None:
 
 @on_uvloop
 async def test_a_reply_that_cannot_travel_is_a_defect_of_one_call(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving() as callee, P2PTransport.open(callee.caller, MAX_PAYLOAD_BYTES, PeerMetrics()) as transport:
+    async with (
+        serving() as callee,
+        P2PTransport.open(callee.caller, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()) as transport,
+    ):
         with pytest.raises(CallError, match="internal error"):
             await transport.call(callee.transport.peer_id, Say(op="defect"), timeout_s=10)
         assert callee.metrics.handler_defects._value.get() == 1
@@ -418,7 +421,7 @@ async def test_nothing_is_kept_of_peers_that_cannot_be_reached() -> None:
 async def test_a_callee_whose_reply_is_none_is_left(
     reply: bytes, error: type[CallError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(p2p_transport, "FRAME_TIMEOUT_S", 0.1, raising=False)
+    monkeypatch.setattr(frame_stream, "FRAME_TIMEOUT_S", 0.1)
     async with calling() as (transport, callee, accept), anyio.create_task_group() as tasks:
 
         async def answer() -> None:

@@ -1,5 +1,6 @@
 """The simulator: seeded, so the same seed gives the same trace of events."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli import app
-from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions
 from coordinator.simulator.network import Network, read_places
-from coordinator.simulator.optimum import TOLERANCE, exact_optimum, optimum, upper_bound
-from coordinator.simulator.rebalancers import PeriodicRebalancing, make_rebalancer
+from coordinator.simulator.optimum import OPTIMUM_TOLERANCE, exact_optimum, optimum, upper_bound
+from coordinator.simulator.options import ArrivalOptions, StageOptions
+from coordinator.simulator.rebalancers import PeriodicRebalancing
 from coordinator.simulator.simulate import Scenario, best_of, simulate_flow, simulate_microbatches
-from coordinator.simulator.traces import Change, Trace, consistent_counts, draw_trace, from_counts, read_trace
+from coordinator.simulator.traces import MachineChange, Trace, consistent_counts, draw_trace, from_counts, read_trace
 from coordinator.simulator.world import Distribution, Machine, Population
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
@@ -32,7 +33,7 @@ ALIKE = Population(speed=Distribution("constant", (1.0,)))
 
 def test_named_machines_come_and_go_as_written():
     trace = read_trace(NAMES, random.Random(0))
-    assert trace.changes[0] == Change(0.0, True, "node1")
+    assert trace.changes[0] == MachineChange(0.0, True, "node1")
     rows = [line.split(",") for line in NAMES.read_text().splitlines()]
     assert [(c.joins, c.machine) for c in trace.changes] == [(kind == "add", name) for _, kind, name in rows]
     assert trace.duration_s == (int(rows[-1][0]) - int(rows[0][0])) / 1000
@@ -41,7 +42,7 @@ def test_named_machines_come_and_go_as_written():
 def test_machines_that_come_twice_or_were_never_there(tmp_path):
     path = tmp_path / "trace"
     path.write_text("time_ms,what,who\n\n5000,add,a\n2000,add,a\n1000,remove,b\n9000,remove,a\n9500,add,a\n")
-    changes = [Change(1.0, True, "a"), Change(8.0, False, "a"), Change(8.5, True, "a")]
+    changes = [MachineChange(1.0, True, "a"), MachineChange(8.0, False, "a"), MachineChange(8.5, True, "a")]
     assert read_trace(path, random.Random(0)) == Trace(tuple(changes), 8.5)
 
 
@@ -114,7 +115,7 @@ def brute_force(work, num_stages):
 @given(st.lists(st.floats(0.2, 5), max_size=7), st.integers(1, 3))
 def test_the_optimum_is_that_of_brute_force(work, num_stages):
     best = brute_force(work, num_stages)
-    assert best * (1 - 1e-9) <= optimum(work, [1.0] * num_stages) <= best * (1 + 2 * TOLERANCE) + 1e-12
+    assert best * (1 - 1e-9) <= optimum(work, [1.0] * num_stages) <= best * (1 + 2 * OPTIMUM_TOLERANCE) + 1e-12
     assert upper_bound(work, [1.0] * num_stages) >= best * (1 - 1e-9)
 
 
@@ -124,7 +125,7 @@ def test_the_optimum_is_that_of_integer_programming(num_peers, num_stages):
     rng = random.Random(num_peers)
     work = [math.exp(0.35 * rng.gauss(0, 1)) for _ in range(num_peers)]
     exact = exact_optimum(work, [1.0] * num_stages)
-    assert optimum(work, [1.0] * num_stages) == pytest.approx(exact, rel=2 * TOLERANCE)
+    assert optimum(work, [1.0] * num_stages) == pytest.approx(exact, rel=2 * OPTIMUM_TOLERANCE)
     costs = [1.0 + k % 3 for k in range(num_stages)]
     assert optimum(work, costs) >= exact_optimum(work, costs) * (1 - 1e-6)
 
@@ -141,8 +142,17 @@ def test_the_bound_is_close_where_there_are_many_peers():
 # --- flow
 
 
+def make_scenario(**values):
+    """A scenario of the fields of all its parts."""
+    parts = {}
+    for name, kind in (("stages", StageOptions), ("arrivals", ArrivalOptions)):
+        known = {field.name for field in dataclasses.fields(kind)}
+        parts[name] = kind(**{key: values.pop(key) for key in known & values.keys()})
+    return Scenario(**parts, **values)
+
+
 def scenario(**more):
-    return Scenario(**{"num_stages": 3, "trace": NAMES, "seed": 1, **more})
+    return make_scenario(**{"num_stages": 3, "trace": NAMES, "seed": 1, **more})
 
 
 @pytest.mark.parametrize("rebalance", ["none", "300", "60", "events"])
@@ -155,8 +165,8 @@ def test_the_same_seed_gives_the_same_result_and_all_is_accounted_for(trace, reb
     share = first["share_of_optimum"]
     assert 0.3 < share["overall"] <= 1.0
     assert share["overall"] + sum(first["loss"].values()) == pytest.approx(1.0)
-    assert first["bytes_moved"] == first["migrations"] * 1e9
-    assert (first["migrations"] == 0) == (rebalance == "none")
+    assert first["bytes_moved"] == first["moves"] * 1e9
+    assert (first["moves"] == 0) == (rebalance == "none")
     assert share["overall"] <= first["attainable_share_of_optimum"] <= 1.0
 
 
@@ -171,20 +181,19 @@ def test_deciding_upon_events_beats_every_minute_beats_none(trace):
 
 
 def run_flow(trace, num_stages, rebalance="events", **more):
-    chosen = Scenario(num_stages=num_stages, trace=NAMES, population=ALIKE, **more)
-    params = chosen.parameters()
-    swarm = FlowSwarm(trace, ALIKE, 0, params, make_rebalancer(rebalance, params), chosen.flow)
+    chosen = make_scenario(num_stages=num_stages, trace=NAMES, population=ALIKE, **more)
+    swarm = chosen.flow_swarm(trace, rebalance)
     swarm.run()
     return swarm
 
 
 def come(*machines, at=0.0):
-    return [Change(at, True, machine) for machine in machines]
+    return [MachineChange(at, True, machine) for machine in machines]
 
 
 def test_a_departure_is_made_good_within_a_minute_and_the_mover_does_nothing_meanwhile():
     # a, c, e serve stage 0 and b, d, f stage 1.
-    trace = Trace((*come(*"abcdef"), Change(100.0, False, "a"), Change(100.0, False, "c")), 1000.0)
+    trace = Trace((*come(*"abcdef"), MachineChange(100.0, False, "a"), MachineChange(100.0, False, "c")), 1000.0)
     swarm = run_flow(trace, 2)
     assert [d.move.to_stage for d in swarm.decisions] == [0]
     assert 102.0 <= swarm.decisions[0].time_s <= 103.0, "seconds after it was noticed"
@@ -208,15 +217,18 @@ def test_several_that_download_share_what_their_one_donor_sends():
 
 
 def test_a_stage_that_empties_waits_for_a_newcomer_where_nobody_moves():
-    trace = Trace((*come(*"abc"), Change(100.0, False, "b"), *come("d", at=500.0)), 1000.0)
+    trace = Trace((*come(*"abc"), MachineChange(100.0, False, "b"), *come("d", at=500.0)), 1000.0)
     assert [s.throughput for s in run_flow(trace, 2, "none").samples][-3:] == [0.0, 0.0, 1.0]
     assert run_flow(trace, 2, "events").samples[-1].throughput == 1.0
     assert run_flow(trace, 2, "events").decisions[0].time_s < 104.0
 
 
 def test_the_papers_protocol_moves_one_peer_at_a_time_and_does_not_flap():
-    params = Scenario(num_stages=2, trace=NAMES).parameters()
-    peers = [PeerView(f"p{n}", 0 if n < 4 else 1, PeerState.SERVING, samples_per_s=1.0, movable=True) for n in range(6)]
+    params = make_scenario(num_stages=2, trace=NAMES).parameters()
+    peers = [
+        PeerView(peer_id=f"p{n}", stage=0 if n < 4 else 1, state=PeerState.SERVING, samples_per_s=1.0, movable=True)
+        for n in range(6)
+    ]
     decide = PeriodicRebalancing(params, 60.0).decide
     assert [m.to_stage for m in decide(SwarmView(2, tuple(peers)), 0.0).moves] == [1]
     assert decide(SwarmView(2, tuple(peers[1:])), 0.0).moves == ()
@@ -233,12 +245,12 @@ def test_nothing_beats_what_is_attainable_and_that_not_the_optimum():
     result = simulate_flow(chosen, "events")
     for time_s in times:
         attainable, ideal = value(best.attainable, time_s), value(best.optimum, time_s)
-        assert attainable <= ideal * (1 + 2 * TOLERANCE)
+        assert attainable <= ideal * (1 + 2 * OPTIMUM_TOLERANCE)
         assert value(result.throughput, time_s) <= attainable * (1 + 1e-9)
 
 
 def test_hundreds_of_peers():
-    chosen = Scenario(num_stages=8, num_peers=400, hours=1.0, mean_lifetime_s=7200.0, seed=3)
+    chosen = make_scenario(num_stages=8, num_peers=400, hours=1.0, mean_lifetime_s=7200.0, seed=3)
     result = simulate_flow(chosen, "events").summary
     assert result["share_of_optimum"]["overall"] > 0.93
 
@@ -247,7 +259,7 @@ def test_a_trace_of_one_moment_is_refused(tmp_path):
     path = tmp_path / "trace"
     path.write_text("2026-01-01, 10:00:00, 7\n")
     with pytest.raises(UserError, match="nothing to simulate"):
-        Scenario(2, trace=path).read_trace()
+        make_scenario(num_stages=2, trace=path).read_trace()
 
 
 # --- microbatches
@@ -255,26 +267,26 @@ def test_a_trace_of_one_moment_is_refused(tmp_path):
 
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_flow_and_microbatches_agree_where_windows_are_ample(num_stages):
-    chosen = Scenario(num_stages=num_stages, num_peers=9, hours=0.2, mean_lifetime_s=1e9, seed=2)
+    chosen = make_scenario(num_stages=num_stages, num_peers=9, hours=0.2, mean_lifetime_s=1e9, seed=2)
     result = simulate_microbatches(chosen, "none", MicrobatchOptions(window=30))
     assert result["share_of_flow"] == pytest.approx(1.0, abs=0.03)
     assert result["retries"] == 0
 
 
 def test_flow_and_microbatches_agree_while_peers_come_and_go():
-    chosen = Scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
+    chosen = make_scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
     result = simulate_microbatches(chosen, "events", MicrobatchOptions(window=30))
     assert result["share_of_flow"] == pytest.approx(1.0, abs=0.06)
     assert result["retries"] > 0
 
 
 def test_routing_by_speed_beats_routing_at_random():
-    chosen = Scenario(
+    chosen = make_scenario(
         num_stages=2, num_peers=8, hours=0.2, mean_lifetime_s=1e9, seed=2,
         population=Population(speed=Distribution("choice", (1.0, 4.0))),
     )  # fmt: skip
     done = {
-        name: simulate_microbatches(chosen, "none", MicrobatchOptions(name, window=20))["throughput_per_s"]
+        name: simulate_microbatches(chosen, "none", MicrobatchOptions(routing=name, window=20))["throughput_per_s"]
         for name in ("uniform", "iwrr", "jsed", "po2")
     }
     assert done["uniform"] < 0.93 * done["iwrr"]
@@ -282,7 +294,7 @@ def test_routing_by_speed_beats_routing_at_random():
 
 
 def test_a_small_window_leaves_devices_idle_over_a_slow_link():
-    chosen = Scenario(
+    chosen = make_scenario(
         num_stages=2, num_peers=4, hours=0.2, mean_lifetime_s=1e9,
         population=Population(speed=Distribution("constant", (5.0,)), latency_s=Distribution("constant", (0.5,))),
     )  # fmt: skip
@@ -297,7 +309,7 @@ def test_a_small_window_leaves_devices_idle_over_a_slow_link():
 
 
 def test_a_microbatch_takes_the_time_of_its_links_and_computations():
-    chosen = Scenario(
+    chosen = make_scenario(
         num_stages=2, num_peers=2, hours=0.1, mean_lifetime_s=1e9,
         population=Population(speed=Distribution("constant", (2.0,)), latency_s=Distribution("constant", (0.1,))),
     )  # fmt: skip
@@ -307,7 +319,7 @@ def test_a_microbatch_takes_the_time_of_its_links_and_computations():
 
 
 def steady(num_stages, num_peers, speeds=(1.0,), **options):
-    chosen = Scenario(
+    chosen = make_scenario(
         num_stages=num_stages, num_peers=num_peers, hours=1.0, mean_lifetime_s=1e9,
         population=Population(speed=Distribution("choice", speeds)),
     )  # fmt: skip
@@ -315,15 +327,15 @@ def steady(num_stages, num_peers, speeds=(1.0,), **options):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_a_global_step_takes_its_microbatches_the_length_of_the_pipeline_and_the_averaging_round(num_stages):
+def test_a_round_takes_its_microbatches_the_length_of_the_pipeline_and_the_averaging_round(num_stages):
     result = steady(num_stages, num_stages, window=8, global_batch=8, averaging_s=3.0)
     # The last stage computes all the time, from the first forward pass that reaches it; then the last backward passes.
     # What is under way at an earlier stage is not interrupted, so that it may last a little longer.
-    assert 3600 / result["global_steps"] == pytest.approx(8 + (num_stages - 1) + 3, rel=0.03)
-    assert result["throughput_per_s"] == pytest.approx(8 * result["global_steps"] / 3600, rel=0.01)
+    assert 3600 / result["rounds"] == pytest.approx(8 + (num_stages - 1) + 3, rel=0.03)
+    assert result["throughput_per_s"] == pytest.approx(8 * result["rounds"] / 3600, rel=0.01)
 
 
-def test_long_global_steps_cost_nothing():
+def test_long_rounds_cost_nothing():
     assert steady(2, 6, window=20, global_batch=1000)["share_of_flow"] == pytest.approx(1.0, abs=0.02)
 
 
@@ -333,8 +345,8 @@ def test_a_fast_peer_of_stage_0_does_more_of_the_global_batch_and_waits_at_its_e
     assert 0.6 < few < 0.9 < many < 1.0
 
 
-def test_global_steps_go_on_while_peers_come_and_go():
-    chosen = Scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
+def test_rounds_go_on_while_peers_come_and_go():
+    chosen = make_scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
     options = MicrobatchOptions(window=8, capacity=8, global_batch=50, averaging_s=1.0)
     first, again = (simulate_microbatches(chosen, "events", options) for _ in range(2))
     first.pop("wall_s"), again.pop("wall_s")
@@ -342,8 +354,8 @@ def test_global_steps_go_on_while_peers_come_and_go():
     assert first["retries"] > 0
     assert first["busy"] > 0
     done = first["throughput_per_s"] * (first["simulated_s"] - 60)
-    assert 50 * (first["global_steps"] - 3) < done + 60 * 12, "every step counted its whole global batch"
-    assert first["global_steps"] > 0.6 * done / 50
+    assert 50 * (first["rounds"] - 3) < done + 60 * 12, "every step counted its whole global batch"
+    assert first["rounds"] > 0.6 * done / 50
     assert 0.5 < first["share_of_flow"] < 0.95
 
 
@@ -355,7 +367,7 @@ def test_places_of_a_table_and_of_a_matrix(tmp_path):
     assert bandwidths[0][1] == bandwidths[1][0] == 1e7
     path.write_text("0 0.2 0\n0.4 0 0.6\n0 0.6 0\n")
     assert read_places(path)[0] == [[0.1, 0.1, 0.3], [0.2, 0.1, 0.3], [0.3, 0.3, 0.1]]
-    network = Network({"a": Machine(1.0, 1e6, latency_s=9.0)}.get, read_places(path))
+    network = Network({"a": Machine(1.0, 1e6, latency_s=9.0)}.get, places=read_places(path))
     assert network.transfer_s("a", "gone", 1e6) < 2.0
     for text in ("1 2\n3\n", "a,b,c,d\nX,Y,no,1\n", ""):
         path.write_text(text)
@@ -377,7 +389,7 @@ def command(capsys, *words):
 def test_the_command_prints_json_and_nothing_else(capsys, source):
     words = ("simulate", *source, "--stages", "3", "--rebalance", "events", "--seed", "4", "--json")
     first, again = (json.loads(command(capsys, *words)) for _ in range(2))
-    assert {*first} >= {"share_of_optimum", "migrations", "bytes_moved", "simulated_s", "wall_s"}
+    assert {*first} >= {"share_of_optimum", "moves", "bytes_moved", "simulated_s", "wall_s"}
     assert {*first["share_of_optimum"]} == {"overall", "first_hour", "last_hour"}
     first.pop("wall_s"), again.pop("wall_s")
     assert first == again

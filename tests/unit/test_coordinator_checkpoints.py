@@ -1,7 +1,6 @@
 """What was saved comes back; what is damaged is told in one line, and the checkpoint before it is taken."""
 
 import dataclasses
-import io
 import itertools
 import json
 import logging
@@ -17,16 +16,20 @@ import torch
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
 
-from coordinator import checkpoint_files, checkpoint_folder, checkpointing
-from coordinator.checkpointing import CheckpointPlan, CheckpointWriter
-from coordinator.checkpoints import CheckpointStore, find_checkpoint
+from coordinator.checkpoints import files as checkpoint_files
+from coordinator.checkpoints import folder as checkpoint_folder
+from coordinator.checkpoints import writer as checkpointing
+from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
+from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.handlers import CallDispatcher
-from swarm_peer.runtime.snapshots import SnapshotKeeper
-from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.store import SnapshotStore
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 
@@ -48,22 +51,27 @@ def manifest_of(**changes):
 MANIFEST = manifest_of()
 
 
-def state_of(stage, step):
-    generator = torch.Generator().manual_seed(100 * step + stage)
+def state_of(stage, round_number):
+    generator = torch.Generator().manual_seed(100 * round_number + stage)
     tensors = {
         f"layer.{stage}.weight": torch.randn(5, 7, generator=generator),
         f"optimizer/layer.{stage}.weight/exp_avg": torch.randn(5, 7, generator=generator).T,  # not contiguous
-        f"optimizer/layer.{stage}.weight/step": torch.tensor(float(step)),
+        f"optimizer/layer.{stage}.weight/step": torch.tensor(float(round_number)),
         "empty": torch.zeros(0, 4),
     }
     for dtype in DTYPES:
         tensors[f"as {dtype}"] = torch.randint(0, 100, (3, 4), generator=generator).to(dtype)
-    lineage, ledger = f"lineage of stage {stage} at {step}", b"" if stage else b"\x00\xff of any bytes"
-    return StageState(step=step, lineage=lineage, tensors=tensors, origin=Origin(2, 1, 1), ledger=ledger)
+    history_hash, ledger = (
+        f"history_hash of stage {stage} at {round_number}",
+        b"" if stage else b"\x00\xff of any bytes",
+    )
+    return StageState(
+        round_number=round_number, history_hash=history_hash, tensors=tensors, timeline=Timeline(2, 1, 1), ledger=ledger
+    )
 
 
-def states_of(step):
-    return [state_of(stage, step) for stage in range(2)]
+def states_of(round_number):
+    return [state_of(stage, round_number) for stage in range(2)]
 
 
 def assert_same(state, expected):
@@ -87,11 +95,11 @@ class World:
         return CheckpointStore(self.url, keep)
 
     def save(self, *steps, keep=9):
-        for step in steps:
-            self.store(keep).save(step, MANIFEST, states_of(step))
+        for round_number in steps:
+            self.store(keep).save(round_number, MANIFEST, states_of(round_number))
 
-    def file(self, step, name):
-        return f"{self.path}/step-{step:08d}/{name}"
+    def file(self, round_number, name):
+        return f"{self.path}/step-{round_number:08d}/{name}"
 
     def names(self):
         return sorted(path.rpartition("/")[2] for path in self.fs.ls(self.path, detail=False))
@@ -99,17 +107,17 @@ class World:
     def change(self, path, change):
         self.fs.pipe_file(path, change(self.fs.cat_file(path)))
 
-    def forge(self, step, name, content):
+    def forge(self, round_number, name, content):
         """Change a file, and its entry in checkpoint.json with it."""
-        self.fs.pipe_file(self.file(step, name), content)
-        entry = checkpoint_files.FileStore(self.url).describe(self.file(step, name)).model_dump()
+        self.fs.pipe_file(self.file(round_number, name), content)
+        entry = checkpoint_files.FileStore(self.url).describe(self.file(round_number, name)).model_dump()
 
         def change(text):
             contents = json.loads(text)
             contents["files"][name] = entry
             return json.dumps(contents).encode()
 
-        self.change(self.file(step, "checkpoint.json"), change)
+        self.change(self.file(round_number, "checkpoint.json"), change)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -132,7 +140,7 @@ def one_line(caught):
 def test_what_is_saved_comes_back(world):
     path = world.store().save(5, MANIFEST, states_of(5))
     checkpoint = world.store().newest(MANIFEST)
-    assert (checkpoint.updates, checkpoint.manifest) == (5, MANIFEST)
+    assert (checkpoint.optimizer_step, checkpoint.manifest) == (5, MANIFEST)
     for stage in range(2):
         assert_same(checkpoint.load_stage(stage), state_of(stage, 5))
     assert find_checkpoint(path).path == checkpoint.path
@@ -144,27 +152,13 @@ def test_the_files_are_what_is_promised(world):
     names = ["checkpoint.json", "manifest.json", "stage-000.safetensors", "stage-001.safetensors"]
     assert sorted(path.rpartition("/")[2] for path in world.fs.ls(world.file(5, ""), detail=False)) == names
     contents = json.loads(world.fs.cat_file(world.file(5, "checkpoint.json")))
-    assert (contents["format"], contents["updates"], contents["manifest"]) == (2, 5, MANIFEST.hash)
-    assert [stage["lineage"] for stage in contents["stages"]] == ["lineage of stage 0 at 5", "lineage of stage 1 at 5"]
+    assert (contents["format"], contents["optimizer_step"], contents["manifest"]) == (3, 5, MANIFEST.hash)
+    assert [stage["history_hash"] for stage in contents["stages"]] == [
+        "history_hash of stage 0 at 5",
+        "history_hash of stage 1 at 5",
+    ]
     assert sorted(contents["files"]) == names[1:]
     assert world.fs.cat_file(world.file(5, "manifest.json")) == MANIFEST.canonical_json()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read(world):
-    """It has one more file, which is checked like the others."""
-    world.save(5, 8)
-
-    def add(text):
-        contents = json.loads(text)
-        contents["files"]["ledger.json"] = checkpoint_files.describe_file(io.BytesIO(b"{}")).model_dump()
-        return json.dumps(contents).encode()
-
-    for step in (5, 8):
-        world.change(world.file(step, "checkpoint.json"), add)
-    world.fs.pipe_file(world.file(5, "ledger.json"), b"{}")
-    checkpoint = world.store().newest(MANIFEST)
-    assert checkpoint.updates == 5
-    assert_same(checkpoint.load_stage(0), state_of(0, 5))
 
 
 def test_the_summary_is_written_last(world, monkeypatch):
@@ -190,8 +184,8 @@ def test_an_empty_store_has_no_newest(world):
 
 def test_the_newest_is_the_one_with_the_highest_number(world):
     world.save(100_000_000, 99_999_999, 9)
-    assert world.store().newest().updates == 100_000_000
-    assert world.store().at(9).updates == 9
+    assert world.store().newest().optimizer_step == 100_000_000
+    assert world.store().at(9).optimizer_step == 9
 
 
 def test_a_checkpoint_of_the_same_number_is_replaced(world):
@@ -235,12 +229,12 @@ def test_there_is_a_checkpoint_whenever_the_coordinator_is_killed(world, monkeyp
     def whole():
         """Which one there is."""
         checkpoint = world.store().newest(MANIFEST)
-        assert checkpoint.updates == world.store().at(5).updates == 5
-        lineage = checkpoint.load_stage(0).lineage
-        step = int(lineage.split()[-1])
+        assert checkpoint.optimizer_step == world.store().at(5).optimizer_step == 5
+        history_hash = checkpoint.load_stage(0).history_hash
+        round_number = int(history_hash.split()[-1])
         for stage in range(2):
-            assert_same(checkpoint.load_stage(stage), state_of(stage, step))
-        return step
+            assert_same(checkpoint.load_stage(stage), state_of(stage, round_number))
+        return round_number
 
     world.save(5)
     seen = set()
@@ -264,7 +258,7 @@ def test_a_folder_of_that_name_in_the_way_is_replaced(world):
     world.fs.makedirs(world.file(5, ""))
     world.fs.pipe_file(world.file(5, "stage-007.safetensors"), b"junk")
     world.save(5)
-    assert world.store().newest().updates == 5
+    assert world.store().newest().optimizer_step == 5
     assert not world.fs.exists(world.file(5, "stage-007.safetensors"))
 
 
@@ -280,7 +274,7 @@ def test_a_save_that_fails_leaves_what_was_there(world, error, monkeypatch):
         world.save(6)
     one_line(caught)
     assert world.names() == ["step-00000005"]
-    assert world.store().newest().updates == 5
+    assert world.store().newest().optimizer_step == 5
 
 
 def test_a_save_that_fails_and_cannot_clean_up_is_one_line(world, monkeypatch):
@@ -317,7 +311,7 @@ def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
 
     monkeypatch.setattr(checkpoint_files.FileStore, "remove", denied)
     world.save(3, keep=1)
-    assert world.store().newest().updates == 3
+    assert world.store().newest().optimizer_step == 3
     assert "checkpoints_not_pruned" in caplog.text
 
 
@@ -376,11 +370,14 @@ DAMAGES = {
     "no text": (write("checkpoint.json", b"\xff\xfe\x00"), "checkpoint.json: "),
     "no mapping": (write("checkpoint.json", b"[]"), "checkpoint.json: "),
     "empty": (write("checkpoint.json", b""), "checkpoint.json: "),
-    "other format": (edit(format=1), "checkpoint.json: format: Input should be 2 (got 1)"),
+    "other format": (edit(format=2), "checkpoint.json: format: Input should be 3 (got 2)"),
     "other key": (edit(more=1), "checkpoint.json: more: unknown key"),
-    "lineage of another type": (edit(stages=[{"step": 8, "lineage": 3}] * 2), "checkpoint.json: stages"),
+    "history_hash of another type": (
+        edit(stages=[{"round_number": 8, "history_hash": 3}] * 2),
+        "checkpoint.json: stages",
+    ),
     "too few stages": (edit(stages=[]), "checkpoint.json does not belong to it"),
-    "other step": (edit(updates=7), "checkpoint.json does not belong to it"),
+    "other step": (edit(optimizer_step=7), "checkpoint.json does not belong to it"),
     "renamed": (rename, "checkpoint.json does not belong to it"),
     "paths that lead elsewhere": (point_elsewhere, "checkpoint.json does not belong to it"),
     "other run": (edit(manifest="0" * 32), f"it is of manifest {'0' * 32}, and the run's is {MANIFEST.hash}"),
@@ -399,7 +396,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(world, damage, reason, cap
     damage(world)
     with caplog.at_level(logging.WARNING):
         checkpoint = world.store().newest(MANIFEST)
-    assert checkpoint.updates == 3
+    assert checkpoint.optimizer_step == 3
     assert_same(checkpoint.load_stage(0), state_of(0, 3))
     (message,) = caplog.messages
     assert message.startswith("checkpoint_damaged path=")
@@ -466,13 +463,13 @@ def test_a_summary_without_end_is_not_read_to_its_end(world, monkeypatch):
     monkeypatch.setattr(checkpoint_folder, "MAX_JSON_BYTES", 10_000)
     with pytest.raises(UserError, match=r"\(checkpoint\.json: .* has more than 10000 bytes\)"):
         world.store().at(8)
-    assert world.store().newest().updates == 3
+    assert world.store().newest().optimizer_step == 3
 
 
 # --- what may go ------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_are_kept(world):
+def test_the_newest_are_snapshots(world):
     world.save(*range(1, 6), keep=2)
     assert world.names() == ["step-00000004", "step-00000005"]
     world.store(keep=1).prune()
@@ -505,13 +502,13 @@ def test_the_only_good_one_is_never_removed(world):
     world.change(world.file(3, "manifest.json"), lambda data: data + b" ")
     world.store(keep=2).prune()
     assert world.names() == ["step-00000002", "step-00000003", "step-00000008"]
-    assert world.store().newest().updates == 2
+    assert world.store().newest().optimizer_step == 2
 
 
 def test_if_none_is_good_none_is_removed(world):
     world.save(1, 2, 8)
-    for step in (1, 2, 8):
-        world.change(world.file(step, "manifest.json"), lambda data: data + b" ")
+    for round_number in (1, 2, 8):
+        world.change(world.file(round_number, "manifest.json"), lambda data: data + b" ")
     world.store(keep=1).prune()
     assert len(world.names()) == 3
 
@@ -535,11 +532,11 @@ def test_cut_off_saves_stay_where_nothing_is_complete(world):
 
 def test_a_checkpoint_is_found_by_its_base_its_step_or_itself(world, monkeypatch):
     world.save(3, 8)
-    assert find_checkpoint(world.url).updates == 8
-    assert find_checkpoint(world.url + "/").updates == 8
-    assert find_checkpoint(world.url, 3).updates == 3
-    assert find_checkpoint(f"{world.url}/step-00000003").updates == 3
-    assert find_checkpoint(f"{world.url}/step-00000003/", 3).updates == 3
+    assert find_checkpoint(world.url).optimizer_step == 8
+    assert find_checkpoint(world.url + "/").optimizer_step == 8
+    assert find_checkpoint(world.url, 3).optimizer_step == 3
+    assert find_checkpoint(f"{world.url}/step-00000003").optimizer_step == 3
+    assert find_checkpoint(f"{world.url}/step-00000003/", 3).optimizer_step == 3
     with pytest.raises(UserError, match=r"--step 8: .* is the checkpoint of step 3; leave one of them out"):
         find_checkpoint(f"{world.url}/step-00000003", 8)
     with pytest.raises(UserError, match=r"has no checkpoint of step 4: name one of those it has \(3, 8\)"):
@@ -550,10 +547,10 @@ def test_relative_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = CheckpointStore("runs").save(3, MANIFEST, states_of(3))
     assert Path(path) == tmp_path / "runs" / "step-00000003"
-    assert find_checkpoint("runs").updates == 3
+    assert find_checkpoint("runs").optimizer_step == 3
     monkeypatch.chdir("runs")
-    assert find_checkpoint("step-00000003").updates == 3
-    assert find_checkpoint(".").updates == 3
+    assert find_checkpoint("step-00000003").optimizer_step == 3
+    assert find_checkpoint(".").optimizer_step == 3
 
 
 @pytest.mark.parametrize(
@@ -599,7 +596,7 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
 
 
 def test_states_that_do_not_fit_together_are_refused():
-    with pytest.raises(AssertionError, match="one global step"):
+    with pytest.raises(AssertionError, match="one round"):
         CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)])
     with pytest.raises(AssertionError, match="one state for each stage"):
         CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1])
@@ -622,12 +619,16 @@ class Run:
         )
         self.store = CheckpointStore(str(folder / "checkpoints"))
 
-    async def add(self, peer_id, stage, step, origin):
-        state = dataclasses.replace(state_of(stage, step), origin=origin)
-        keeper = SnapshotKeeper(self.folder / peer_id)
-        await keeper.keep(stage, state)
-        await self.network.transport(peer_id).serve(CallDispatcher(self.manifest.hash, stage, keeper.calls))
-        self.peers.append(PeerView(peer_id, stage, PeerState.SERVING))
+    async def add(self, peer_id, stage, round_number, timeline):
+        state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
+        store = SnapshotStore(
+            clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(self.folder / peer_id)
+        )
+        await store.store_snapshot(stage, state)
+        await self.network.transport(peer_id).serve(
+            CallDispatcher(manifest_hash=self.manifest.hash, stage=stage, calls=store.calls)
+        )
+        self.peers.append(PeerView(peer_id=peer_id, stage=stage, state=PeerState.SERVING))
         return state
 
     def view(self):
@@ -635,7 +636,13 @@ class Run:
 
     async def save(self):
         plan = CheckpointPlan(self.store, 10)
-        writer = CheckpointWriter(self.manifest, plan, lambda: 60, lambda updates: 60, self.view)
+        writer = CheckpointWriter(
+            ResolvedManifest.of(self.manifest),
+            plan,
+            finished=lambda: 60,
+            created_at_round=lambda optimizer_step: 60,
+            view=self.view,
+        )
         await writer._save(self.network.transport("coordinator"), 60)
 
 
@@ -648,24 +655,26 @@ async def run(tmp_path):
 
 async def test_snapshots_from_before_and_after_a_rewind_make_one_checkpoint(run):
     """One peer has taken the same weights anew, where the run went on from them."""
-    states = [await run.add("a", 0, 60, FIRST_ORIGIN), await run.add("b", 1, 77, Origin(77, 60, 60))]
+    states = [await run.add("a", 0, 60, FIRST_TIMELINE), await run.add("b", 1, 77, Timeline(77, 60, 60))]
     await run.save()
     checkpoint = run.store.newest(run.manifest)
-    assert (checkpoint.updates, checkpoint.step) == (60, 60)
+    assert (checkpoint.optimizer_step, checkpoint.round_number) == (60, 60)
     for stage, state in enumerate(states):
-        assert_same(checkpoint.load_stage(stage), dataclasses.replace(state, step=60, origin=Origin(60, 60, 60)))
+        assert_same(
+            checkpoint.load_stage(stage), dataclasses.replace(state, round_number=60, timeline=Timeline(60, 60, 60))
+        )
 
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):
     """Nor does the coordinator end of it: it waits until somebody gives the right one."""
-    await run.add("a", 0, 60, FIRST_ORIGIN)
-    await run.add("liar", 1, 77, Origin(77, 50, 60))
+    await run.add("a", 0, 60, FIRST_TIMELINE)
+    await run.add("liar", 1, 77, Timeline(77, 50, 60))
     expected = []
 
     async def sleep(seconds):
-        expected.append(await run.add("b", 1, 60, FIRST_ORIGIN))
+        expected.append(await run.add("b", 1, 60, FIRST_TIMELINE))
 
     monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
     await run.save()
     [state] = expected
-    assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, origin=Origin(60, 60, 60)))
+    assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))

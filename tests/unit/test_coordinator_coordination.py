@@ -6,8 +6,8 @@ import anyio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator import coordination as module
-from coordinator.coordination import Coordination
+from coordinator.run import coordination as module
+from coordinator.run.coordination import Coordination
 from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.wire.identity import Identity
@@ -45,7 +45,14 @@ class Nodes:
 
     def coordination(self, letter: bytes, waits: bool = False) -> Coordination:
         node = Node(self, identity(letter))
-        return Coordination(node, RUN_KEY, self.lease_s, waits, lambda: self.now_s, lambda: self.unix_s)  # type: ignore[arg-type]
+        return Coordination(
+            node,  # type: ignore[arg-type]
+            RUN_KEY,
+            lease_s=self.lease_s,
+            waits=waits,
+            clock=lambda: self.now_s,
+            unix_clock=lambda: self.unix_s,
+        )
 
     def said_by(self, letter: bytes) -> CoordinationRecord:
         author = identity(letter).peer_id
@@ -80,14 +87,14 @@ async def test_what_is_ordered_is_said_at_once_and_goes_on_with_every_beat() -> 
     first = nodes.coordination(b"a")
     await nodes.pass_s(4, first)
     assert first.acts
-    await first.order([ORDER], "stage 1 is slow")
+    await first.assign([ORDER], "stage 1 is slow")
     said = nodes.said_by(b"a")
     assert (said.assignments, said.reason) == ((ORDER,), "stage 1 is slow")
     await nodes.pass_s(10, first)
     assert nodes.said_by(b"a").beat > said.beat
     assert nodes.said_by(b"a").assignments == (ORDER,)
     assert first.newest == (Term(1, identity(b"a").peer_id), nodes.said_by(b"a"))
-    await first.order([], "in balance")
+    await first.assign([], "in balance")
     assert not nodes.said_by(b"a").assignments
 
 
@@ -95,7 +102,7 @@ async def test_a_standby_takes_the_orders_over_that_are_under_way() -> None:
     nodes = Nodes()
     first, standby = nodes.coordination(b"a"), nodes.coordination(b"b", waits=True)
     await nodes.pass_s(4, first, standby)
-    await first.order([ORDER], "stage 1 is slow")
+    await first.assign([ORDER], "stage 1 is slow")
     await nodes.pass_s(20, first, standby)
     assert not standby.acts
     assert standby.newest is not None
@@ -116,7 +123,7 @@ async def test_what_one_says_whose_term_is_over_is_not_published() -> None:
     await nodes.pass_s(1, first)
     assert not first.acts
     before = nodes.said_by(b"a")
-    await first.order([ORDER], "stage 1 is slow")
+    await first.assign([ORDER], "stage 1 is slow")
     assert nodes.said_by(b"a") == before
     # The one that acts now is not disturbed.
     assert standby.acts
@@ -190,5 +197,5 @@ async def test_too_many_orders_are_cut_to_the_latest() -> None:
     first = nodes.coordination(b"a")
     await nodes.pass_s(4, first)
     orders = [ORDER.model_copy(update={"peer": f"p{number}"}) for number in range(MAX_ASSIGNMENTS + 5)]
-    await first.order(orders, "r" * 1000)
+    await first.assign(orders, "r" * 1000)
     assert nodes.said_by(b"a").assignments == tuple(orders[5:])

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import coordinator.checkpoints.export
 import coordinator.cli
-import coordinator.export
-from coordinator.checkpoints import CheckpointStore, find_checkpoint
+from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from swarm_peer.config import RunManifest
 from swarm_peer.model.partition import stages_of
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.state_index import StageState
+from swarm_peer.runtime.state.index import StageState
 
 CONFIGS = {
     "gpt2": {
@@ -52,17 +53,19 @@ def trainers_of(family="gpt2", share_layers=False, **data):
             "optimizer": {"learning_rate": 0.01},
         }
     )
-    return [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
 
 
 def train_and_save(trainers, url, num_steps):
     """Returns the logits after each step."""
     logits = []
-    for step in range(1, num_steps + 1):
+    for round_number in range(1, num_steps + 1):
         for trainer in trainers:
             trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
-        states = [StageState(step=step, lineage="x", tensors=trainer.state()) for trainer in trainers]
-        CheckpointStore(url).save(step, trainers[0].manifest, states)
+        states = [
+            StageState(round_number=round_number, history_hash="x", tensors=trainer.state()) for trainer in trainers
+        ]
+        CheckpointStore(url).save(round_number, trainers[0].manifest, states)
         hidden = sample()
         with torch.no_grad():
             for trainer in trainers:
@@ -100,18 +103,18 @@ def assert_loads(folder, expected):
 def test_the_newest_checkpoint_is_exported(family, share_layers, tmp_path, monkeypatch, capsys):
     logits = train_and_save(trainers_of(family, share_layers), str(tmp_path / "checkpoints"), 2)
     run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model")
-    assert f"after 2 global steps: {tmp_path / 'model'}" in capsys.readouterr().out
+    assert f"after 2 optimizer steps: {tmp_path / 'model'}" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits[1])
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_live_run_is_exported_by_an_onlooker(tmp_path, monkeypatch, capsys):
+def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     (logits,) = train_and_save(trainers_of(), str(tmp_path / "checkpoints"), 1)
     checkpoint = find_checkpoint(str(tmp_path / "checkpoints"))
     inside = []
 
     @contextmanager
-    def onlooker(addresses):
+    def observer_dht(addresses):
         inside.extend(addresses)
         yield "a DHT"
         inside.clear()
@@ -124,10 +127,10 @@ def test_a_live_run_is_exported_by_an_onlooker(tmp_path, monkeypatch, capsys):
         assert (dht, inside) == ("a DHT", ["/ip4/address"])
         return [checkpoint.load_stage(stage) for stage in range(2)]
 
-    for name, fake in (("onlooker", onlooker), ("find_manifest", find_manifest), ("fetch_model", fetch_model)):
-        monkeypatch.setattr(coordinator.export, name, fake)
+    for name, fake in (("observer_dht", observer_dht), ("find_manifest", find_manifest), ("fetch_model", fetch_model)):
+        monkeypatch.setattr(coordinator.checkpoints.export, name, fake)
     run(monkeypatch, "--initial-peers", "/ip4/address", "--output", tmp_path / "model")
-    assert "after 1 global steps" in capsys.readouterr().out
+    assert "after 1 optimizer steps" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits)
     assert inside == []
 
@@ -216,8 +219,8 @@ def test_sources_that_cannot_work(options, words, tmp_path, monkeypatch, capsys)
 
 def test_states_of_another_model_are_refused(tmp_path, monkeypatch, capsys):
     trainers = trainers_of()
-    states = [StageState(step=1, lineage="x", tensors=trainers[0].state()) for _ in range(2)]
+    states = [StageState(round_number=1, history_hash="x", tensors=trainers[0].state()) for _ in range(2)]
     CheckpointStore(str(tmp_path)).save(1, trainers[0].manifest, states)
     line = one_line_of(monkeypatch, capsys, "--checkpoint", tmp_path, "--output", tmp_path / "model")
     assert "export needs the states of all stages" in line
-    assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["updates"] == 1
+    assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["optimizer_step"] == 1

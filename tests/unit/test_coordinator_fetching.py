@@ -1,19 +1,20 @@
-"""All stages' states at one global step, of a run that does not wait for whoever downloads it."""
+"""All stages' states at one round, of a run that does not wait for whoever downloads it."""
 
 import anyio
 import pytest
 import torch
 from memory_transport import MemoryNetwork
 
-from coordinator import fetching
-from coordinator.fetching import aim, fetch_states
+from coordinator.checkpoints import fetching
+from coordinator.checkpoints.fetching import aim, fetch_states
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import NotServing, SwarmError
-from swarm_peer.policy.position import MAX_STEPS_AHEAD
-from swarm_peer.policy.recovery import Origin
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.state_index import StageState, make_index
-from swarm_peer.runtime.transport import Reply, check_body, pack_fields
+from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields
+from swarm_peer.runtime.state.index import StageState, make_index
 from swarm_peer.wire.messages import StateChunkCall, StateIndexCall
 
 MANIFEST = RunManifest.model_validate(
@@ -33,13 +34,15 @@ MANIFEST = RunManifest.model_validate(
 class Peer:
     """Serves one stage. Its step moves on by `hurry` with each state that it gives; it waits for a step to come."""
 
-    def __init__(self, stage, step, hurry=0):
-        self.stage, self.step, self.hurry = stage, step, hurry
+    def __init__(self, stage, round_number, hurry=0):
+        self.stage, self.round_number, self.hurry = stage, round_number, hurry
         self.asked = []  # the steps that it was asked for
 
     def state(self):
-        tensors = {f"weight{self.stage}": torch.full((3,), float(self.step))}
-        return StageState(step=self.step, lineage="x", tensors=tensors, origin=Origin(10, 4, 4))
+        tensors = {f"weight{self.stage}": torch.full((3,), float(self.round_number))}
+        return StageState(
+            round_number=self.round_number, history_hash="x", tensors=tensors, timeline=Timeline(10, 4, 4)
+        )
 
     async def __call__(self, caller, op, body, tensors):
         if op == "state_chunk":
@@ -47,10 +50,10 @@ class Peer:
             return Reply(tensors=(self.parts[call.entry],))
         call = check_body(StateIndexCall, body)
         assert (call.of_stage, call.kind) == (self.stage, "state")
-        self.asked.append(call.min_step)
-        self.step = max(self.step, call.min_step)
+        self.asked.append(call.min_round)
+        self.round_number = max(self.round_number, call.min_round)
         index, self.parts = make_index(self.stage, "state", self.state())
-        self.step += self.hurry
+        self.round_number += self.hurry
         return Reply(tensors=(memoryview(pack_fields(index)),))
 
 
@@ -62,24 +65,32 @@ class Directory:
 
     async def refresh(self, stages):
         known = [
-            PeerView(f"peer{peer.stage}", peer.stage, PeerState.SERVING, self.announced, updates=self.announced - 6)
+            PeerView(
+                peer_id=f"peer{peer.stage}",
+                stage=peer.stage,
+                state=PeerState.SERVING,
+                round_number=self.announced,
+                optimizer_step=self.announced - 6,
+            )
             for peer in self.peers
         ]
         return SwarmView(MANIFEST.stages.count, tuple(known))
 
 
-async def fetch(peers, announced=20, min_step=0):
+async def fetch(peers, announced=20, min_round=0):
     network = MemoryNetwork()
     async with network:
         for peer in peers:
             await network.transport(f"peer{peer.stage}").serve(peer)
-        return await fetch_states(network.transport("me"), Directory(peers, announced), MANIFEST, min_step)
+        return await fetch_states(
+            network.transport("me"), Directory(peers, announced), ResolvedManifest.of(MANIFEST), min_round
+        )
 
 
-def assert_states_of(states, step):
-    assert [state.step for state in states] == [step] * 3
+def assert_states_of(states, round_number):
+    assert [state.round_number for state in states] == [round_number] * 3
     for stage, state in enumerate(states):
-        assert torch.equal(state.tensors[f"weight{stage}"], torch.full((3,), float(step)))
+        assert torch.equal(state.tensors[f"weight{stage}"], torch.full((3,), float(round_number)))
 
 
 @pytest.fixture
@@ -91,45 +102,45 @@ def no_pauses(monkeypatch):
 
 
 async def test_stages_at_one_step_are_asked_once():
-    peers = [Peer(stage, step=20) for stage in range(3)]
+    peers = [Peer(stage, round_number=20) for stage in range(3)]
     assert_states_of(await fetch(peers), 20)
     assert [peer.asked for peer in peers] == [[20]] * 3
 
 
 async def test_what_is_announced_may_be_old():
-    peers = [Peer(stage, step=30) for stage in range(3)]
+    peers = [Peer(stage, round_number=30) for stage in range(3)]
     assert_states_of(await fetch(peers, announced=20), 30)
     assert [peer.asked for peer in peers] == [[20]] * 3
 
 
 async def test_a_stage_that_was_a_step_behind_is_asked_again():
-    peers = [Peer(0, step=21), Peer(1, step=20), Peer(2, step=21)]
+    peers = [Peer(0, round_number=21), Peer(1, round_number=20), Peer(2, round_number=21)]
     assert_states_of(await fetch(peers), 21)
     assert [peer.asked for peer in peers] == [[20], [20, 21], [20]]
 
 
 async def test_no_older_state_than_wanted():
-    assert_states_of(await fetch([Peer(stage, step=20) for stage in range(3)], min_step=25), 25)
+    assert_states_of(await fetch([Peer(stage, round_number=20) for stage in range(3)], min_round=25), 25)
 
 
 @pytest.mark.parametrize("hurries", [(1, 2, 3), (5, 0, 9), (30, 20, 25)])
 async def test_a_fast_run_is_met_at_a_step_that_has_not_begun(hurries):
-    peers = [Peer(stage, step=40 + hurry, hurry=hurry) for stage, hurry in enumerate(hurries)]
+    peers = [Peer(stage, round_number=40 + hurry, hurry=hurry) for stage, hurry in enumerate(hurries)]
     states = await fetch(peers, announced=20)
-    assert_states_of(states, states[0].step)
-    assert states[0].step > 40
+    assert_states_of(states, states[0].round_number)
+    assert states[0].round_number > 40
 
 
 async def test_a_run_that_is_too_fast_is_told(monkeypatch):
-    monkeypatch.setattr(fetching, "ROUNDS", 3)
-    peers = [Peer(stage, step=100 * stage, hurry=1000 + stage) for stage in range(3)]
-    with pytest.raises(SwarmError, match=r"gave no states of one global step in 3 rounds: try again"):
+    monkeypatch.setattr(fetching, "MODEL_TRIES", 3)
+    peers = [Peer(stage, round_number=100 * stage, hurry=1000 + stage) for stage in range(3)]
+    with pytest.raises(SwarmError, match=r"gave no states of one round in 3 tries: try again"):
         await fetch(peers)
 
 
 async def test_a_stage_without_peers_is_named(no_pauses):
-    with pytest.raises(SwarmError, match=r"no peer of stage 1 gave its state of global step 20: see the log"):
-        await fetch([Peer(0, step=20), Peer(2, step=20)])
+    with pytest.raises(SwarmError, match=r"no peer of stage 1 gave its state of round 20: see the log"):
+        await fetch([Peer(0, round_number=20), Peer(2, round_number=20)])
 
 
 async def test_a_peer_that_is_not_ready_is_asked_again(no_pauses):
@@ -142,7 +153,7 @@ async def test_a_peer_that_is_not_ready_is_asked_again(no_pauses):
                 raise NotServing("joining")
             return await super().__call__(*call)
 
-    assert_states_of(await fetch([Peer(0, step=20), Late(1, step=20), Peer(2, step=20)]), 20)
+    assert_states_of(await fetch([Peer(0, round_number=20), Late(1, round_number=20), Peer(2, round_number=20)]), 20)
 
 
 @pytest.mark.parametrize(
@@ -157,30 +168,39 @@ async def test_a_peer_that_is_not_ready_is_asked_again(no_pauses):
     ],
 )
 def test_what_is_aimed_at_is_within_the_run(announced, margin, expected):
-    peers = [PeerView(f"p{i}", 0, PeerState.SERVING, step, updates=n) for i, (step, n) in enumerate(announced)]
-    peers.append(PeerView("joiner", 0, PeerState.JOINING, 5000))
+    peers = [
+        PeerView(peer_id=f"p{i}", stage=0, state=PeerState.SERVING, round_number=round_number, optimizer_step=n)
+        for i, (round_number, n) in enumerate(announced)
+    ]
+    peers.append(PeerView(peer_id="joiner", stage=0, state=PeerState.JOINING, round_number=5000))
     assert aim(SwarmView(3, tuple(peers)), [], 1000, margin) == expected
 
 
 def test_who_lies_about_its_step_is_not_waited_for():
-    peers = [PeerView(f"p{stage}", stage, PeerState.SERVING, 20, updates=14) for stage in range(3)]
-    for step in (0, 5000, 2**40 - 1):
-        liar = PeerView("liar", 1, PeerState.SERVING, step)
+    peers = [
+        PeerView(peer_id=f"p{stage}", stage=stage, state=PeerState.SERVING, round_number=20, optimizer_step=14)
+        for stage in range(3)
+    ]
+    for round_number in (0, 5000, 2**40 - 1):
+        liar = PeerView(peer_id="liar", stage=1, state=PeerState.SERVING, round_number=round_number)
         assert aim(SwarmView(3, (*peers, liar)), [], 1000, 3) == 23
 
 
 def test_what_is_aimed_at_can_be_asked_for():
-    view = SwarmView(1, (PeerView("p", 0, PeerState.SERVING, 2**40 - 1),))
-    StateIndexCall(manifest=MANIFEST.hash, of_stage=0, min_step=aim(view, [], 1000, 3))
+    view = SwarmView(1, (PeerView(peer_id="p", stage=0, state=PeerState.SERVING, round_number=2**40 - 1),))
+    StateIndexCall(manifest=MANIFEST.hash, of_stage=0, min_round=aim(view, [], 1000, 3))
 
 
 def test_a_state_that_is_far_ahead_of_the_run_is_not_aimed_at():
-    view = SwarmView(3, (PeerView("p", 0, PeerState.SERVING, 20, updates=14),))
-    states = [StageState(step, "x", {}, Origin(10, 4, 4)) for step in (30, 20 + MAX_STEPS_AHEAD + 1)]
+    view = SwarmView(3, (PeerView(peer_id="p", stage=0, state=PeerState.SERVING, round_number=20, optimizer_step=14),))
+    states = [StageState(round_number, "x", {}, Timeline(10, 4, 4)) for round_number in (30, 20 + MAX_ROUNDS_AHEAD + 1)]
     assert aim(view, states, 1000, 0) == 30
 
 
 def test_what_was_given_is_aimed_beyond():
-    view = SwarmView(3, (PeerView("p", 0, PeerState.SERVING, 20, updates=14),))
-    states = [StageState(step=step, lineage="x", tensors={}, origin=Origin(10, 4, 4)) for step in (30, 31)]
+    view = SwarmView(3, (PeerView(peer_id="p", stage=0, state=PeerState.SERVING, round_number=20, optimizer_step=14),))
+    states = [
+        StageState(round_number=round_number, history_hash="x", tensors={}, timeline=Timeline(10, 4, 4))
+        for round_number in (30, 31)
+    ]
     assert aim(view, states, 1000, 3) == 34

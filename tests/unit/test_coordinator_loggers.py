@@ -18,14 +18,16 @@ import anyio
 import pytest
 import yaml
 
-from coordinator import local, loggers, service
-from coordinator.checkpointing import NO_CHECKPOINTS
+from coordinator.checkpoints.writer import NO_CHECKPOINTS
 from coordinator.cli import app
-from coordinator.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
-from coordinator.run_watch import step_line
-from coordinator.service import RunService
+from coordinator.run import local, service
+from coordinator.run.service import RunEvents, RunOptions, RunService
+from coordinator.watch import loggers
+from coordinator.watch.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
+from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.identity import Identity
 
 ROOT = Path(__file__).parents[2]
@@ -58,8 +60,17 @@ MANIFEST = RunManifest.model_validate(
 
 
 def a_line(step, validation_loss=None, *, num_given_up=0):
-    """The line of a run that had given up some global steps before."""
-    return step_line(step, step - 1 + num_given_up, 4.0 / step, 8, 0.5, 16, [2, 3], validation_loss, 4)
+    """The line of a run that had given up some optimizer steps before."""
+    return metrics_line(
+        optimizer_step=step,
+        round_number=step - 1 + num_given_up,
+        loss=4.0 / step,
+        samples=8,
+        seconds=0.5,
+        sequence_length=16,
+        peers=[2, 3],
+        validation=None if validation_loss is None else ValidationLoss(validation_loss, 4),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -202,11 +213,15 @@ def test_wandb_holds_every_line(tmp_path):
     assert {key: value for key, value in config.items() if not key.startswith("_")} == expected
     for step, row in enumerate(history, 1):
         line = a_line(step, 1.25 if step == 3 else None)
-        assert {key: value for key, value in row.items() if not key.startswith("_")} == scalars(line) | {"step": step}
+        assert {key: value for key, value in row.items() if not key.startswith("_")} == scalars(line) | {
+            "optimizer_step": step
+        }
     assert [row["_step"] for row in history] == [0, 1, 2]
     [path] = output.glob("wandb/offline-run-*/*.wandb")
     metrics = [record.metric for record in wandb_records(path) if record.WhichOneof("record_type") == "metric"]
-    assert [(metric.glob_name, metric.step_metric) for metric in metrics if metric.glob_name] == [("*", "step")]
+    assert [(metric.glob_name, metric.step_metric) for metric in metrics if metric.glob_name] == [
+        ("*", "optimizer_step")
+    ]
 
 
 def test_wandb_keeps_what_the_run_gave_up(tmp_path):
@@ -216,7 +231,7 @@ def test_wandb_keeps_what_the_run_gave_up(tmp_path):
         for step, num_given_up in steps:
             write(a_line(step, num_given_up=num_given_up))
     [(_, history)] = read_wandb(tmp_path)
-    assert [row["step"] for row in history] == [1, 2, 3, 2, 3]
+    assert [row["optimizer_step"] for row in history] == [1, 2, 3, 2, 3]
     assert [row["_step"] for row in history] == [0, 1, 2, 3, 4]
 
 
@@ -226,7 +241,7 @@ def test_a_resumed_run_goes_on_under_its_wandb_id(tmp_path):
             write(a_line(step))
     first, second, other = [run.run_id for run, _ in read_wandb(tmp_path)]
     assert first == second != other
-    assert [row["step"] for _, history in read_wandb(tmp_path) for row in history] == [1, 2, 1]
+    assert [row["optimizer_step"] for _, history in read_wandb(tmp_path) for row in history] == [1, 2, 1]
     assert (tmp_path / "wandb-id").read_text() == f"{other}\n"
 
 
@@ -300,9 +315,9 @@ class Recorder(StepLogger):
         if self._hold is not None:
             self.holding.set()
             self._hold.wait()
-        if line["step"] in self._fail_at:
+        if line["optimizer_step"] in self._fail_at:
             raise OSError(28, "No space left\non device")
-        self.steps.append(line["step"])
+        self.steps.append(line["optimizer_step"])
 
     def close(self):
         if "close" in self._fail_at:
@@ -428,13 +443,13 @@ class FakeDHT:
 class Acting:
     acts, term, newest, inherited = True, None, None, ()
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         pass
 
     async def run(self):
         await anyio.sleep_forever()
 
-    async def order(self, assignments, reason):
+    async def assign(self, assignments, reason):
         assert not assignments
 
 
@@ -457,16 +472,19 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
 
     monkeypatch.setattr(service, "observe", observe)
     monkeypatch.setattr(service, "open_transport", open_transport)
-    monkeypatch.setattr(service, "POLL_S", 0.0)
+    monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)
     monkeypatch.setattr(service, "Coordination", Acting)
     monkeypatch.setattr(RunService, "_export", export)
     run = RunService(
-        MANIFEST, FakeDHT(tmp_path), tmp_path, resume=resume, on_line=lambda line: told.append(line["step"])
+        ResolvedManifest.of(MANIFEST),
+        FakeDHT(tmp_path),
+        RunOptions(output=tmp_path, resume=resume),
+        events=RunEvents(on_line=lambda line: told.append(line["optimizer_step"])),
     )
     assert await run.run()
     assert told == expected
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert [json.loads(line)["optimizer_step"] for line in lines] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -480,8 +498,9 @@ def test_local_goes_on_with_its_loggers_where_it_goes_on_with_its_run(tmp_path, 
     monkeypatch.setattr(local.SwarmDHT, "start", lambda **_: SimpleNamespace(shutdown=lambda: None))
     monkeypatch.setattr(local, "open_loggers", opened)
     plan = dataclasses.replace(NO_CHECKPOINTS, resume=object() if resumes else None)
+    options = RunOptions(output=tmp_path / "output", plan=plan)
     with pytest.raises(UserError, match="far enough"):
-        local.run_local(MANIFEST, [1, 1], tmp_path / "output", "cpu", None, ["tensorboard"], plan)
+        local.run_local(MANIFEST, [1, 1], "cpu", options, ["tensorboard"])
     assert asked == [(["tensorboard"], resumes)]
 
 
@@ -492,7 +511,7 @@ def test_the_baseline_is_logged(tmp_path, capsys):
     app([*words, "--log-to", "tensorboard"], exit_on_error=False, print_error=False, result_action="return_value")
     lines = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
     losses = [(event.step, event.value) for event in read_tensorboard(tmp_path / "output").Scalars("loss")]
-    assert losses == [(line["step"], pytest.approx(line["loss"])) for line in lines]
+    assert losses == [(line["optimizer_step"], pytest.approx(line["loss"])) for line in lines]
     assert len(losses) == 3
 
 

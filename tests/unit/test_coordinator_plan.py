@@ -14,18 +14,22 @@ import torch
 from rich.console import Console
 
 from coordinator.cli import app
-from coordinator.gpus import find_gpu, gpus
-from coordinator.peers_file import RESERVED_BYTES, load_peers
-from coordinator.plan import LivePeers, live_groups, make_report, with_prices
-from coordinator.plan_report import print_report
-from coordinator.stage_work import layer_activation_bytes, optimizer_bytes, stage_works, widened_layer_flops
+from coordinator.planning.gpus import find_gpu, gpus
+from coordinator.planning.live_peers import LivePeers, live_groups, with_prices
+from coordinator.planning.peers_file import RESERVED_BYTES, load_peers
+from coordinator.planning.plan import make_report
+from coordinator.planning.plan_report import print_report
+from coordinator.planning.stage_work import stage_works, widened_layer_flops
 from swarm_peer.config import RunManifest, load_manifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.costs import optimizer_bytes
+from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import cut_stages, stages_of
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule, initialise
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.prediction import PeerGroup
+from swarm_peer.policy.planning.resources import PeerGroup
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -94,7 +98,17 @@ def test_a_description_becomes_numbers(tmp_path: Path) -> None:
     - {tflops: 10, memory_gb: 5, name: mine, upload_mbps: 80, download_mbps: 160}
     """
     first, second, third = load_peers(write(tmp_path, text), "fp16")
-    assert first == PeerGroup("T4", 3, 32.5e12, 16e9 - RESERVED_BYTES, 10e6, 20e6, 0.02, 0.0, 0.1e-9)
+    assert first == PeerGroup(
+        name="T4",
+        count=3,
+        flops_per_s=32.5e12,
+        memory_bytes=16e9 - RESERVED_BYTES,
+        upload_bytes_per_s=10e6,
+        download_bytes_per_s=20e6,
+        latency_s=0.02,
+        dollars_per_hour=0.0,
+        dollars_per_sent_byte=0.1e-9,
+    )
     assert (second.name, second.flops_per_s) == ("T4 (2)", 65e12 * 0.3)
     assert (third.name, third.flops_per_s, third.memory_bytes) == ("mine", 3e12, 5e9 - RESERVED_BYTES)
 
@@ -130,7 +144,7 @@ def test_a_missing_description_is_one_line(tmp_path: Path) -> None:
 
 
 def test_prices_on_the_command_line_replace_those_of_the_file() -> None:
-    groups = [PeerGroup("p", 1, 1.0, dollars_per_hour=2.0, dollars_per_sent_byte=3e-9)]
+    groups = [PeerGroup(name="p", count=1, flops_per_s=1.0, dollars_per_hour=2.0, dollars_per_sent_byte=3e-9)]
     assert with_prices(groups, None, None) == groups
     (changed,) = with_prices(groups, 0.0, 5.0)
     assert (changed.dollars_per_hour, changed.dollars_per_sent_byte) == (0.0, 5e-9)
@@ -153,6 +167,7 @@ GPT2 = TINY | {"model_type": "gpt2", "n_positions": 64, "n_embd": 128, "n_head":
 GPT2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 LLAMA = TINY | {"model_type": "llama", "max_position_embeddings": 64, "hidden_size": 128, "intermediate_size": 384}
 LLAMA |= {"num_attention_heads": 4}
+LIKE_LLAMA = LLAMA | {"num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -163,20 +178,25 @@ LLAMA |= {"num_attention_heads": 4}
         LLAMA,
         LLAMA | {"num_key_value_heads": 1},
         LLAMA | {"num_key_value_heads": 2, "intermediate_size": 256},
+        LIKE_LLAMA | {"model_type": "mistral", "sliding_window": 16},
+        LIKE_LLAMA | {"model_type": "qwen2"},
+        LIKE_LLAMA | {"model_type": "qwen3", "head_dim": 48},
+        LIKE_LLAMA | {"model_type": "gemma2", "head_dim": 48},
+        LIKE_LLAMA | {"model_type": "gemma2", "head_dim": 48, "attn_logit_softcapping": None, "sliding_window": 64},
+        LIKE_LLAMA | {"model_type": "gemma3_text", "head_dim": 48, "sliding_window": 16},
     ],
 )
 def test_activations_are_those_that_autograd_keeps(config: dict[str, Any]) -> None:
     """In fp32, which is what a CPU computes in."""
-    kept = [_kept_bytes(config, num_layers) for num_layers in (1, 2)]
-    layers = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
-    predicted = layer_activation_bytes(parse_model_config(config | {layers: 3}), half=False)
+    kept = [_kept_bytes(config, num_layers) for num_layers in (2, 3)]  # with a layer of each kind before the last
+    family = family_of(parse_model_config(config | {"num_hidden_layers": 5}))
+    predicted = family.layer_activation_bytes(3, sequence_length=32, half=False)
     assert predicted == pytest.approx(kept[1] - kept[0], rel=0.01)
 
 
 def _kept_bytes(config: dict[str, Any], num_layers: int, length: int = 32) -> float:
     """Per token, of a stage in the middle."""
-    layers = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
-    parsed = parse_model_config(config | {layers: num_layers + 2})
+    parsed = parse_model_config(config | {"num_hidden_layers": num_layers + 2})
     module = StageModule(parsed, cut_stages(parsed, 3, length, [1, num_layers, 1])[1])
     initialise(module, 0)
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -198,11 +218,11 @@ def _kept_bytes(config: dict[str, Any], num_layers: int, length: int = 32) -> fl
 def test_optimizer_state_is_as_large_as_said(optimizer: str) -> None:
     name = () if optimizer.startswith("name") else ("optimizer.name=sgd",)
     manifest = manifest_of("demo", *name, f"optimizer.{optimizer}")
-    trainer = StageTrainer(manifest, stages_of(manifest)[1])
+    trainer = StageTrainer(ResolvedManifest.of(manifest), stages_of(manifest)[1])
     state = trainer.state_template()
     held = sum(tensor.nbytes for entry, tensor in state.items() if entry.startswith("optimizer/"))
     parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
-    assert optimizer_bytes(manifest) * parameters == pytest.approx(held, rel=1e-3)
+    assert optimizer_bytes(manifest.optimizer) * parameters == pytest.approx(held, rel=1e-3)
 
 
 def test_operations_and_bytes_of_a_run() -> None:
@@ -216,7 +236,7 @@ def test_operations_and_bytes_of_a_run() -> None:
     # The configuration's comments: 8.4 MB a hop and about 55 TFLOP; weights, gradients and moments take 4 GB.
     assert works[1].activation_bytes == pytest.approx(8.5e6, rel=0.02)
     assert works[1].flops == pytest.approx(55e12, rel=0.05)
-    assert max(work.held_bytes for work in works) == pytest.approx(4.2e9, rel=0.02)
+    assert max(work.memory.held_bytes for work in works) == pytest.approx(4.2e9, rel=0.02)
     assert (works[0].gradient_bytes, works[2].activation_bytes) == (0.0, 0.0)
 
 
@@ -230,7 +250,17 @@ def test_a_layer_of_twice_the_width_costs_four_times_as_much(name: str) -> None:
 
 # --- the report
 
-FAST = PeerGroup("fast", 4, 20e12, 15e9, 125e6, 125e6, 0.02, 1.0, 1e-10)
+FAST = PeerGroup(
+    name="fast",
+    count=4,
+    flops_per_s=20e12,
+    memory_bytes=15e9,
+    upload_bytes_per_s=125e6,
+    download_bytes_per_s=125e6,
+    latency_s=0.02,
+    dollars_per_hour=1.0,
+    dollars_per_sent_byte=1e-10,
+)
 
 
 def test_a_report_adds_up() -> None:
@@ -261,7 +291,7 @@ def test_a_report_in_words() -> None:
         for words in (
             "What limits it: ",
             "Stages",
-            "A global step",
+            "A round",
             "Numbers of stages",
             "One peer more",
             "Square-cube",
@@ -287,7 +317,9 @@ def test_each_stage_has_the_peers_that_the_run_begins_with() -> None:
 
 
 def test_a_round_longer_than_its_timeout_is_told() -> None:
-    slow = PeerGroup("slow", 2, 20e12, 15e9, 1e5, 1e5)
+    slow = PeerGroup(
+        name="slow", count=2, flops_per_s=20e12, memory_bytes=15e9, upload_bytes_per_s=1e5, download_bytes_per_s=1e5
+    )
     report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [slow], num_stages=1)
     assert any("longer than averaging.round_timeout_s=120: raise that" in note for note in report["notes"])
 
@@ -309,20 +341,34 @@ def test_a_round_longer_than_its_timeout_is_told() -> None:
 def test_what_does_not_fit_is_told_with_a_remedy(
     memory: float, num_stages: int | None, overrides: tuple[str, ...], message: str
 ) -> None:
-    peers = [PeerGroup("small", 4, 20e12, memory, 1e7, 1e7)]
+    peers = [
+        PeerGroup(
+            name="small",
+            count=4,
+            flops_per_s=20e12,
+            memory_bytes=memory,
+            upload_bytes_per_s=1e7,
+            download_bytes_per_s=1e7,
+        )
+    ]
     with pytest.raises(UserError) as caught:
         make_report(manifest_of("gpt2-124m", *overrides), peers, num_stages)
     assert message in str(caught.value)
+
+
+def test_another_number_of_stages_is_planned_where_the_configured_one_cannot_be_cut() -> None:
+    report = make_report(manifest_of("gpt2-124m", "stages.count=64"), [FAST], num_stages=2)
+    assert (report["stages"], report["configured_stages"]) == (2, 64)
 
 
 def test_peers_of_a_live_run_have_their_measured_speed() -> None:
     manifest = manifest_of("gpt2-124m")
     works = stage_works(manifest, 2)
     peers = (
-        PeerView("a", 0, PeerState.SERVING, samples_per_s=2.0),
-        PeerView("b", 0, PeerState.SERVING, samples_per_s=2.001),
-        PeerView("c", 1, PeerState.SERVING, samples_per_s=8.0),
-        PeerView("d", 1, PeerState.JOINING),
+        PeerView(peer_id="a", stage=0, state=PeerState.SERVING, samples_per_s=2.0),
+        PeerView(peer_id="b", stage=0, state=PeerState.SERVING, samples_per_s=2.001),
+        PeerView(peer_id="c", stage=1, state=PeerState.SERVING, samples_per_s=8.0),
+        PeerView(peer_id="d", stage=1, state=PeerState.JOINING),
     )
     groups = live_groups(manifest, SwarmView(2, peers), LivePeers(download_bytes_per_s=1e6))
     assert sum(group.count for group in groups) == 4

@@ -2,11 +2,11 @@ import pytest
 import torch
 from test_runtime_microbatches import LENGTH, make_manifest
 
-from coordinator.queries import draw_samples
-from coordinator.sampling import TextStream, choose_token
+from coordinator.query.queries import draw_samples
+from coordinator.query.sampling import TextStream, choose_token
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.data import validation_samples
-from swarm_peer.runtime.tokenizers import BytesTokenizer
+from swarm_peer.runtime.data.slices import validation_samples
+from swarm_peer.runtime.data.tokenizers import BytesTokenizer
 
 MANIFEST = make_manifest(
     model={

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.rebalancer import (
+from coordinator.run.rebalancer import (
     EXCHANGE_PATIENCE,
     LEAST_REST_S,
     MOVE_OVERHEAD_S,
@@ -19,6 +19,7 @@ from coordinator.rebalancer import (
     RebalancingOptions,
 )
 from swarm_peer.config import RunManifest
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Assignment
 
@@ -50,13 +51,22 @@ class Run:
     ):
         self.now_s = 100.0
         self.peers: dict[str, PeerView] = {}
-        self.rebalancer = Rebalancer(MANIFEST, options, self.now_s, inherited)
+        self.rebalancer = Rebalancer(ResolvedManifest.of(MANIFEST), options, begun_s=self.now_s, inherited=inherited)
         self.delivered = 100
         for name, stage in zip("abcdef", (0, 0, 0, 0, 0, 1), strict=True):
             self.add(name, stage, since_s=0.0)
 
     def add(self, name: str, stage: int, **fields: object) -> None:
-        peer = PeerView(name, stage, PeerState.SERVING, 1, 10.0, movable=True, since_s=self.now_s, announced=7)
+        peer = PeerView(
+            peer_id=name,
+            stage=stage,
+            state=PeerState.SERVING,
+            round_number=1,
+            samples_per_s=10.0,
+            movable=True,
+            since_s=self.now_s,
+            announced=7,
+        )
         self.peers[name] = replace(peer, **fields)
 
     def announce(self) -> None:
@@ -67,9 +77,9 @@ class Run:
     def look(self, after_s: float = 1.0) -> list[str]:
         """Those who are newly ordered."""
         self.now_s += after_s
-        before = set(self.rebalancer._orders)
+        before = set(self.rebalancer._open)
         self.rebalancer.look(SwarmView(2, tuple(self.peers.values())), self.delivered, 10.0, self.now_s)
-        return sorted(set(self.rebalancer._orders) - before)
+        return sorted(set(self.rebalancer._open) - before)
 
 
 def in_balance() -> Run:
@@ -249,7 +259,7 @@ def test_equal_peers_that_slow_each_other_down_are_not_moved_to_and_fro() -> Non
             run.peers[name] = replace(peer, announced=peer.announced + 1, samples_per_s=8.0 if alone else 10.0)
         for mover in run.look(2.5):
             ordered.append(mover)
-            to_stage = run.rebalancer._orders[mover].move.to_stage
+            to_stage = run.rebalancer._open[mover].move.to_stage
             del run.peers[mover]
             run.add(f"{mover}+", to_stage, formerly=mover, samples_per_s=10.0)
     assert len(ordered) <= 1
@@ -293,8 +303,9 @@ def test_who_has_moved_hides_nobody_by_what_it_says_later() -> None:
     run.add("reborn", 1, formerly=mover)
     run.look(1)
     run.peers["reborn"] = replace(run.peers["reborn"], formerly="f")
-    view = run.rebalancer._with_movers(SwarmView(2, tuple(run.peers.values())), run.now_s)
-    assert view.peer("f") is not None
+    view = SwarmView(2, tuple(run.peers.values()))
+    run.rebalancer._follow_movers(view, run.now_s)
+    assert run.rebalancer._with_movers(view).peer("f") is not None
 
 
 def test_who_moves_neither_comes_nor_goes() -> None:
@@ -319,7 +330,7 @@ def test_an_order_says_who_where_and_why() -> None:
     [order] = run.rebalancer.assignments()
     assert (order.peer, order.announced, order.from_stage, order.to_stage) == (mover, 7, 0, 1)
     assert order.reason.startswith("stage 0 will take")
-    assert run.rebalancer.migrations == 1
+    assert run.rebalancer.num_moves == 1
 
 
 def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile() -> None:
@@ -333,7 +344,7 @@ def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile()
     run.add("reborn", 1, state=PeerState.JOINING, samples_per_s=0.0, moved_from=0, formerly=mover)
     run.add(mover, 0)  # its last announcement may come back from a stale DHT node
     assert run.look() == []
-    assert mover not in run.rebalancer._orders
+    assert mover not in run.rebalancer._open
     del run.peers[mover]
     run.add("reborn", 1, samples_per_s=0.0, formerly=mover, since_s=run.now_s)
     run.now_s += 5
@@ -348,7 +359,7 @@ def test_who_dies_before_it_obeys_is_not_waited_for() -> None:
     [mover] = run.look(60)
     del run.peers[mover]
     assert run.look(0.1) == []
-    assert run.rebalancer._orders == {}
+    assert run.rebalancer._open == {}
     [another] = run.look(ANNOUNCEMENT_S)
     assert another != mover
 
@@ -366,7 +377,7 @@ def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
     run = Run()
     asked: list[str] = []
     [mover] = run.look(60)
-    patience_s = run.rebalancer._orders[mover].patience_s
+    patience_s = run.rebalancer._open[mover].patience_s
     assert patience_s >= MOVE_PATIENCE * 20
     [other] = run.look(patience_s + 1)
     assert other != mover

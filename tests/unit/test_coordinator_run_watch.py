@@ -2,11 +2,13 @@ import json
 
 import pytest
 
-from coordinator.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, MetricsFile, RunWatch, step_line
+from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line
+from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.policy.position import MAX_STEPS_AHEAD
+from swarm_peer.errors import UserError
+from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.wire.records import Progress, ProgressRecord, StepReport, Validation
+from swarm_peer.wire.records import Progress, ProgressRecord, RoundReport, Validation
 
 LENGTH = 10
 
@@ -31,9 +33,18 @@ def make_watch(validation_every=0, validation_samples=4, steps=10):
     return RunWatch(manifest, SwarmView(2))
 
 
-def peer(peer_id, stage, state=PeerState.SERVING, step=0, updates=None):
-    updates = step if updates is None else updates
-    return PeerView(peer_id, stage, state, step, samples_per_s=2.0, queue=3, updates=updates, note="busy")
+def peer(peer_id, stage, state=PeerState.SERVING, round_number=0, optimizer_step=None):
+    optimizer_step = round_number if optimizer_step is None else optimizer_step
+    return PeerView(
+        peer_id=peer_id,
+        stage=stage,
+        state=state,
+        round_number=round_number,
+        samples_per_s=2.0,
+        queue=3,
+        optimizer_step=optimizer_step,
+        note="busy",
+    )
 
 
 # One who reports, one who joins, and one of the next stage whose last announcement is from the run's beginning.
@@ -41,30 +52,33 @@ VIEW = SwarmView(2, (peer("a", 0), peer("b", 0, PeerState.JOINING), peer("c", 1)
 BOTH = SwarmView(2, (peer("a", 0), peer("b", 0), peer("c", 1)))
 
 
-def rewound(step, updates):
+def rewound(round_number, optimizer_step):
     """As VIEW, after the next stage has come to announce that it went back."""
-    return SwarmView(2, (*VIEW.in_stage(0), peer("c", 1, step=step, updates=updates)))
+    return SwarmView(2, (*VIEW.in_stage(0), peer("c", 1, round_number=round_number, optimizer_step=optimizer_step)))
 
 
-def report(updates, loss=2.5, samples=8, seconds=2.0, global_step=None):
-    """Of a run that never went back, if no global step is given."""
-    step = updates - 1 if global_step is None else global_step
-    return StepReport(step=step, updates=updates, samples=samples, loss=loss, seconds=seconds)
+def report(optimizer_step, loss=2.5, samples=8, seconds=2.0, round_number=None):
+    """Of a run that never went back, if no round is given."""
+    round_number = optimizer_step - 1 if round_number is None else round_number
+    return RoundReport(
+        round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss=loss, seconds=seconds
+    )
 
 
-def record(*reports, step=0, samples=0, validations=()):
-    current = Progress(step=step, samples=samples, claimed=samples, loss_sum=0.0)
+def record(*reports, round_number=0, samples=0, validations=()):
+    current = Progress(round_number=round_number, samples=samples, claimed=samples, loss_sum=0.0)
     return ProgressRecord(
         current=current,
         finished=reports,
         validations=tuple(
-            Validation(step=at, updates=at, samples=count, loss_sum=loss_sum) for at, count, loss_sum in validations
+            Validation(round_number=at, optimizer_step=at, samples=count, loss_sum=loss_sum)
+            for at, count, loss_sum in validations
         ),
     )
 
 
 def steps_of(lines):
-    return [line["step"] for line in lines]
+    return [line["optimizer_step"] for line in lines]
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
@@ -74,17 +88,17 @@ def test_a_finished_step_is_a_line():
     watch = make_watch()
     assert watch.observe(VIEW, {"a": record(report(1))}, now=0.0) == [
         {
-            "step": 1,
+            "optimizer_step": 1,
             "loss": 2.5,
             "samples": 8,
             "tokens": 8 * LENGTH,
             "tokens_per_s": 40.0,
             "seconds": 2.0,
             "peers": [1, 1],
-            "global_step": 0,
+            "round": 0,
         }
     ]
-    assert (watch.step, watch.global_step) == (1, 0)
+    assert (watch.optimizer_step, watch.round_number) == (1, 0)
 
 
 def test_each_step_is_told_once_however_many_report_it():
@@ -104,10 +118,12 @@ def test_lines_come_in_order():
 def test_what_is_kept_of_a_long_run_is_bounded():
     watch = make_watch(validation_every=1)
     steps = LINES_KEPT + 500
-    for step in range(1, steps + 1):
-        view = SwarmView(2, (peer("a", 0), peer("c", 1, step=step)))
-        [line] = watch.observe(view, {"a": record(report(step), validations=[(step, 8, 8.0 * step)])}, 0.0)
-        assert (line["step"], line["validation_loss"]) == (step, step)
+    for round_number in range(1, steps + 1):
+        view = SwarmView(2, (peer("a", 0), peer("c", 1, round_number=round_number)))
+        [line] = watch.observe(
+            view, {"a": record(report(round_number), validations=[(round_number, 8, 8.0 * round_number)])}, 0.0
+        )
+        assert (line["optimizer_step"], line["validation_loss"]) == (round_number, round_number)
     assert steps_of(watch.lines) == list(range(steps + 1 - LINES_KEPT, steps + 1))
     assert not watch._reports
     assert not watch._validations
@@ -116,11 +132,11 @@ def test_what_is_kept_of_a_long_run_is_bounded():
 def test_the_last_validation_is_known_however_long_ago_it_was():
     watch = make_watch(validation_every=10)
     watch.observe(VIEW, {"a": record(report(10), validations=[(10, 8, 16.0)])}, 0.0)
-    for step in range(11, LINES_KEPT + 20):
-        view = SwarmView(2, (peer("a", 0), peer("c", 1, step=step)))
-        watch.observe(view, {"a": record(report(step))}, 100.0 * step)
-        watch.observe(view, {"a": record(report(step))}, 100.0 * step + VALIDATION_WAIT_S)
-    assert watch.lines[0]["step"] > 10
+    for round_number in range(11, LINES_KEPT + 20):
+        view = SwarmView(2, (peer("a", 0), peer("c", 1, round_number=round_number)))
+        watch.observe(view, {"a": record(report(round_number))}, 100.0 * round_number)
+        watch.observe(view, {"a": record(report(round_number))}, 100.0 * round_number + VALIDATION_WAIT_S)
+    assert watch.lines[0]["optimizer_step"] > 10
     assert watch.summary()["validation_loss"] == 2.0
 
 
@@ -143,11 +159,11 @@ def test_a_line_has_the_peers_of_the_time_of_its_report():
 
 def test_reports_of_peers_that_do_not_serve_stage_0_are_not_believed():
     watch = make_watch()
-    told = {"c": record(report(1), step=5, samples=6, validations=[(0, 4, 1.0)]), "x": record(report(1))}
-    told["b"] = record(report(1), step=5, samples=6)  # it joins
+    told = {"c": record(report(1), round_number=5, samples=6, validations=[(0, 4, 1.0)]), "x": record(report(1))}
+    told["b"] = record(report(1), round_number=5, samples=6)  # it joins
     assert watch.observe(VIEW, told, 0.0) == []
-    assert (watch.current_step, watch.current_samples) == (0, 0)
-    assert (watch.step, watch.global_step) == (0, -1)
+    assert (watch.current_round, watch.current_samples) == (0, 0)
+    assert (watch.optimizer_step, watch.round_number) == (0, -1)
 
 
 # --- validation -------------------------------------------------------------------------------------------------------
@@ -161,8 +177,8 @@ def test_a_line_waits_for_the_validation_of_its_step():
     assert watch.observe(VIEW, half, 1.0) == []
     both = half | {"b": record(validations=[(2, 2, 5.0)])}
     second, third = watch.observe(BOTH, both, 2.0)
-    assert (second["step"], second["validation_loss"], second["validation_samples"]) == (2, 2.0, 4)
-    assert third["step"] == 3
+    assert (second["optimizer_step"], second["validation_loss"], second["validation_samples"]) == (2, 2.0, 4)
+    assert third["optimizer_step"] == 3
     assert "validation_loss" not in third
 
 
@@ -206,7 +222,7 @@ def test_the_last_step_is_validated_whatever_its_number():
     assert steps_of(watch.observe(VIEW, {"a": record(report(1), report(2), report(3))}, 0.0)) == [1, 2]
     done = {"a": record(validations=[(3, 4, 8.0)])}
     [line] = watch.observe(VIEW, done, 1.0)
-    assert (line["step"], line["validation_loss"]) == (3, 2.0)
+    assert (line["optimizer_step"], line["validation_loss"]) == (3, 2.0)
 
 
 def test_no_validation_is_waited_for_where_there_is_none():
@@ -219,26 +235,26 @@ def test_no_validation_is_waited_for_where_there_is_none():
 
 def test_a_rewind_takes_lines_back():
     watch = make_watch()
-    watch.observe(VIEW, {"a": record(*(report(updates) for updates in range(1, 6)))}, 0.0)
-    [line] = watch.observe(rewound(9, 2), {"a": record(report(3, loss=1.5, global_step=9))}, 1.0)
-    assert (line["step"], line["global_step"], line["loss"]) == (3, 9, 1.5)
+    watch.observe(VIEW, {"a": record(*(report(optimizer_step) for optimizer_step in range(1, 6)))}, 0.0)
+    [line] = watch.observe(rewound(9, 2), {"a": record(report(3, loss=1.5, round_number=9))}, 1.0)
+    assert (line["optimizer_step"], line["round"], line["loss"]) == (3, 9, 1.5)
     assert steps_of(watch.lines) == [1, 2, 3]
-    assert [line["global_step"] for line in watch.lines] == [0, 1, 9]
-    assert (watch.step, watch.global_step) == (3, 9)
-    assert steps_of(watch.observe(rewound(9, 2), {"a": record(report(4, global_step=10))}, 2.0)) == [4]
+    assert [line["round"] for line in watch.lines] == [0, 1, 9]
+    assert (watch.optimizer_step, watch.round_number) == (3, 9)
+    assert steps_of(watch.observe(rewound(9, 2), {"a": record(report(4, round_number=10))}, 2.0)) == [4]
 
 
 def test_a_rewind_to_the_beginning_takes_all_lines_back():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
-    watch.observe(rewound(6, 0), {"a": record(report(1, global_step=6))}, 1.0)
-    assert [(line["step"], line["global_step"]) for line in watch.lines] == [(1, 6)]
+    watch.observe(rewound(6, 0), {"a": record(report(1, round_number=6))}, 1.0)
+    assert [(line["optimizer_step"], line["round"]) for line in watch.lines] == [(1, 6)]
 
 
 def test_a_rewind_is_believed_when_the_next_stage_tells_of_it():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
-    gone_back = {"a": record(report(2, global_step=6), report(3, global_step=7))}
+    gone_back = {"a": record(report(2, round_number=6), report(3, round_number=7))}
     assert watch.observe(VIEW, gone_back, 1.0) == []
     assert steps_of(watch.observe(rewound(6, 1), gone_back, 2.0)) == [2, 3]
 
@@ -247,24 +263,24 @@ def test_what_was_kept_of_the_line_before_is_told_after_a_rewind():
     """It went back before the other stages had announced that they had been there."""
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1))}, 0.0)
-    gone_back = {"a": record(report(2), report(3), report(4, global_step=9))}
-    authors = (peer("a", 0, step=10, updates=4), peer("d", 0, step=10, updates=4))
-    view = SwarmView(2, (*authors, peer("c", 1, step=10, updates=4)))
+    gone_back = {"a": record(report(2), report(3), report(4, round_number=9))}
+    authors = (peer("a", 0, round_number=10, optimizer_step=4), peer("d", 0, round_number=10, optimizer_step=4))
+    view = SwarmView(2, (*authors, peer("c", 1, round_number=10, optimizer_step=4)))
     assert steps_of(watch.observe(view, gone_back, 1.0)) == [2, 3, 4]
 
 
 def test_reports_of_a_line_that_was_given_up_come_too_late():
     watch = make_watch()
     watch.observe(VIEW, {"a": record(report(1), report(2))}, 0.0)
-    watch.observe(rewound(6, 1), {"a": record(report(2, global_step=6))}, 1.0)
+    watch.observe(rewound(6, 1), {"a": record(report(2, round_number=6))}, 1.0)
     assert watch.observe(rewound(6, 1), {"b": record(report(3), report(4))}, 2.0) == []
     assert steps_of(watch.lines) == [1, 2]
 
 
-def test_both_lines_at_once_come_in_the_order_of_global_steps():
+def test_both_lines_at_once_come_in_the_order_of_rounds():
     """One that was left behind has downloaded the state after the rewind: it remembers what it did before."""
     watch = make_watch()
-    old, new = [report(1), report(2), report(3)], report(2, global_step=9)
+    old, new = [report(1), report(2), report(3)], report(2, round_number=9)
     lines = watch.observe(rewound(9, 1), {"a": record(*old, new)}, 0.0)
     assert steps_of(lines) == [1, 2, 3, 2]
     assert steps_of(watch.lines) == [1, 2]
@@ -275,35 +291,35 @@ def test_validations_are_those_of_the_line_that_goes_on():
     watch = make_watch(validation_every=2, validation_samples=4)
     watch.observe(VIEW, {"a": record(report(1), report(2), validations=[(2, 4, 12.0)])}, 0.0)
     assert watch.lines[-1]["validation_loss"] == 3.0
-    gone_back = {"a": record(report(2, global_step=8), validations=[(2, 4, 12.0)])}
+    gone_back = {"a": record(report(2, round_number=8), validations=[(2, 4, 12.0)])}
     assert watch.observe(rewound(8, 1), gone_back, 1.0) == []
     [line] = watch.observe(rewound(8, 1), {"a": record(validations=[(9, 4, 4.0)])}, 2.0)
-    assert (line["step"], line["validation_loss"]) == (2, 1.0)
+    assert (line["optimizer_step"], line["validation_loss"]) == (2, 1.0)
 
 
 # --- whom to believe --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lie", [report(10, global_step=10), report(1, global_step=2**40 - 1)])
+@pytest.mark.parametrize("lie", [report(10, round_number=10), report(1, round_number=2**40 - 1)])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_one_of_stage_0_neither_ends_the_run_nor_makes_its_account_deaf(lie, num_stages):
     watch = make_watch()
-    liar, honest, past = report(4, global_step=20), range(1, 10), []
-    for updates in honest:
-        peers = [peer("a", 0), peer("b", 0, PeerState.SERVING, step=2**40 - 1, updates=1)]
+    liar, honest, past = report(4, round_number=20), range(1, 10), []
+    for optimizer_step in honest:
+        peers = [peer("a", 0), peer("b", 0, PeerState.SERVING, round_number=2**40 - 1, optimizer_step=1)]
         peers += [peer("c", 1)] if num_stages == 2 else [peer("c", 0)]
-        past.append(report(updates))
+        past.append(report(optimizer_step))
         told = {"a": record(*past), "b": record(lie, liar)} | ({"c": record(*past)} if num_stages == 1 else {})
         watch.observe(SwarmView(num_stages, tuple(peers)), told, 0.0)
         if num_stages == 2:  # the liar is half of stage 0, and the next stage has announced itself
-            view = SwarmView(2, (*peers[:2], peer("c", 1, step=updates)))
+            view = SwarmView(2, (*peers[:2], peer("c", 1, round_number=optimizer_step)))
             watch.observe(view, told, 1.0)
-        assert (watch.step, watch.global_step) == (updates, updates - 1)
+        assert (watch.optimizer_step, watch.round_number) == (optimizer_step, optimizer_step - 1)
 
 
 def test_who_is_alone_in_stage_0_tells_of_nothing_that_the_others_are_far_from():
     watch = make_watch()
-    for claim in (report(1, global_step=2**40 - 1), report(MAX_STEPS_AHEAD + 1), report(5, global_step=30)):
+    for claim in (report(1, round_number=2**40 - 1), report(MAX_ROUNDS_AHEAD + 1), report(5, round_number=30)):
         assert watch.observe(VIEW, {"a": record(claim)}, 0.0) == []
     nobody = SwarmView(2, (peer("a", 0),))
     assert watch.observe(nobody, {"a": record(report(1))}, 0.0) == []
@@ -314,7 +330,7 @@ def test_who_has_died_or_hangs_is_not_waited_for_when_the_next_stage_goes_on():
     watch = make_watch()
     told = {"a": record(report(1), report(2)), "b": record(report(1))}
     assert steps_of(watch.observe(BOTH, told, 0.0)) == [1]
-    on = SwarmView(2, (*BOTH.in_stage(0), peer("c", 1, step=2)))
+    on = SwarmView(2, (*BOTH.in_stage(0), peer("c", 1, round_number=2)))
     assert steps_of(watch.observe(on, told, 1.0)) == [2]
 
 
@@ -328,7 +344,7 @@ def test_who_has_died_is_not_waited_for_when_its_announcement_is_over():
 def test_what_one_told_and_died_is_known_though_its_stage_mate_is_new():
     watch = make_watch()
     watch.observe(BOTH, dict.fromkeys("ab", record(report(1))), now=0.0)
-    left = SwarmView(2, (peer("b", 0, step=3), peer("c", 1, step=3)))
+    left = SwarmView(2, (peer("b", 0, round_number=3), peer("c", 1, round_number=3)))
     progress = {"a": record(report(1), report(2), report(3)), "b": record(report(4))}
     assert steps_of(watch.observe(left, progress, now=AUTHORS_REMEMBERED_S - 1)) == [2, 3, 4]
 
@@ -336,30 +352,32 @@ def test_what_one_told_and_died_is_known_though_its_stage_mate_is_new():
 def test_who_died_bears_nothing_out():
     watch = make_watch()
     watch.observe(BOTH, dict.fromkeys("ab", record(report(1))), now=0.0)
-    left = SwarmView(2, (peer("b", 0, step=1), peer("c", 1, step=1)))
+    left = SwarmView(2, (peer("b", 0, round_number=1), peer("c", 1, round_number=1)))
     assert steps_of(watch.observe(left, {"a": record(report(1), report(2))}, now=1.0)) == []
 
 
 def test_who_died_long_ago_is_nobody():
     watch = make_watch()
     watch.observe(BOTH, dict.fromkeys("ab", record(report(1))), now=0.0)
-    left = SwarmView(2, (peer("b", 0, step=3), peer("c", 1, step=3)))
+    left = SwarmView(2, (peer("b", 0, round_number=3), peer("c", 1, round_number=3)))
     assert steps_of(watch.observe(left, {"a": record(report(2))}, now=AUTHORS_REMEMBERED_S)) == []
 
 
 def test_who_came_later_bears_out_what_came_before():
     watch = make_watch()
     first = {"a": record(report(1))}
-    newcomer = SwarmView(2, (peer("a", 0), peer("b", 0, step=1), peer("c", 1)))
+    newcomer = SwarmView(2, (peer("a", 0), peer("b", 0, round_number=1), peer("c", 1)))
     assert steps_of(watch.observe(newcomer, first, 0.0)) == [1], "by its announcement"
     told = {"a": record(report(1), report(2), report(3)), "b": record(report(3))}
     assert steps_of(watch.observe(newcomer, told, 0.0)) == [2, 3], "by its reports"
 
 
 def test_a_coordinator_that_restarts_in_mid_run_begins_with_what_is_told_first():
-    """After a rewind, too: global steps and updates differ."""
+    """After a rewind, too: rounds and optimizer steps differ."""
     watch = make_watch(steps=1000)
-    told = {"a": record(*(report(updates, global_step=updates + 40) for updates in range(101, 133)))}
+    told = {
+        "a": record(*(report(optimizer_step, round_number=optimizer_step + 40) for optimizer_step in range(101, 133)))
+    }
     lines = watch.observe(rewound(131, 90), told, 0.0)
     assert steps_of(lines) == list(range(101, 133))
 
@@ -367,9 +385,13 @@ def test_a_coordinator_that_restarts_in_mid_run_begins_with_what_is_told_first()
 def test_what_one_alone_says_of_the_current_step_is_not_shown():
     watch = make_watch()
     crowd = SwarmView(2, (*BOTH.peers, peer("d", 0)))
-    told = {"a": record(step=4, samples=2), "b": record(step=2**40 - 1, samples=4), "d": record(step=4, samples=1)}
+    told = {
+        "a": record(round_number=4, samples=2),
+        "b": record(round_number=2**40 - 1, samples=4),
+        "d": record(round_number=4, samples=1),
+    }
     watch.observe(crowd, told, 0.0)
-    assert (watch.current_step, watch.current_samples) == (4, 3)
+    assert (watch.current_round, watch.current_samples) == (4, 3)
 
 
 # --- the run as a whole -----------------------------------------------------------------------------------------------
@@ -377,34 +399,34 @@ def test_what_one_alone_says_of_the_current_step_is_not_shown():
 
 def test_progress_of_the_newest_step_is_summed():
     watch = make_watch()
-    watch.observe(BOTH, {"a": record(step=4, samples=2), "b": record(step=4, samples=4)}, 0.0)
-    assert (watch.current_step, watch.current_samples) == (4, 6)
-    watch.observe(BOTH, {"a": record(step=5, samples=2), "b": record(step=4, samples=8)}, 0.0)
-    assert (watch.current_step, watch.current_samples) == (5, 2)
+    watch.observe(BOTH, {"a": record(round_number=4, samples=2), "b": record(round_number=4, samples=4)}, 0.0)
+    assert (watch.current_round, watch.current_samples) == (4, 6)
+    watch.observe(BOTH, {"a": record(round_number=5, samples=2), "b": record(round_number=4, samples=8)}, 0.0)
+    assert (watch.current_round, watch.current_samples) == (5, 2)
     watch.observe(VIEW, {}, 0.0)
-    assert (watch.current_step, watch.current_samples) == (5, 0)
+    assert (watch.current_round, watch.current_samples) == (5, 0)
 
 
 def test_the_summary_before_anything_happened():
     summary = make_watch().summary()
-    assert summary["step"] == 0
+    assert summary["optimizer_step"] == 0
     assert summary["loss"] is summary["tokens_per_s"] is summary["validation_loss"] is None
     assert [stage["peers"] for stage in summary["stages"]] == [[], []]
 
 
 def test_the_summary():
     watch = make_watch(validation_every=1, validation_samples=2)
-    watch.observe(VIEW, {"a": record(report(1), step=1, samples=4, validations=[(1, 2, 3.0)])}, 0.0)
-    watch.observe(VIEW, {"a": record(report(2, loss=2.0), step=2, samples=6)}, 0.0)
-    watch.observe(VIEW, {"a": record(report(2, loss=2.0), step=2, samples=6)}, VALIDATION_WAIT_S)
+    watch.observe(VIEW, {"a": record(report(1), round_number=1, samples=4, validations=[(1, 2, 3.0)])}, 0.0)
+    watch.observe(VIEW, {"a": record(report(2, loss=2.0), round_number=2, samples=6)}, 0.0)
+    watch.observe(VIEW, {"a": record(report(2, loss=2.0), round_number=2, samples=6)}, VALIDATION_WAIT_S)
     summary = watch.summary()
     assert json.loads(json.dumps(summary)) == summary
     expected = {
         "name": "watched",
         "manifest": watch.manifest.hash,
-        "step": 2,
-        "steps": 10,
-        "samples_in_step": 6,
+        "optimizer_step": 2,
+        "optimizer_steps": 10,
+        "samples_in_round": 6,
         "global_batch_size": 8,
         "loss": 2.0,
         "tokens_per_s": 40.0,
@@ -415,7 +437,7 @@ def test_the_summary():
         {
             "peer": "c",
             "state": "serving",
-            "step": 0,
+            "optimizer_step": 0,
             "note": "busy",
             "samples_per_s": 2.0,
             "tokens_per_s": 20.0,
@@ -425,15 +447,23 @@ def test_the_summary():
 
 
 def test_a_step_that_took_no_time():
-    assert step_line(1, 0, 1.0, 8, 0.0, LENGTH, [1], None, 0)["tokens_per_s"] == 0.0
+    assert make_line(1, seconds=0.0)["tokens_per_s"] == 0.0
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def make_line(step, global_step=None, loss=1.0, validation_loss=None):
-    global_step = step - 1 if global_step is None else global_step
-    return step_line(step, global_step, loss, 8, 0.5, LENGTH, [1], validation_loss, 4)
+def make_line(optimizer_step, round_number=None, loss=1.0, validation_loss=None, seconds=0.5):
+    return metrics_line(
+        optimizer_step=optimizer_step,
+        round_number=optimizer_step - 1 if round_number is None else round_number,
+        loss=loss,
+        samples=8,
+        seconds=seconds,
+        sequence_length=LENGTH,
+        peers=[1],
+        validation=None if validation_loss is None else ValidationLoss(validation_loss, 4),
+    )
 
 
 def written(folder):
@@ -443,7 +473,7 @@ def written(folder):
 @pytest.mark.parametrize("validation_loss", [None, 1.25])
 def test_metrics_are_on_disk_at_once(tmp_path, validation_loss):
     metrics = MetricsFile(tmp_path / "run" / "output")
-    lines = [make_line(step, validation_loss=validation_loss) for step in (1, 2)]
+    lines = [make_line(round_number, validation_loss=validation_loss) for round_number in (1, 2)]
     for number, line in enumerate(lines, 1):
         assert metrics.write(line)
         assert written(tmp_path / "run" / "output") == lines[:number]
@@ -452,9 +482,9 @@ def test_metrics_are_on_disk_at_once(tmp_path, validation_loss):
 
 def test_a_rewind_removes_lines_from_the_file(tmp_path):
     metrics = MetricsFile(tmp_path)
-    for step in range(1, 6):
-        metrics.write(make_line(step))
-    rewound = [make_line(3, global_step=9, loss=0.5), make_line(4, global_step=10)]
+    for round_number in range(1, 6):
+        metrics.write(make_line(round_number))
+    rewound = [make_line(3, round_number=9, loss=0.5), make_line(4, round_number=10)]
     assert metrics.write(rewound[0])
     assert written(tmp_path) == [make_line(1), make_line(2), rewound[0]]
     assert metrics.write(rewound[1])
@@ -465,49 +495,55 @@ def test_a_rewind_removes_lines_from_the_file(tmp_path):
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path):
-    for step in (3, 1):
+    for round_number in (3, 1):
         metrics = MetricsFile(tmp_path)
-        metrics.write(make_line(step))
+        metrics.write(make_line(round_number))
         metrics.close()
     assert written(tmp_path) == [make_line(1)]
 
 
+def test_metrics_of_another_version_are_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "global_step": 0}\n')
+    with pytest.raises(UserError, match="was written by another version of swarm"):
+        MetricsFile(tmp_path, resume=True)
+
+
 def test_a_coordinator_that_restarts_writes_no_line_twice(tmp_path):
     first = MetricsFile(tmp_path)
-    for step in (1, 2, 3):
-        first.write(make_line(step))
+    for round_number in (1, 2, 3):
+        first.write(make_line(round_number))
     first.close()
     again = MetricsFile(tmp_path, resume=True)
-    assert [again.write(make_line(step)) for step in (2, 3, 4)] == [False, False, True]
+    assert [again.write(make_line(round_number)) for round_number in (2, 3, 4)] == [False, False, True]
     again.close()
-    assert written(tmp_path) == [make_line(step) for step in (1, 2, 3, 4)]
+    assert written(tmp_path) == [make_line(round_number) for round_number in (1, 2, 3, 4)]
 
 
 def test_a_coordinator_that_restarts_in_the_middle_of_a_rewind_takes_lines_back_too(tmp_path):
     """The new one has a fresh watch, and hears of both lines again."""
     first = MetricsFile(tmp_path)
-    for step in range(1, 6):
-        first.write(make_line(step))
-    first.write(make_line(3, global_step=9))
+    for round_number in range(1, 6):
+        first.write(make_line(round_number))
+    first.write(make_line(3, round_number=9))
     first.close()
     again = MetricsFile(tmp_path, resume=True)
     watch = make_watch()
-    old = [report(updates) for updates in range(1, 6)]
-    rewind = [report(updates, global_step=global_step) for updates, global_step in [(3, 9), (4, 10), (5, 11)]]
+    old = [report(optimizer_step) for optimizer_step in range(1, 6)]
+    rewind = [report(optimizer_step, round_number=number) for optimizer_step, number in [(3, 9), (4, 10), (5, 11)]]
     new = [line for line in watch.observe(rewound(12, 5), {"a": record(*old, *rewind)}, 0.0) if again.write(line)]
     again.close()
-    assert [(line["step"], line["global_step"]) for line in new] == [(4, 10), (5, 11)]
+    assert [(line["optimizer_step"], line["round"]) for line in new] == [(4, 10), (5, 11)]
     expected = [(1, 0), (2, 1), (3, 9), (4, 10), (5, 11)]
-    assert [(line["step"], line["global_step"]) for line in written(tmp_path)] == expected
-    assert [(line["step"], line["global_step"]) for line in watch.lines] == expected
+    assert [(line["optimizer_step"], line["round"]) for line in written(tmp_path)] == expected
+    assert [(line["optimizer_step"], line["round"]) for line in watch.lines] == expected
 
 
 def test_a_coordinator_that_was_away_during_a_rewind_takes_lines_back(tmp_path):
     first = MetricsFile(tmp_path)
-    for step in range(1, 6):
-        first.write(make_line(step))
+    for round_number in range(1, 6):
+        first.write(make_line(round_number))
     first.close()
     again = MetricsFile(tmp_path, resume=True)
-    assert again.write(make_line(2, global_step=8))
+    assert again.write(make_line(2, round_number=8))
     again.close()
-    assert written(tmp_path) == [make_line(1), make_line(2, global_step=8)]
+    assert written(tmp_path) == [make_line(1), make_line(2, round_number=8)]

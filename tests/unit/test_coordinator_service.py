@@ -2,26 +2,37 @@
 
 import anyio
 
-from coordinator import service
-from coordinator.service import RunService
+from coordinator.run import service
+from coordinator.run.service import RunOptions, RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import Origin
-from swarm_peer.runtime.state_index import StageState
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import Assignment
 
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_layer": 2,
+    "tie_word_embeddings": False,
+}
 MANIFEST = RunManifest.model_validate(
     {
         "name": "served",
-        "model": {"config": {"model_type": "gpt2", "vocab_size": 256, "n_embd": 8, "n_head": 2, "n_layer": 2}},
+        "model": {"config": CONFIG},
         "stages": {"count": 1},
         "data": {"sequence_length": 8},
         "training": {"steps": 3, "global_batch_size": 2, "microbatch_size": 2},
         "optimizer": {"learning_rate": 0.1},
     }
 )
+
+RESOLVED = ResolvedManifest.of(MANIFEST)
 
 
 class FakeDHT:
@@ -35,23 +46,23 @@ class FakeDHT:
 async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch):
     """Stage 0 may tell of steps that have not been; and peers may be gone just then."""
     saved = []
-    given = [SwarmError("no peer of stage 0"), StageState(9, "x", {}, Origin(7, 0, 0)), StageState(3, "x", {})]
+    given = [SwarmError("no peer of stage 0"), StageState(9, "x", {}, Timeline(7, 0, 0)), StageState(3, "x", {})]
 
-    async def fetch_states(transport, directory, manifest, min_step):
+    async def fetch_states(transport, directory, manifest, min_round):
         state = given.pop(0)
         if isinstance(state, SwarmError):
             raise state
         return [state]
 
     monkeypatch.setattr(service, "fetch_states", fetch_states)
-    monkeypatch.setattr(service, "export_states", lambda manifest, states, *_: saved.append(states[0].updates))
-    run = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path)
+    monkeypatch.setattr(service, "export_states", lambda manifest, states, *_: saved.append(states[0].optimizer_step))
+    run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
     assert [await run._export(None) for _ in range(3)] == [False, False, True]
     assert saved == [3]
 
 
 async def test_a_look_without_an_answer_ends_nothing(tmp_path):
-    run = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path)
+    run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
     assert await run._observe() == []
     with anyio.move_on_after(0.05) as scope:
         await run._look_for_end()
@@ -66,7 +77,7 @@ class Coordination:
         self.acts, self.term, self.inherited = True, Term(5, "me"), ()
         self.said = None
 
-    async def order(self, assignments, reason):
+    async def assign(self, assignments, reason):
         self.said = assignments
 
 
@@ -77,7 +88,7 @@ async def test_orders_stand_for_as_long_as_the_term_is_ones_own(tmp_path, monkey
 
     class Rebalancer:
         def __init__(self, manifest, options, begun_s, inherited):
-            self.inherited, self.orders, self.reason, self.migrations = inherited, (), "", 0
+            self.inherited, self.orders, self.reason, self.num_moves = inherited, (), "", 0
             made.append(self)
 
         def look(self, *_):
@@ -87,7 +98,7 @@ async def test_orders_stand_for_as_long_as_the_term_is_ones_own(tmp_path, monkey
             return self.orders
 
     monkeypatch.setattr(service, "Rebalancer", Rebalancer)
-    run, coordination = RunService(MANIFEST, FakeDHT(tmp_path), tmp_path), Coordination()
+    run, coordination = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path)), Coordination()
     await run._rebalance(coordination)
     made[0].orders = (order,)
     for acts in (True, False, True):

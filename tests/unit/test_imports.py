@@ -75,6 +75,38 @@ def test_the_model_does_not_know_peers(path):
         assert not is_in(name, "swarm_peer.runtime", "swarm_peer.wire", "hivemind"), f"{ids(path)} imports {name}"
 
 
+# The rooms of the runtime, from the lowest: each may import those before it.
+ROOMS = [
+    *("condition", "host", "context", "network", "stage", "state", "data", "step"),
+    *("lifecycle", "assembly", "peer", "startup"),
+]
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/runtime"), ids=ids)
+def test_rooms_of_the_runtime_import_those_below(path):
+    room = path.relative_to(ROOT / "swarm_peer/runtime").with_suffix("").parts[0]
+    allowed = [f"swarm_peer.runtime.{name}" for name in ROOMS[: ROOMS.index(room) + 1]] if room != "__init__" else []
+    for name in imports_of(path):
+        if is_in(name, "swarm_peer.runtime") and name != "swarm_peer.runtime":
+            assert is_in(name, *allowed), f"{ids(path)} imports {name}, which is not below it"
+
+
+# What the coordinator may know of a peer: its policies, wire, model and network, and how it reaches the machine.
+COORDINATOR_KNOWS = (
+    *("swarm_peer.cli", "swarm_peer.config", "swarm_peer.errors", "swarm_peer.policy", "swarm_peer.wire"),
+    *("swarm_peer.model", "swarm_peer.runtime.condition", "swarm_peer.runtime.context", "swarm_peer.runtime.host"),
+    *("swarm_peer.runtime.network", "swarm_peer.runtime.data", "swarm_peer.runtime.state"),
+    "swarm_peer.runtime.stage.stage_client",  # its queries go the way of a microbatch
+)
+
+
+@pytest.mark.parametrize("path", modules_under("coordinator"), ids=ids)
+def test_the_coordinator_knows_the_outside_of_peers(path):
+    for name in imports_of(path):
+        if is_in(name, "swarm_peer") and name not in ("swarm_peer", "swarm_peer.__version__", "swarm_peer.runtime"):
+            assert is_in(name, *COORDINATOR_KNOWS), f"{ids(path)} imports {name}"
+
+
 def test_a_peer_never_imports_the_coordinator():
     for path in modules_under("swarm_peer"):
         for name in imports_of(path):
@@ -132,5 +164,5 @@ def test_decisions_do_not_need_torch():
 
 
 def test_a_look_at_a_run_needs_no_models():
-    result = python("import sys, coordinator.onlooker; print('transformers' in sys.modules)")
+    result = python("import sys, coordinator.watch.observer; print('transformers' in sys.modules)")
     assert result.stdout.strip() == "False", result.stderr

@@ -7,13 +7,14 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiny_models import CONFIGS, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig
 
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
 from swarm_peer.model import architecture
 from swarm_peer.model.architecture import parse_model_config, resolve_model_config
+from swarm_peer.model.families import FAMILIES, family_of
 from swarm_peer.model.partition import (
     PARAMETER_WEIGHT,
     StageSpec,
@@ -23,32 +24,12 @@ from swarm_peer.model.partition import (
 )
 from swarm_peer.model.stage import StageModule, initialise
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 61,
-    "n_positions": 16,
-    "n_embd": 24,
-    "n_layer": 4,
-    "n_head": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "tie_word_embeddings": False,
-}
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "max_position_embeddings": 16,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 VARIANTS = [
-    GPT2,
+    *CONFIGS.values(),
     GPT2 | {"n_inner": 50},
-    LLAMA,
     LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 10, "num_key_value_heads": 1},
+    QWEN3 | {"attention_bias": True},
+    GEMMA2 | {"attn_logit_softcapping": None, "attention_bias": True},
 ]
 
 # The keys of config.json of openai-community/gpt2 and of a published Llama; values as there where they may matter.
@@ -113,6 +94,151 @@ PUBLISHED_LLAMA = {
     "use_cache": True,
     "vocab_size": 128256,
 }
+# As of Mistral-7B-v0.1, Qwen2.5-0.5B, Qwen3-0.6B, gemma-2-2b and gemma-3-1b-it, but for the tied embeddings.
+PUBLISHED_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+PUBLISHED_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PUBLISHED_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PUBLISHED_GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.4",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+PUBLISHED_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+PUBLISHED = [
+    *(PUBLISHED_GPT2, PUBLISHED_LLAMA, PUBLISHED_MISTRAL, PUBLISHED_QWEN2, PUBLISHED_QWEN3),
+    *(PUBLISHED_GEMMA2, PUBLISHED_GEMMA3),
+]
 
 
 # --- what a person may name -------------------------------------------------------------------------------------------
@@ -176,20 +302,23 @@ def test_unreachable_hub_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "config_class"),
-    [(GPT2, GPT2Config), (LLAMA, LlamaConfig), (PUBLISHED_GPT2, GPT2Config), (PUBLISHED_LLAMA, LlamaConfig)],
-    ids=["gpt2", "llama", "published gpt2", "published llama"],
+    "config", [*CONFIGS.values(), *PUBLISHED], ids=[*CONFIGS, *(f"{c} published" for c in CONFIGS)]
 )
-def test_good_configs_pass(config, config_class):
+def test_good_configs_pass(config):
     before = json.dumps(config)
-    assert isinstance(parse_model_config(config), config_class)
+    assert isinstance(parse_model_config(config), FAMILIES[config["model_type"]].config_class)
     assert json.dumps(config) == before
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_what_transformers_writes_passes(config):
     written = json.loads(parse_model_config(config).to_json_string(use_diff=False))
     assert parse_model_config(written).to_dict() == parse_model_config(config).to_dict()
+
+
+def test_each_family_has_a_tiny_model():
+    """Which all tests of this kind then cover."""
+    assert list(CONFIGS) == list(FAMILIES)
 
 
 def test_names_common_to_all_families_pass():
@@ -199,7 +328,9 @@ def test_names_common_to_all_families_pass():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "bert"}, "model_type='bert' is not supported; choose one of gpt2, llama"),
+        ({"model_type": "bert"}, "model_type='bert' is not supported; choose one of gpt2, llama, mistral, "),
+        ({"model_type": "gemma3"}, "choose one of gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3_text$"),
+        ({"model_type": []}, r"model_type=\[\] is not supported"),
         ({}, "model_type=None is not supported"),
         (GPT2 | {"n_layers": 3}, "n_layers=3 is no setting of gpt2 models: remove it or correct its spelling"),
         (LLAMA | {"n_layer": 3}, "n_layer=3 is no setting of llama models"),
@@ -222,6 +353,23 @@ def test_names_common_to_all_families_pass():
         (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         (LLAMA | {"head_dim": 7}, "is no llama model: .* even rotary dimension"),
         (LLAMA | {"rope_scaling": {"rope_type": "magic"}}, "rope_type='magic' is unknown"),
+        (GPT2 | {"rope_theta": 1.0}, "rope_theta=1.0 is no setting of gpt2 models"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be at least 1, since layers have sliding attention"),
+        (QWEN2 | {"use_mrope": True}, "use_mrope=True is not supported"),
+        (
+            QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
+            "sliding_window=None must be at least 1, since layers have sliding attention",
+        ),
+        (QWEN3 | {"layer_types": ["full_attention"] * 3}, "is no qwen3 model: .*layer_types"),
+        (
+            QWEN3 | {"layer_types": ["linear_attention"] * 4},
+            "layer_types names linear_attention, and qwen3 has none but full_attention, sliding_attention: correct",
+        ),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported .*: false"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be at least 1"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported .*: null"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "is no gemma3_text model: .*zero"),
+        (GEMMA3 | {"rope_scaling": {"rope_type": "magic"}}, "rope_type='magic' is unknown"),
     ],
 )
 def test_bad_configs_are_refused_in_one_line(config, message):
@@ -254,11 +402,22 @@ def test_flops_are_those_that_torch_counts(config):
     tokens_BT = torch.zeros((num_samples, length), dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         module(tokens_BT)
-    head_dim = getattr(parsed, "head_dim", parsed.hidden_size // parsed.num_attention_heads)
+    family = family_of(parsed)
     # Eager attention multiplies the half of the matrix, too, that the causal mask takes away.
-    masked_half = 2 * length * parsed.num_attention_heads * head_dim * parsed.num_hidden_layers
+    unmasked = sum(not family.is_masked(index, length) for index in range(parsed.num_hidden_layers))
+    masked_half = 2 * length * family.attention_width * unmasked
     expected = stage_cost(model_costs(parsed, length), spec).forward_flops + masked_half
     assert counter.get_total_flops() == num_samples * length * expected
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_wider_model_has_more_heads_of_the_same_size(config):
+    family = family_of(parse_model_config(config))
+    wide = family.widened(3)
+    assert wide.config.hidden_size == 3 * family.config.hidden_size
+    assert (wide.head_dim, wide.attention_width) == (family.head_dim, 3 * family.attention_width)
+    assert wide.layer_cost(0, 1).forward_flops == pytest.approx(9 * family.layer_cost(0, 1).forward_flops, rel=0.02)
+    assert family.config.hidden_size == 24
 
 
 # --- where the model is cut -------------------------------------------------------------------------------------------

@@ -2,38 +2,19 @@ import json
 
 import pytest
 import torch
+from tiny_models import ALIKE, CONFIGS, LENGTH, LLAMA, VOCABULARY
 from transformers import AutoModelForCausalLM
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model import export
 from swarm_peer.model.export import export_model
+from swarm_peer.model.families import family_class
 from swarm_peer.model.partition import stages_of
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 61,
-    "n_positions": 16,
-    "n_embd": 24,
-    "n_layer": 4,
-    "n_head": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "tie_word_embeddings": False,
-}
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "max_position_embeddings": 16,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "rope_theta": 500.0,
-    "torch_dtype": "bfloat16",
-}
-CLASS_NAMES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
+LLAMA = LLAMA | {"rope_theta": 500.0, "torch_dtype": "bfloat16"}
 
 
 def train(config, share_layers=False):
@@ -43,19 +24,19 @@ def train(config, share_layers=False):
             "name": "test",
             "model": {"config": config, "share_layers": share_layers},
             "stages": {"count": 2},
-            "data": {"sequence_length": 12},
+            "data": {"sequence_length": LENGTH},
             "training": {"steps": 3, "global_batch_size": 2, "microbatch_size": 2},
             "optimizer": {"learning_rate": 0.01},
         }
     )
-    trainers = [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
     for trainer in trainers:
         trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
     return trainers, {name: value for trainer in trainers for name, value in trainer.state().items()}
 
 
 def sample():
-    return torch.randint(0, 61, (3, 12), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def stage_logits(trainers):
@@ -66,8 +47,15 @@ def stage_logits(trainers):
     return hidden
 
 
-@pytest.mark.parametrize("share_layers", [False, True])
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("config", "share_layers"),
+    [
+        *((config, False) for config in CONFIGS.values()),
+        *((config, True) for config in ALIKE.values()),
+        (LLAMA, False),
+        (LLAMA, True),
+    ],
+)
 def test_the_folder_loads_and_computes_the_same(config, share_layers, tmp_path):
     trainers, tensors = train(config, share_layers)
     specs = [trainer.spec for trainer in trainers]
@@ -77,13 +65,13 @@ def test_the_folder_loads_and_computes_the_same(config, share_layers, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     written = json.loads((folder / "config.json").read_text())
-    assert written["architectures"] == [CLASS_NAMES[config["model_type"]]]
+    assert written["architectures"] == [family_class(config["model_type"]).model_class.__name__]
 
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     assert model.dtype == torch.float32
     with torch.no_grad():
-        torch.testing.assert_close(model.eval()(sample()).logits, stage_logits(trainers), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model.eval()(sample()).logits, stage_logits(trainers), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from tiny_models import CONFIGS, GPT2, LENGTH, VOCABULARY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.errors import UserError
@@ -19,30 +20,20 @@ from swarm_peer.model.architecture import resolve_model, resolve_model_config
 from swarm_peer.model.export import export_model
 from swarm_peer.model.partition import stages_of
 from swarm_peer.model.pretrained import PretrainedSource, check_pretrained
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 
-CONFIGS = {
-    "gpt2": GPT2Config(
-        vocab_size=61, n_positions=16, n_embd=24, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0, n_inner=40
-    ),
-    "llama": LlamaConfig(
-        vocab_size=61,
-        max_position_embeddings=16,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
-}
-EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
+CONFIGS = CONFIGS | {"gpt2": GPT2 | {"n_inner": 40}}
+EMBEDDING = dict.fromkeys(CONFIGS, "model.embed_tokens.weight") | {"gpt2": "transformer.wte.weight"}
 ALL_MODELS = [(family, tied) for family in CONFIGS for tied in (True, False)]
+# How a model lies in files, and how a stage finds its part there, is the same for all families.
+SOME_MODELS = [(family, tied) for family, tied in ALL_MODELS if family in ("gpt2", "llama")]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def save_model(folder, family="gpt2", tied=False, **options):
     """A tiny model with random weights, saved as transformers does it."""
-    config = CONFIGS[family].__class__.from_dict(CONFIGS[family].to_dict() | {"tie_word_embeddings": tied})
+    config = AutoConfig.for_model(**CONFIGS[family] | {"tie_word_embeddings": tied})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -58,7 +49,7 @@ def manifest_of(folder, num_stages=2, cache_dir=None, **model):
             "name": "test",
             "model": {"pretrained": str(folder)} | model,
             "stages": {"count": num_stages},
-            "data": {"sequence_length": 12},
+            "data": {"sequence_length": LENGTH},
             "training": {"steps": 3, "global_batch_size": 2, "microbatch_size": 2},
             "optimizer": {"learning_rate": 0.01},
         }
@@ -68,11 +59,11 @@ def manifest_of(folder, num_stages=2, cache_dir=None, **model):
 
 def import_stages(folder, num_stages=2):
     manifest = manifest_of(folder, num_stages)
-    return [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
 
 
 def sample():
-    return torch.randint(0, 61, (3, 12), generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
@@ -96,9 +87,18 @@ def one_line(caught):
 # --- the model is the same --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"max_shard_size": "8KB"}], ids=["one file", "shards"])
-@pytest.mark.parametrize(("family", "tied"), ALL_MODELS)
+@pytest.mark.parametrize(
+    ("family", "tied", "options", "num_stages"),
+    [
+        *(
+            (*model, options, n)
+            for model in SOME_MODELS
+            for options in ({}, {"max_shard_size": "8KB"})
+            for n in (1, 2, 3)
+        ),
+        *((*model, {}, 3) for model in ALL_MODELS if model not in SOME_MODELS),
+    ],
+)
 def test_chained_stages_compute_what_the_model_does(family, tied, options, num_stages, tmp_path):
     expected = logits_of(save_model(tmp_path / "model", family, tied, **options))
     assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 3) == bool(options)
@@ -120,7 +120,7 @@ def test_an_imported_model_is_exported_as_it_was(family, tied, tmp_path):
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_head_and_embedding_part_ways_in_training(family, tmp_path):
     """In one process, too, where both have been read from one tensor."""
     save_model(tmp_path, family, tied=True)
@@ -169,7 +169,7 @@ def test_half_precision_becomes_fp32(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize(("family", "tied"), ALL_MODELS)
+@pytest.mark.parametrize(("family", "tied"), SOME_MODELS)
 def test_a_stage_needs_the_files_of_its_own_tensors_only(family, tied, num_stages, tmp_path):
     save_model(tmp_path / "whole", family, tied, max_shard_size="8KB")
     index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -177,20 +177,20 @@ def test_a_stage_needs_the_files_of_its_own_tensors_only(family, tied, num_stage
     for spec in stages_of(manifest):
         part = tmp_path / f"part{spec.index}"
         shutil.copytree(tmp_path / "whole", part)
-        names = {name for name, _ in StageTrainer(manifest, spec).module.named_parameters()}
+        names = {name for name, _ in StageTrainer(ResolvedManifest.of(manifest), spec).module.named_parameters()}
         own = {index[EMBEDDING[family] if tied and name == "lm_head.weight" else name] for name in names}
         assert own < set(index.values())
         for shard in set(index.values()) - own:
             (part / shard).unlink()
         model = manifest.model.model_copy(update={"pretrained": str(part)})
-        StageTrainer(manifest.model_copy(update={"model": model}), spec)
+        StageTrainer(ResolvedManifest.of(manifest.model_copy(update={"model": model})), spec)
 
 
 def resolve_config(folder):
     return resolve_model_config(ModelSection(pretrained=str(folder)))
 
 
-@pytest.mark.parametrize(("family", "tied"), ALL_MODELS)
+@pytest.mark.parametrize(("family", "tied"), SOME_MODELS)
 def test_a_stage_reads_its_own_tensors_only(family, tied, tmp_path, monkeypatch):
     save_model(tmp_path, family, tied)
     read = []
@@ -221,7 +221,7 @@ def test_a_stage_reads_its_own_tensors_only(family, tied, tmp_path, monkeypatch)
     manifest = manifest_of(tmp_path, 3)
     for spec in stages_of(manifest):
         read.clear()
-        own = [name for name, _ in StageTrainer(manifest, spec).module.named_parameters()]
+        own = [name for name, _ in StageTrainer(ResolvedManifest.of(manifest), spec).module.named_parameters()]
         if tied and spec.has_head:
             own[own.index("lm_head.weight")] = EMBEDDING[family]
         assert sorted(read) == sorted(own)
@@ -278,7 +278,7 @@ def test_a_stage_downloads_the_shards_that_it_needs(hub):
     trainers = []
     for spec in stages_of(manifest):
         hub.asked.clear()
-        trainers.append(StageTrainer(manifest, spec, cache_dir=Path("/cache")))
+        trainers.append(StageTrainer(ResolvedManifest.of(manifest), spec, cache_dir=Path("/cache")))
         shards = {index[name] for name, _ in trainers[-1].module.named_parameters()}
         assert {file for _, file, _, _ in hub.asked} - {"model.safetensors", "model.safetensors.index.json"} == shards
         assert {(revision, cache) for _, _, revision, cache in hub.asked} == {(COMMIT, Path("/cache"))}
@@ -289,9 +289,9 @@ def test_who_takes_the_state_from_another_downloads_nothing(hub):
     save_model(hub.folder, "llama")
     manifest = manifest_of("someone/tiny", 2)
     for spec in stages_of(manifest):
-        mate = StageTrainer(manifest, spec)
+        mate = StageTrainer(ResolvedManifest.of(manifest), spec)
         hub.asked.clear()
-        trainer = StageTrainer(manifest, spec, blank=True)
+        trainer = StageTrainer(ResolvedManifest.of(manifest), spec, blank=True)
         trainer.load_state(mate.state(), 3)
         assert hub.asked == []
         trainer.restart()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_peer.policy.agreement import Verdict, Vote, agree
-from swarm_peer.policy.rebalancing import choose_stage
+from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # --- agreement --------------------------------------------------------------------------------------------------------
@@ -15,7 +15,7 @@ electorate = st.dictionaries(st.sampled_from("abcdef"), vote, min_size=1)
 
 
 @given(electorate, st.booleans(), st.randoms(use_true_random=False))
-def test_all_who_know_the_same_votes_agree(votes, may_retry, rng):
+def test_peers_that_know_the_same_votes_agree(votes, may_retry, rng):
     shuffled = list(votes.items())
     rng.shuffle(shuffled)
     agreements = {peer: agree(peer, dict(shuffled), may_retry=may_retry) for peer in votes}
@@ -78,11 +78,11 @@ def test_the_reason_says_what_happened(votes, may_retry, reason):
 
 
 def peer(peer_id, stage, speed=1.0, state=PeerState.SERVING):
-    return PeerView(peer_id, stage, state, samples_per_s=speed)
+    return PeerView(peer_id=peer_id, stage=stage, state=state, samples_per_s=speed)
 
 
 def newcomers(*names):
-    return [PeerView(name, UNDECIDED, PeerState.JOINING) for name in names]
+    return [PeerView(peer_id=name, stage=UNDECIDED, state=PeerState.JOINING) for name in names]
 
 
 def plan(view, costs, names):

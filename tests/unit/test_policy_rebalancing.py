@@ -6,18 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_peer.policy import rebalancing
-from swarm_peer.policy.churn import QUIET_S, REMEMBERED_S, ChurnMeter
-from swarm_peer.policy.exchange import FEW_MOVES, RebalancingParameters, _Search, best_plan
-from swarm_peer.policy.forecast import Shift, discounted_samples
-from swarm_peer.policy.rebalancing import ExchangePatience, Move, Rebalancing, choose_stage, rebalance
+from swarm_peer.policy.placement import rebalancing
+from swarm_peer.policy.placement.capacity import Shift, discounted_samples
+from swarm_peer.policy.placement.churn import QUIET_S, REMEMBERED_S, ChurnMeter
+from swarm_peer.policy.placement.move_search import FEW_MOVES, RebalancingParameters, _Search, best_plan
+from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, choose_stage, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 MOVE_S = 45.0
 
 
 def peer(peer_id, stage, work=1.0, state=PeerState.SERVING, *, cost=1.0, **more):
-    return PeerView(peer_id, stage, state, samples_per_s=work / cost, **{"movable": True, "since_s": 0.0, **more})
+    return PeerView(
+        peer_id=peer_id,
+        stage=stage,
+        state=state,
+        samples_per_s=work / cost,
+        **{"movable": True, "since_s": 0.0, **more},
+    )
 
 
 def parameters(num_stages=2, **more):
@@ -239,7 +245,7 @@ def test_a_swarm_in_balance_says_so():
     assert decision.reason == "in balance: the least stage will take 2 of at most 2 samples/s"
 
 
-def test_who_moves_is_the_one_that_evens_the_stages_out_best():
+def test_the_peer_moves_that_balances_the_stages_best():
     decision = rebalance(swarm([0.2, 1.0, 2.0, 2.8], [2.0]), parameters(payback=1.0), 0.0)
     assert who(decision) == [("p02", 0, 1)], "4 to 4"
 
@@ -260,7 +266,7 @@ def test_two_stages_that_are_equally_low_are_both_helped():
     assert {first.moves[0].to_stage, second.moves[0].to_stage} == {1, 2}
 
 
-def test_who_is_on_the_way_counts_as_there():
+def test_a_peer_on_its_way_counts_as_there():
     view = swarm([1.0] * 4, [1.0] * 2)
     first = rebalance(view, parameters(), 0.0)
     for now_s in (0.5, 44.0, 300.0):

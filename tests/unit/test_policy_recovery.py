@@ -3,130 +3,130 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
 from swarm_peer.policy.recovery import (
-    FIRST_ORIGIN,
-    MIN_STEPS_LEFT,
+    FIRST_TIMELINE,
+    MIN_ROUNDS_LEFT,
     Claim,
-    Kept,
     Mover,
-    Origin,
+    SnapshotRef,
     Standing,
+    Timeline,
     choose_mover,
     choose_rewind,
     credible,
     find_standing,
-    last_credible_step,
+    last_credible_round,
 )
+from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
-from swarm_peer.wire.records import Step
+from swarm_peer.wire.records import RoundNumber
 
 # --- origins ----------------------------------------------------------------------------------------------------------
 
 
-def test_updates_follow_from_the_step():
-    assert FIRST_ORIGIN.updates_at(7) == 7
-    assert Origin(20, 5, 5).updates_at(20) == 5
-    assert Origin(20, 5, 5).updates_at(23) == 8
+def test_the_optimizer_step_follows_from_the_round():
+    assert FIRST_TIMELINE.optimizer_step_at(7) == 7
+    assert Timeline(20, 5, 5).optimizer_step_at(20) == 5
+    assert Timeline(20, 5, 5).optimizer_step_at(23) == 8
 
 
 def test_the_newest_origin_is_the_largest():
-    """A rewind has a higher step and fewer updates."""
-    assert max(Origin(0, 0, 0), Origin(24, 10, 10), Origin(12, 50, 50)) == Origin(24, 10, 10)
+    """A rewind has a higher round and a lower optimizer step."""
+    assert max(Timeline(0, 0, 0), Timeline(24, 10, 10), Timeline(12, 50, 50)) == Timeline(24, 10, 10)
 
 
 def test_weights_that_were_gone_back_to_were_born_before():
-    assert FIRST_ORIGIN.born_at(0) == 0
-    assert Origin(20, 5, 9).born_at(20) == 9
-    assert Origin(20, 5, 9).born_at(21) == 21
+    assert FIRST_TIMELINE.creation_round(0) == 0
+    assert Timeline(20, 5, 9).creation_round(20) == 9
+    assert Timeline(20, 5, 9).creation_round(21) == 21
 
 
-def test_each_update_takes_a_step():
-    assert Origin(20, 5, 9).is_possible_at(20)
-    assert not Origin(20, 5, 9).is_possible_at(19)
-    assert not Origin(20, 5, 21).is_possible_at(30)
-    assert not Origin(20, 10, 9).is_possible_at(30)
+def test_each_update_takes_a_round():
+    assert Timeline(20, 5, 9).allows_round(20)
+    assert not Timeline(20, 5, 9).allows_round(19)
+    assert not Timeline(20, 5, 21).allows_round(30)
+    assert not Timeline(20, 10, 9).allows_round(30)
 
 
 def test_no_peer_is_far_ahead_of_what_most_say():
-    assert last_credible_step([7, 8, 8]) == 8 + MAX_STEPS_AHEAD
-    assert last_credible_step([7, 8, MAX_STEP]) == 8 + MAX_STEPS_AHEAD
-    assert last_credible_step([0, 0, 7, 8, 8]) == 7 + MAX_STEPS_AHEAD
-    assert last_credible_step([MAX_STEP - 1]) == MAX_STEP
-    assert last_credible_step([]) == MAX_STEP, "nobody says anything"
+    assert last_credible_round([7, 8, 8]) == 8 + MAX_ROUNDS_AHEAD
+    assert last_credible_round([7, 8, MAX_ROUND]) == 8 + MAX_ROUNDS_AHEAD
+    assert last_credible_round([0, 0, 7, 8, 8]) == 7 + MAX_ROUNDS_AHEAD
+    assert last_credible_round([MAX_ROUND - 1]) == MAX_ROUND
+    assert last_credible_round([]) == MAX_ROUND, "nobody says anything"
 
 
-def test_the_last_step_is_the_last_that_the_wire_carries():
-    step = TypeAdapter(Step)
-    assert step.validate_python(MAX_STEP) == MAX_STEP
+def test_the_last_round_is_the_last_that_the_wire_carries():
+    round_number = TypeAdapter(RoundNumber)
+    assert round_number.validate_python(MAX_ROUND) == MAX_ROUND
     with pytest.raises(ValidationError):
-        step.validate_python(MAX_STEP + 1)
+        round_number.validate_python(MAX_ROUND + 1)
 
 
 def test_what_was_born_after_the_weights_that_the_run_went_back_to_was_given_up():
-    origin = Origin(20, 5, 5)
-    assert origin.gave_up(FIRST_ORIGIN, 6)
-    assert not origin.gave_up(FIRST_ORIGIN, 5)
-    assert not origin.gave_up(origin, 21)
-    assert not origin.gave_up(Origin(30, 5, 5), 31), "of a later line"
+    timeline = Timeline(20, 5, 5)
+    assert timeline.discarded(FIRST_TIMELINE, 6)
+    assert not timeline.discarded(FIRST_TIMELINE, 5)
+    assert not timeline.discarded(timeline, 21)
+    assert not timeline.discarded(Timeline(30, 5, 5), 31), "of a later timeline"
 
 
 # --- where the run is -------------------------------------------------------------------------------------------------
 
-OLD, NEW = FIRST_ORIGIN, Origin(38, 30, 30)
+OLD, NEW = FIRST_TIMELINE, Timeline(38, 30, 30)
 
 
-def standing(*claims, first=FIRST_ORIGIN):
+def standing(*claims, first=FIRST_TIMELINE):
     return find_standing(first, [Claim(*claim) for claim in claims])
 
 
 def test_claims_that_cannot_be_are_left_out():
-    possible = {"a": Claim(0, 34, OLD), "b": Claim(1, 38, NEW), "c": Claim(2, 34 + MAX_STEPS_AHEAD, OLD)}
+    possible = {"a": Claim(0, 34, OLD), "b": Claim(1, 38, NEW), "c": Claim(2, 34 + MAX_ROUNDS_AHEAD, OLD)}
     possible |= {"g": Claim(1, 34, OLD), "h": Claim(1, 38, NEW)}
     liars = {
-        "d": Claim(0, 39 + MAX_STEPS_AHEAD, OLD),
+        "d": Claim(0, 39 + MAX_ROUNDS_AHEAD, OLD),
         "e": Claim(0, 37, NEW),
-        "f": Claim(0, 2**40 - 1, Origin(2**40 - 1, 2**40 - 1, 0)),
+        "f": Claim(0, 2**40 - 1, Timeline(2**40 - 1, 2**40 - 1, 0)),
     }
     assert credible(possible) == possible
     assert credible(possible | liars) == possible
-    last = MAX_STEP - MIN_STEPS_LEFT
+    last = MAX_ROUND - MIN_ROUNDS_LEFT
     assert credible({"a": Claim(0, 1, OLD), "b": Claim(1, last, OLD)}).keys() == {"a", "b"}, "either may be right"
     assert credible({"a": Claim(0, 1, OLD), "b": Claim(1, last + 1, OLD)}).keys() == {"a"}
     assert credible({}) == {}
 
 
 def test_a_run_that_nobody_serves_is_where_it_began():
-    assert standing() == Standing(FIRST_ORIGIN, 0, 0)
+    assert standing() == Standing(FIRST_TIMELINE, 0, 0)
     assert standing(first=NEW) == Standing(NEW, 0, 30)
 
 
-def test_the_highest_step_counts():
-    """Who is beyond a rewind does not go back."""
+def test_the_highest_round_counts():
+    """A peer in a later round would not follow a rewind."""
     assert standing((0, 33, OLD), (0, 34, OLD), (2, 33, OLD)) == Standing(OLD, 34, 33)
 
 
-def test_the_line_of_a_stage_that_was_taken_over_is_the_runs():
+def test_the_timeline_of_a_stage_that_was_taken_over_is_the_runs():
     old = [(stage, 34, OLD) for stage in (0, 0, 0, 2, 2)]
     assert standing(*old, (1, 38, NEW)) == Standing(NEW, 38, 30)
     assert standing(*old, (1, 38, NEW), (1, 39, NEW), (0, 39, NEW)) == Standing(NEW, 39, 31)
 
 
-lie = st.tuples(st.sampled_from((0, 2)), st.integers(0, 500), st.sampled_from((OLD, NEW, Origin(400, 0, 0))))
+lie = st.tuples(st.sampled_from((0, 2)), st.integers(0, 500), st.sampled_from((OLD, NEW, Timeline(400, 0, 0))))
 
 
 @given(st.lists(lie, max_size=4))
-def test_a_minority_of_each_stage_changes_neither_line_nor_updates(lies):
+def test_a_minority_of_each_stage_changes_neither_timeline_nor_optimizer_step(lies):
     honest = [(stage, 60, NEW) for stage in (0, 2) for _ in range(len(lies) + 1)]
     found = standing(*honest, *lies)
-    assert (found.origin, found.updates) == (NEW, 52)
+    assert (found.timeline, found.optimizer_step) == (NEW, 52)
 
 
 # --- where the run goes back to ---------------------------------------------------------------------------------------
 
 NUM_STAGES = 3
 snapshot = st.builds(
-    lambda stage, tens, line: Kept(stage, 10 * tens + line, 10 * tens),
+    lambda stage, tens, line: SnapshotRef(stage, 10 * tens + line, 10 * tens),
     st.integers(-1, NUM_STAGES), st.integers(0, 5), st.integers(0, 1),
 )  # fmt: skip
 holdings = st.dictionaries(st.sampled_from("abcdef"), st.lists(snapshot, max_size=8))
@@ -136,12 +136,12 @@ def rewind(kept, lost_stage=1, newest=40, from_scratch=-1):
     return choose_rewind(kept, NUM_STAGES, lost_stage, newest, from_scratch)
 
 
-def all_stages(updates, born=None):
-    return [at(stage, updates, born) for stage in range(NUM_STAGES)]
+def all_stages(optimizer_step, created_at_round=None):
+    return [at(stage, optimizer_step, created_at_round) for stage in range(NUM_STAGES)]
 
 
-def at(stage, updates, born=None):
-    return Kept(stage, updates if born is None else born, updates)
+def at(stage, optimizer_step, created_at_round=None):
+    return SnapshotRef(stage, optimizer_step if created_at_round is None else created_at_round, optimizer_step)
 
 
 @given(
@@ -157,17 +157,25 @@ def test_the_order_of_what_peers_say_does_not_matter(kept, lost_stage, newest, f
 def test_what_is_chosen_exists_for_all_stages_and_is_the_newest(kept, lost_stage, newest, from_scratch):
     chosen = rewind(kept, lost_stage, newest, from_scratch)
     everything = {known for snapshots in kept.values() for known in snapshots}
-    points = {(updates, born) for _, born, updates in everything if updates <= newest}
-    whole = {(updates, born) for updates, born in points if set(all_stages(updates, born)) <= everything}
-    if chosen.updates is None:
+    points = {
+        (optimizer_step, created_at_round)
+        for _, created_at_round, optimizer_step in everything
+        if optimizer_step <= newest
+    }
+    whole = {
+        (optimizer_step, created_at_round)
+        for optimizer_step, created_at_round in points
+        if set(all_stages(optimizer_step, created_at_round)) <= everything
+    }
+    if chosen.optimizer_step is None:
         assert not whole
         assert newest > from_scratch
     elif not whole:
-        assert (chosen.updates, chosen.holders) == (0, ())
+        assert (chosen.optimizer_step, chosen.holders) == (0, ())
         assert newest <= from_scratch
     else:
-        assert (chosen.updates, chosen.born) == max(whole)
-        wanted = Kept(lost_stage, chosen.born, chosen.updates)
+        assert (chosen.optimizer_step, chosen.created_at_round) == max(whole)
+        wanted = SnapshotRef(lost_stage, chosen.created_at_round, chosen.optimizer_step)
         assert set(chosen.holders) == {peer for peer in kept if wanted in kept[peer]}
         assert chosen.holders
     assert chosen.reason
@@ -176,30 +184,34 @@ def test_what_is_chosen_exists_for_all_stages_and_is_the_newest(kept, lost_stage
 def test_the_newest_snapshot_that_is_whole_is_chosen():
     kept = {"a": [at(0, 10), at(1, 10), at(0, 20), at(1, 20)], "b": [at(2, 10), at(1, 10)], "c": [at(2, 30)]}
     chosen = rewind(kept)
-    assert (chosen.updates, chosen.holders) == (10, ("a", "b"))
+    assert (chosen.optimizer_step, chosen.holders) == (10, ("a", "b"))
     assert chosen.reason == "all stages' snapshots of 10 updates exist"
 
 
-def test_snapshots_of_two_lines_are_not_mixed():
+def test_snapshots_of_two_timelines_are_not_mixed():
     """One stage has gone back and has made the updates anew, and another has not gone back yet."""
-    kept = {"a": [at(0, 20, born=34), at(1, 20, born=34), at(1, 20)], "b": [at(2, 20)], "c": all_stages(10)}
+    kept = {
+        "a": [at(0, 20, created_at_round=34), at(1, 20, created_at_round=34), at(1, 20)],
+        "b": [at(2, 20)],
+        "c": all_stages(10),
+    }
     chosen = rewind(kept)
-    assert (chosen.updates, chosen.born) == (10, 10)
+    assert (chosen.optimizer_step, chosen.created_at_round) == (10, 10)
 
 
 def test_snapshots_are_better_than_to_begin_anew():
-    assert rewind({"a": all_stages(10)}, from_scratch=100).updates == 10
+    assert rewind({"a": all_stages(10)}, from_scratch=100).optimizer_step == 10
 
 
 def test_a_run_that_is_young_begins_anew():
-    assert rewind({}, newest=9, from_scratch=9).updates == 0
+    assert rewind({}, newest=9, from_scratch=9).optimizer_step == 0
     assert rewind({}, newest=9, from_scratch=9).reason == "the run has made 9 updates only and begins anew"
-    assert rewind({}, newest=10, from_scratch=9).updates is None
+    assert rewind({}, newest=10, from_scratch=9).optimizer_step is None
 
 
 def test_snapshots_of_the_future_are_not_believed():
-    assert rewind({"liar": all_stages(50)}, newest=40).updates is None
-    assert rewind({"liar": all_stages(50), "a": all_stages(30)}, newest=40).updates == 30
+    assert rewind({"liar": all_stages(50)}, newest=40).optimizer_step is None
+    assert rewind({"liar": all_stages(50), "a": all_stages(30)}, newest=40).optimizer_step == 30
 
 
 def test_the_reason_says_what_there_is():
@@ -216,9 +228,9 @@ def test_the_reason_says_what_there_is():
 peer_views = st.lists(
     st.builds(
         PeerView,
-        st.sampled_from("abcdefgh"),
-        st.integers(UNDECIDED, NUM_STAGES - 1),
-        st.sampled_from(PeerState),
+        peer_id=st.sampled_from("abcdefgh"),
+        stage=st.integers(UNDECIDED, NUM_STAGES - 1),
+        state=st.sampled_from(PeerState),
         samples_per_s=st.sampled_from([0.0, 1.0, 2.0]),
     ),
     unique_by=lambda peer: peer.peer_id,
@@ -227,7 +239,7 @@ peer_views = st.lists(
 
 
 def serving(peer_id, stage, speed=1.0, state=PeerState.SERVING):
-    return PeerView(peer_id, stage, state, samples_per_s=speed)
+    return PeerView(peer_id=peer_id, stage=stage, state=state, samples_per_s=speed)
 
 
 def mover(*peers, movable=None, lost_stage=1):
@@ -236,7 +248,7 @@ def mover(*peers, movable=None, lost_stage=1):
 
 
 @given(peer_views, st.sets(st.sampled_from("abcdefgh")), st.randoms(use_true_random=False))
-def test_all_who_see_the_same_choose_the_same(peers, movable, rng):
+def test_peers_that_see_the_same_choose_the_same(peers, movable, rng):
     shuffled = rng.sample(peers, len(peers))
     assert mover(*shuffled, movable=sorted(movable, reverse=True)) == mover(*peers, movable=movable)
 
@@ -264,17 +276,17 @@ def test_the_slowest_of_the_fullest_stage_moves():
 
 
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING])
-def test_who_does_not_serve_is_no_stage_mate(state):
+def test_a_peer_that_does_not_serve_is_no_stage_mate(state):
     assert mover(serving("a", 0), serving("b", 0, state=state)).peer_id is None
 
 
-def test_nobody_moves_where_somebody_joins():
+def test_no_peer_moves_to_a_stage_that_another_joins():
     peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
     assert mover(*peers) == Mover(None, "1 peers are joining stage 1")
     assert mover(*peers[:2], serving("c", 1, state=PeerState.DRAINING)).peer_id == "a", "who leaves does not count"
 
 
-def test_who_is_stuck_keeps_nobody_from_moving():
+def test_a_stuck_peer_keeps_no_other_from_moving():
     peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
     view = SwarmView(NUM_STAGES, (*peers, serving("d", 1, state=PeerState.JOINING)))
     assert choose_mover(view, 1, {"a"}, stuck=["c"]).reason == "1 peers are joining stage 1"

@@ -4,14 +4,16 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.health import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerHealth
+from swarm_peer.policy.in_flight_window import SPARE, InFlightWindow
+from swarm_peer.policy.peer_backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerBackoff
 from swarm_peer.policy.routing import THROUGHPUT_SMOOTHING, Router
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
-from swarm_peer.policy.window import SPARE, InFlightWindow
 
 
 def serving(**speeds):
-    return [PeerView(name, 1, PeerState.SERVING, samples_per_s=speed) for name, speed in speeds.items()]
+    return [
+        PeerView(peer_id=name, stage=1, state=PeerState.SERVING, samples_per_s=speed) for name, speed in speeds.items()
+    ]
 
 
 def make_router(seed=0, **speeds):
@@ -159,62 +161,62 @@ def test_same_seed_same_routes():
 
 
 def test_pauses_double_up_to_a_limit():
-    health, now, pauses = PeerHealth(), 0.0, []
+    backoff, now, pauses = PeerBackoff(), 0.0, []
     for _ in range(8):
-        pauses.append(health.failed("a", now))
+        pauses.append(backoff.failed("a", now))
         now += pauses[-1]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == pauses[-2] == LONGEST_PAUSE_S
 
 
 def test_calls_that_fail_together_count_once():
-    health = PeerHealth()
+    backoff = PeerBackoff()
     for _ in range(20):
-        health.failed("a", now=0.0)
-    assert health.failed("a", now=0.25 * FIRST_PAUSE_S) == 0.75 * FIRST_PAUSE_S
-    assert health.avoided(FIRST_PAUSE_S) == frozenset()
-    assert health.failed("a", now=FIRST_PAUSE_S) == 2 * FIRST_PAUSE_S
+        backoff.failed("a", now=0.0)
+    assert backoff.failed("a", now=0.25 * FIRST_PAUSE_S) == 0.75 * FIRST_PAUSE_S
+    assert backoff.avoided(FIRST_PAUSE_S) == frozenset()
+    assert backoff.failed("a", now=FIRST_PAUSE_S) == 2 * FIRST_PAUSE_S
 
 
 def test_a_peer_is_avoided_for_its_pause():
-    health = PeerHealth()
-    pause_s = health.failed("a", now=100.0)
-    health.failed("b", now=100.0 - pause_s)
-    assert health.avoided(100.0) == {"a"}
-    assert health.avoided(100.0 + pause_s - 0.001) == {"a"}
-    assert health.avoided(100.0 + pause_s) == frozenset()
+    backoff = PeerBackoff()
+    pause_s = backoff.failed("a", now=100.0)
+    backoff.failed("b", now=100.0 - pause_s)
+    assert backoff.avoided(100.0) == {"a"}
+    assert backoff.avoided(100.0 + pause_s - 0.001) == {"a"}
+    assert backoff.avoided(100.0 + pause_s) == frozenset()
 
 
 def test_a_success_clears_the_record():
-    health = PeerHealth()
+    backoff = PeerBackoff()
     for _ in range(5):
-        health.failed("a", now=0.0)
-    health.succeeded("a")
-    health.succeeded("never failed")
-    assert health.avoided(0.0) == frozenset()
-    assert health.failed("a", now=0.0) == FIRST_PAUSE_S
+        backoff.failed("a", now=0.0)
+    backoff.succeeded("a")
+    backoff.succeeded("never failed")
+    assert backoff.avoided(0.0) == frozenset()
+    assert backoff.failed("a", now=0.0) == FIRST_PAUSE_S
 
 
 def test_peers_that_failed_long_ago_are_forgotten():
     """In a long run, thousands come and die."""
-    health = PeerHealth()
+    backoff = PeerBackoff()
     for number in range(1000):
-        health.failed(f"peer-{number}", now=100.0 * number)
-    assert len(health._failures) < 10
-    assert health.failed("peer-0", now=100_000.0) == FIRST_PAUSE_S
-    assert health.failed("peer-999", now=100_000.0) == 2 * FIRST_PAUSE_S
+        backoff.failed(f"peer-{number}", now=100.0 * number)
+    assert len(backoff._failures) < 10
+    assert backoff.failed("peer-0", now=100_000.0) == FIRST_PAUSE_S
+    assert backoff.failed("peer-999", now=100_000.0) == 2 * FIRST_PAUSE_S
 
 
 # --- view -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_is_sorted_and_tells_who_serves():
+def test_a_view_is_sorted_and_names_the_serving_peers():
     peers = (
-        PeerView("c", 0, PeerState.SERVING),
-        PeerView("a", 0, PeerState.SERVING),
-        PeerView("b", 0, PeerState.JOINING),
-        PeerView("d", 1, PeerState.DRAINING),
-        PeerView("e", UNDECIDED, PeerState.JOINING),
+        PeerView(peer_id="c", stage=0, state=PeerState.SERVING),
+        PeerView(peer_id="a", stage=0, state=PeerState.SERVING),
+        PeerView(peer_id="b", stage=0, state=PeerState.JOINING),
+        PeerView(peer_id="d", stage=1, state=PeerState.DRAINING),
+        PeerView(peer_id="e", stage=UNDECIDED, state=PeerState.JOINING),
     )
     view = SwarmView(2, peers)
     assert [peer.peer_id for peer in view.peers] == list("abcde")

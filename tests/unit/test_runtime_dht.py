@@ -9,7 +9,7 @@ from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-from swarm_peer.runtime.dht import (
+from swarm_peer.runtime.network.dht import (
     GREETING,
     LONGEST_LIFETIME_S,
     SignedRecordValidator,
@@ -53,7 +53,7 @@ def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
         stored(lifetime_s=2 * LONGEST_LIFETIME_S),
         stored(lifetime_s=math.inf),
         stored(lifetime_s=math.nan),
-        stored(Progress(step=1, samples=2, claimed=2, loss_sum=1.0)),  # counts go with calls
+        stored(Progress(round_number=1, samples=2, claimed=2, loss_sum=1.0)),  # counts go with calls
         stored(ManifestRecord.model_construct(manifest="x" * MAX_STORED_BYTES)),
     ],
 )

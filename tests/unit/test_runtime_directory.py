@@ -2,9 +2,10 @@ import pytest
 from test_wire_records import ANNOUNCEMENT
 
 from swarm_peer.config import RunManifest
-from swarm_peer.runtime.directory import Directory
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.wire.identity import Identity
 
 MANIFEST = RunManifest.model_validate(
@@ -42,7 +43,9 @@ def dht():
 
 @pytest.fixture
 async def directory(dht):
-    directory = Directory(MANIFEST, dht, "cpu", None, PeerMetrics(), Signal())
+    directory = Directory(
+        manifest=MANIFEST, dht=dht, clock=SystemClock(), metrics=PeerMetrics(), changed=Condition(), device="cpu"
+    )
     await directory.refresh([0, 1])
     return directory
 
@@ -83,7 +86,9 @@ async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     here, there = (Identity.generate().peer_id for _ in range(2))
     dht.serials = {here: 1, there: 1}
     dht.addresses = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", f"/unix/x/p2p/{here}", "")
-    directory = Directory(MANIFEST, dht, "cpu", None, PeerMetrics(), Signal())
+    directory = Directory(
+        manifest=MANIFEST, dht=dht, clock=SystemClock(), metrics=PeerMetrics(), changed=Condition(), device="cpu"
+    )
     assert directory.addresses() == []
     await directory.refresh([0, 1])
     assert directory.addresses() == [f"/ip4/1.2.3.4/tcp/5/p2p/{here}"], "the other one tells of a stranger"

@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 
 import anyio
 import pytest
+from contexts import FixedRandom, MovedClock, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from made_up_slices import FakeReader
 from memory_transport import MemoryNetwork
 
 from swarm_peer.errors import InvalidMessage, NotServing, PeerUnreachable
-from swarm_peer.policy.data_ledger import MAX_UNHELD_EMPTY, DataLedger
-from swarm_peer.policy.ledger import StepCount
-from swarm_peer.policy.ranges import SampleId, SliceId, WindowRange, ranges_of
-from swarm_peer.policy.recovery import FIRST_ORIGIN, Origin
+from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, ranges_of
+from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger
+from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime import leases as leases_module
-from swarm_peer.runtime.handlers import CallDispatcher
-from swarm_peer.runtime.leases import PATIENCE, SliceLeases
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.samples import SamplePool
-from swarm_peer.runtime.signal import Signal
+from swarm_peer.runtime.data import leases as leases_module
+from swarm_peer.runtime.data.leases import PATIENCE, SliceLeases
+from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
 from swarm_peer.wire.messages import LeaseCall, LeaseReply
@@ -42,26 +40,39 @@ class Peer:
         self.swarm, self.name = swarm, name
         identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
         self.peer_id = identity.peer_id
-        self.metrics, self.changed = PeerMetrics(), Signal()
+        self.context = make_context(
+            unparsed(RUN, global_batch_size=GLOBAL_BATCH, announcement_s=ANNOUNCEMENT_S),
+            identity=identity,
+            clock=swarm.clock,
+            random=FixedRandom(name),
+        )
+        self.metrics, self.changed = self.context.metrics, self.context.changed
         self.transport = swarm.network.transport(self.peer_id)
-        self.progress = ProgressBook(RUN, GLOBAL_BATCH, identity, lambda author: True, self.metrics, self.changed)
-        self.pool = SamplePool(reader, random.Random(name), self.changed)  # type: ignore[arg-type]
+        self.progress = ProgressBook(
+            context=self.context, is_author=lambda author: True, on_stranger=lambda author: None
+        )
+        self.pool = SamplePool(context=self.context, reader=reader)  # type: ignore[arg-type]
         self.hidden: set[str] = set()  # peers that this one does not see
         self.leases = SliceLeases(
-            RUN, reader, self.pool, self.transport, self.progress, self.view, ANNOUNCEMENT_S, self.metrics, self.changed
-        )  # type: ignore[arg-type]  # fmt: skip
+            context=self.context,
+            reader=reader,  # type: ignore[arg-type]
+            pool=self.pool,
+            transport=self.transport,
+            progress=self.progress,
+            view=self.view,
+        )
         self.state = PeerState.SERVING
         self.task: asyncio.Task[None] | None = None
 
     def view(self) -> SwarmView:
         peers = [peer for peer in self.swarm.announced if peer.name not in self.hidden]
-        return SwarmView(1, tuple(PeerView(peer.peer_id, 0, peer.state) for peer in peers))
+        return SwarmView(1, tuple(PeerView(peer_id=peer.peer_id, stage=0, state=peer.state) for peer in peers))
 
     def start(self) -> None:
         self.task = asyncio.create_task(self.leases.run())
 
     @property
-    def ledger(self) -> DataLedger:
+    def ledger(self) -> SampleLedger:
         assert self.leases._ledger is not None
         return self.leases._ledger
 
@@ -77,9 +88,11 @@ class Peer:
         return [sample.id for sample in await self.leases.draw(count)]
 
     def count(self, samples: list[SampleId]) -> None:
-        own = self.progress.ledger.count_of(self.progress.step, self.peer_id)
+        own = self.progress.counter.count_of(self.progress.round_number, self.peer_id)
         total = own.samples + len(samples)
-        self.progress.count_own(self.progress.step, StepCount(total, total, 0.0, self.leases.count(samples, own)))
+        self.progress.count_own(
+            self.progress.round_number, RoundCount(total, total, 0.0, self.leases.note_counted(samples, own))
+        )
 
     def tell(self, other: Peer) -> None:
         other.progress.merge(self.progress.signed_counts(), vouched=True)
@@ -90,18 +103,19 @@ class Peer:
 
 
 class Swarm:
-    def __init__(self) -> None:
+    def __init__(self, clock: MovedClock) -> None:
+        self.clock = clock
         self.network = MemoryNetwork()
         self.peers: list[Peer] = []
         self.announced: list[Peer] = []
-        # Of a slice that a dead peer has told the end of in this step, its heir finds the end itself, a little later.
+        # If a dead peer has told the end of a slice in this round, the next owner finds the end itself, a little later.
         self.has_heirs = False
 
-    async def add(self, name: str, *lengths: int, ledger: bytes = b"", step: int = 0) -> Peer:
+    async def add(self, name: str, *lengths: int, ledger: bytes = b"", round_number: int = 0) -> Peer:
         peer = Peer(self, name, FakeReader(*lengths))
-        peer.progress.enter(step)
-        await peer.leases.begin(step, FIRST_ORIGIN, ledger)
-        await peer.transport.serve(CallDispatcher(RUN, 0, peer.leases.calls))
+        peer.progress.enter(round_number)
+        await peer.leases.begin(round_number, FIRST_TIMELINE, ledger)
+        await peer.transport.serve(CallDispatcher(manifest_hash=RUN, stage=0, calls=peer.leases.calls))
         self.peers.append(peer)
         self.announced.append(peer)
         for other in self.peers:
@@ -117,29 +131,28 @@ class Swarm:
         if is_noticed:
             self.announced.remove(peer)
 
-    def end_step(self) -> None:
+    def end_round(self) -> None:
         for peer in self.peers:
             for other in self.peers:
                 peer.tell(other)
-        ledgers = {peer.leases.end_step(peer.progress.step) for peer in self.peers}
+        ledgers = {peer.leases.end_round(peer.progress.round_number) for peer in self.peers}
         assert len(ledgers) == 1 or self.has_heirs, "stage-mates give newcomers the same bytes"
         for peer in self.peers:
             assert peer.repeated == 0
-            peer.progress.enter(peer.progress.step + 1)
+            peer.progress.enter(peer.progress.round_number + 1)
             peer.changed.notify()
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(leases_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
+    clock = MovedClock(now=1000.0)
     monkeypatch.setattr(leases_module, "RETRY_S", 0.01)
     return clock
 
 
 @pytest.fixture
-async def swarm(clock: SimpleNamespace) -> AsyncIterator[Swarm]:
-    swarm = Swarm()
+async def swarm(clock: MovedClock) -> AsyncIterator[Swarm]:
+    swarm = Swarm(clock)
     async with swarm.network:
         yield swarm
         for peer in swarm.peers:
@@ -164,7 +177,7 @@ async def test_who_is_alone_asks_nobody_and_goes_through_the_data_pass_after_pas
         drawn = [await peer.draw(4) for _ in range(3)]
         for samples in drawn:
             peer.count(samples)
-        swarm.end_step()
+        swarm.end_round()
         assert sorted(sample[1:] for samples in drawn for sample in samples) == [
             (index, window) for index, length in enumerate(lengths) for window in range(length)
         ]
@@ -190,14 +203,14 @@ async def test_a_pass_is_covered_and_no_sample_counts_twice(swarm: Swarm) -> Non
             assert not counted & set(samples)
             counted.update(samples)
             peer.count(samples)
-        swarm.end_step()
+        swarm.end_round()
         steps += 1
         assert steps < 100
     of_pass_0 = {sample for sample in counted if sample.pass_number == 0}
     assert of_pass_0 == {SampleId(0, i, w) for i, length in enumerate(lengths) for w in range(length)}
 
 
-async def test_what_a_dead_stage_mate_told_a_single_survivor_is_respected(swarm: Swarm, clock: SimpleNamespace) -> None:
+async def test_what_a_dead_stage_mate_told_a_single_survivor_is_respected(swarm: Swarm, clock: MovedClock) -> None:
     a, b, c = [await swarm.add(name, *[10] * 12) for name in "abc"]
     samples = await c.draw(20)
     c.count(samples)
@@ -216,10 +229,10 @@ async def test_what_a_dead_stage_mate_told_a_single_survivor_is_respected(swarm:
     while {peer.ledger.current_pass for peer in swarm.peers} != {1}:  # the ends of slices come with later counts
         for peer in (a, b):
             peer.count(await peer.draw(1))
-        swarm.end_step()
+        swarm.end_round()
 
 
-async def test_leases_of_a_peer_that_vanished_are_respected_for_a_while(swarm: Swarm, clock: SimpleNamespace) -> None:
+async def test_leases_of_a_peer_that_vanished_are_respected_for_a_while(swarm: Swarm, clock: MovedClock) -> None:
     a = await swarm.add("a", *[10] * 4)
     theirs = await a.has_leased(4)
     b = await swarm.add("b", *[10] * 4)
@@ -274,8 +287,8 @@ async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
     b = Peer(swarm, "b", FakeReader(*[200] * 3))
     a.hidden.add("b")
     b.hidden.add("a")
-    await b.leases.begin(0, FIRST_ORIGIN, b"")
-    await b.transport.serve(CallDispatcher(RUN, 0, b.leases.calls))
+    await b.leases.begin(0, FIRST_TIMELINE, b"")
+    await b.transport.serve(CallDispatcher(manifest_hash=RUN, stage=0, calls=b.leases.calls))
     swarm.peers.append(b)
     swarm.announced.append(b)
     b.start()
@@ -294,7 +307,7 @@ async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
     a.hidden.clear()
     b.hidden.clear()
     a.tell(b)
-    again = a.leases.end_step(0)
+    again = a.leases.end_round(0)
     assert a.repeated == len({*in_flight, *counted} & set(theirs))
     assert decode_ledger(again, 3).uncounted(theirs[0].slice_id).next_window > 0
 
@@ -303,41 +316,41 @@ async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> No
     peer = await swarm.add("a", 30)
     before = await peer.draw(10)
     peer.count(before)
-    after_step = peer.leases.end_step(0)
+    after_step = peer.leases.end_round(0)
     generation = peer.leases.generation
     drawn = await peer.draw(5)
-    await peer.leases.begin(1, FIRST_ORIGIN, after_step)
+    await peer.leases.begin(1, FIRST_TIMELINE, after_step)
     peer.progress.enter(1)
     assert peer.leases.generation > generation
     again = await peer.draw(5)
     assert again == drawn, "in the ledger that it goes on from they have not counted"
-    await peer.leases.begin(0, FIRST_ORIGIN, b"")
+    await peer.leases.begin(0, FIRST_TIMELINE, b"")
     assert sorted(await peer.draw(30)) == sorted(windows_of(SliceId(0, 0), 30))
 
 
 async def test_a_newcomer_goes_on_from_the_ledger_that_it_is_given(swarm: Swarm) -> None:
     a = await swarm.add("a", 30)
     a.count(await a.draw(12))
-    ledger = a.leases.end_step(0)
+    ledger = a.leases.end_round(0)
     swarm.kill(a)
-    b = await swarm.add("b", 30, ledger=ledger, step=1)
+    b = await swarm.add("b", 30, ledger=ledger, round_number=1)
     assert sorted(await b.draw(18)) == [SampleId(0, 0, window) for window in range(12, 30)]
 
 
 async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) -> None:
-    """What counted in the line of updates that is given up is to be read again."""
+    """Samples that counted in the timeline that is given up are to be read again."""
     a = await swarm.add("a", *[10] * 3)
     b = await swarm.add("b", *[10] * 3)
     of_a = await a.draw(10)
     a.count(of_a)
-    swarm.end_step()
-    nothing = encode_ledger(DataLedger(3))
-    await b.leases.begin(6, Origin(6, 0, 0), nothing)
+    swarm.end_round()
+    nothing = encode_ledger(SampleLedger(3))
+    await b.leases.begin(6, Timeline(6, 0, 0), nothing)
     b.progress.enter(6)
     a.tell(b)
     await anyio.sleep(0.05)
     assert b.leases._held == set(), "it waits for its stage-mate"
-    await a.leases.begin(6, Origin(6, 0, 0), nothing)
+    await a.leases.begin(6, Timeline(6, 0, 0), nothing)
     a.progress.enter(6)
     read: set[SampleId] = set()
     while not set(of_a) <= read:
@@ -354,9 +367,9 @@ async def test_samples_given_up_pass_for_counted(swarm: Swarm) -> None:
     peer.leases.give_up(samples[:2])
     await until(lambda: peer.pool.is_read_out or len(peer.leased) > 1)
     peer.count(samples[2:])
-    swarm.end_step()
+    swarm.end_round()
     assert peer.ledger.current_pass == 1
-    assert peer.progress.ledger.count_of(0, peer.peer_id).samples == 4
+    assert peer.progress.counter.count_of(0, peer.peer_id).samples == 4
 
 
 async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
@@ -366,7 +379,7 @@ async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
     b.tell(a)
     late = await b.draw(4)
     b.count(late)
-    a.leases.end_step(0)
+    a.leases.end_round(0)
     a.progress.enter(1)
     b.tell(a)
     assert set(late) <= {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
@@ -379,35 +392,35 @@ async def test_what_counts_twice_is_noted(swarm: Swarm) -> None:
     a = await swarm.add("a", 10)
     samples = await a.draw(4)
     a.count(samples)
-    a.leases.end_step(0)
+    a.leases.end_round(0)
     a.progress.enter(1)
-    own = a.progress.ledger.count_of(1, a.peer_id)
-    a.progress.count_own(1, StepCount(own.samples + 2, 2, 0.0, ranges_of(samples[:2])))
-    a.leases.end_step(1)
+    own = a.progress.counter.count_of(1, a.peer_id)
+    a.progress.count_own(1, RoundCount(own.samples + 2, 2, 0.0, ranges_of(samples[:2])))
+    a.leases.end_round(1)
     assert a.repeated == 2
 
 
 async def test_ranges_that_no_count_can_have_are_refused(swarm: Swarm) -> None:
     a = await swarm.add("a", *[10] * 3)
     b = await swarm.add("b", *[10] * 3)
-    b.progress.count_own(0, StepCount(1, 1, 0.0, (WindowRange(0, 0, 0, 3 * GLOBAL_BATCH),)))
+    b.progress.count_own(0, RoundCount(1, 1, 0.0, (WindowRange(0, 0, 0, 3 * GLOBAL_BATCH),)))
     with pytest.raises(InvalidMessage, match="a progress count of 1 samples with ranges of 30000"):
         b.tell(a)
-    assert list(a.progress.ledger.ranges_from(0)) == []
+    assert list(a.progress.counter.ranges_from(0)) == []
 
 
 async def test_no_stage_mate_ends_a_pass_that_is_not_read(swarm: Swarm) -> None:
     a, b = [await swarm.add(name, *[500] * 64) for name in "ab"]
     of_a, of_b = [set(await peer.has_leased(8)) for peer in (a, b)]
     lie = tuple(WindowRange(0, index, 0, 0, True) for index in range(64))
-    b.progress.count_own(0, StepCount(0, 1, 0.0, lie))
+    b.progress.count_own(0, RoundCount(0, 1, 0.0, lie))
     b.tell(a)
-    a.leases.end_step(0)
+    a.leases.end_round(0)
     ended = {SliceId(0, index) for index in range(64) if a.ledger.is_finished(SliceId(0, index))}
     assert of_b < ended
     assert not of_a & ended
     assert len(ended) == len(of_b) + MAX_UNHELD_EMPTY
-    b.progress.count_own(0, StepCount(1, 1, 0.0, lie))
+    b.progress.count_own(0, RoundCount(1, 1, 0.0, lie))
     b.tell(a)  # late
     assert a.ledger.num_finished == len(ended)
 
@@ -415,7 +428,7 @@ async def test_no_stage_mate_ends_a_pass_that_is_not_read(swarm: Swarm) -> None:
 async def test_only_stage_mates_lease(swarm: Swarm) -> None:
     a = await swarm.add("a", *[10] * 20)
     stranger = swarm.network.transport("stranger")
-    call = LeaseCall(manifest=RUN, line=0, slices=(SliceId(0, 0),), believed=(), counts=())
+    call = LeaseCall(manifest=RUN, timeline_first_round=0, slices=(SliceId(0, 0),), believed=(), counts=())
     with pytest.raises(NotServing, match="does not know the caller"):
         await stranger.call(a.peer_id, call, timeout_s=5)
     a.leases.welcome("stranger")
@@ -470,11 +483,11 @@ async def test_what_nobody_has_asked_for_is_not_believed(swarm: Swarm) -> None:
 
 async def test_a_ledger_of_other_data_is_refused(swarm: Swarm) -> None:
     with pytest.raises(InvalidMessage, match="of 4 slices, where the data here has 5"):
-        await swarm.add("a", *[10] * 5, ledger=encode_ledger(DataLedger(4)))
+        await swarm.add("a", *[10] * 5, ledger=encode_ledger(SampleLedger(4)))
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_a_swarm_that_comes_and_goes(swarm: Swarm, clock: SimpleNamespace, seed: int) -> None:
+async def test_a_swarm_that_comes_and_goes(swarm: Swarm, clock: MovedClock, seed: int) -> None:
     """Peers join, leave, die and fail to hear of each other's last counts: nothing that survivors know counts twice."""
     rng = random.Random(seed)
     lengths = [rng.randrange(9) for _ in range(25)]
@@ -499,7 +512,7 @@ async def test_a_swarm_that_comes_and_goes(swarm: Swarm, clock: SimpleNamespace,
     def knows(sample: SampleId) -> bool:
         over = [sample.pass_number < peer.ledger.current_pass for peer in swarm.peers]
         ranges = [r for peer in swarm.peers for r in (*peer.ledger.counted(sample.slice_id),
-                  *peer.progress.ledger.ranges_from(0))]  # fmt: skip
+                  *peer.progress.counter.ranges_from(0))]  # fmt: skip
         return any(over) or any(r.slice_id == sample.slice_id and r.start <= sample.window < r.end for r in ranges)
 
     for _ in range(120):
@@ -514,10 +527,12 @@ async def test_a_swarm_that_comes_and_goes(swarm: Swarm, clock: SimpleNamespace,
             for other in list(on_the_way):
                 if other in swarm.peers:
                     count(other)
-            swarm.end_step()
+            swarm.end_round()
         elif dice < 0.95 and len(swarm.peers) < 4:
             donor = swarm.peers[0]
-            await swarm.add(next(names), *lengths, ledger=encode_ledger(donor.ledger), step=donor.progress.step)
+            await swarm.add(
+                next(names), *lengths, ledger=encode_ledger(donor.ledger), round_number=donor.progress.round_number
+            )
         elif len(swarm.peers) > 1:
             swarm.kill(peer)
             on_the_way.pop(peer, None)

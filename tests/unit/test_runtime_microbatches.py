@@ -1,12 +1,11 @@
 import asyncio
-import random
 import threading
-from pathlib import Path
-from types import SimpleNamespace
+import time
 
 import anyio
 import pytest
 import torch
+from contexts import ReadClock, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
@@ -19,27 +18,29 @@ from swarm_peer.errors import (
     InvalidMessage,
     NotServing,
     PeerUnreachable,
-    StepClosed,
+    RoundClosed,
 )
 from swarm_peer.model.partition import stages_of
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.compute import ComputeThread, Priority
-from swarm_peer.runtime.gate import StepGate
-from swarm_peer.runtime.gossip import Gossip
-from swarm_peer.runtime.handlers import CallDispatcher, MicrobatchHandler
-from swarm_peer.runtime.handover import GradientHandover
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.next_stage import Microbatch, NextStage
-from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.snapshots import StateDonor
-from swarm_peer.runtime.stage_group import StageGroup
-from swarm_peer.runtime.stage_runner import StageRunner
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.gossip import Gossip
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.stage_client import Microbatch, StageClient
+from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import AdoptCall, MicrobatchCall
+from swarm_peer.wire.messages import CommitGradientCall, MicrobatchCall
 
 LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
 
@@ -72,41 +73,72 @@ def make_manifest(num_stages=2, **sections):
 
 
 class Peer:
-    """One peer of a tiny swarm, without averaging and global steps."""
+    """One peer of a tiny swarm, without averaging and rounds."""
 
     def __init__(self, swarm, name, stage, capacity=8, replies_kept=4, speed=1.0):
         manifest = swarm.manifest
         self.name, self.stage, self.speed = name, stage, speed
-        self.trainer = StageTrainer(manifest, stages_of(manifest)[stage])
-        self.metrics, changed = PeerMetrics(), Signal()
-        self.compute = ComputeThread(self.metrics)
-        self.gate = StepGate(capacity, changed)
         identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
+        context = self.context = make_context(swarm.resolved, identity=identity, clock=swarm.clock)
+        self.trainer = StageTrainer(swarm.resolved, swarm.resolved.specs[stage])
+        self.metrics = context.metrics
+        self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
+        self.admission = RoundAdmission(capacity=capacity, changed=context.changed)
         self.peer_id = identity.peer_id
         self.transport = swarm.network.transport(self.peer_id)
         self.progress = ProgressBook(
-            manifest.hash, 8, identity, lambda author: author in swarm.ids(0), self.metrics, changed
+            context=context, is_author=lambda author: author in swarm.ids(0), on_stranger=lambda author: None
         )
         self.next_stage = None
         if not self.trainer.spec.is_last:
-            self.next_stage = NextStage(
-                stage + 1, manifest, HIDDEN, self.transport, self.progress, swarm.view, self.metrics, random.Random(0)
+            self.next_stage = StageClient(
+                context=context, stage=stage + 1, transport=self.transport, progress=self.progress, view=swarm.view
             )
-        self.runner = StageRunner(manifest, self.trainer, self.compute, self.next_stage, self.metrics, replies_kept)
-        group = StageGroup(manifest, stage, self.transport, None, self.progress, swarm.view, self.metrics, changed)
-        donor = StateDonor(self.trainer, self.compute, changed, stage, Path("/nowhere"))
-        handler = MicrobatchHandler(manifest, HIDDEN, self.gate, self.runner, self.progress, self.metrics)
-        gossip = Gossip(manifest.hash, self.transport, self.progress, group.welcome, lambda peer, serial: None)
-        self.handover = GradientHandover(
-            manifest.hash, stage, self.trainer, self.compute, self.runner, self.gate, self.transport, swarm.view,
-            self.metrics, random.Random(0),
-        )  # fmt: skip
+        self.executor = StageExecutor(
+            context=context,
+            trainer=self.trainer,
+            device_thread=self.device_thread,
+            next_stage=self.next_stage,
+            replies_kept=replies_kept,
+        )
+        replica = StageReplica(
+            trainer=self.trainer,
+            device_thread=self.device_thread,
+            admission=self.admission,
+            executor=self.executor,
+        )
+        group = StageGroup(
+            context=context,
+            stage=stage,
+            transport=self.transport,
+            averager=None,
+            progress=self.progress,
+            view=swarm.view,
+        )
+        donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        handler = StageServer(context=context, replica=replica, progress=self.progress)
+        gossip = Gossip(
+            manifest_hash=manifest.hash,
+            transport=self.transport,
+            progress=self.progress,
+            welcome=group.welcome,
+            drop=lambda peer, serial: None,
+        )
+        access = SwarmAccess(
+            transport=self.transport, progress=self.progress, gossip=gossip, view=swarm.view, look=None
+        )
+        self.handover = GradientHandover(context=context, replica=replica, swarm=access)
         calls = handler.calls | group.calls | donor.calls | gossip.calls | self.handover.calls
-        self.dispatcher = CallDispatcher(manifest.hash, stage, calls)
-        self.gate.open(0)
+        self.dispatcher = CallDispatcher(manifest_hash=manifest.hash, stage=stage, calls=calls)
+        self.open(0)
+
+    def open(self, round_number):
+        """As StepLoop does it."""
+        self.executor.note_round(round_number)
+        self.admission.open(round_number)
 
     async def run(self, microbatch, timeout_s=20.0):
-        return await self.runner.run(microbatch, None, anyio.current_time() + timeout_s)
+        return await self.executor.run(microbatch, None, anyio.current_time() + timeout_s)
 
     def gradients(self):
         return self.trainer.mean_gradients()
@@ -116,14 +148,14 @@ class Peer:
         return (metric.labels(*labels) if labels else metric)._value.get()
 
     async def occupy(self):
-        """Occupy the compute thread until the event that is returned is set."""
+        """Occupy the device thread until the event that is returned is set."""
         release, running, loop = threading.Event(), anyio.Event(), asyncio.get_running_loop()
 
         def job():
             loop.call_soon_threadsafe(running.set)
             assert release.wait(10)
 
-        self.occupied = asyncio.ensure_future(self.compute.run(Priority.STEP, job))
+        self.occupied = asyncio.ensure_future(self.device_thread.run(Priority.STEP, job))
         await running.wait()
         return release
 
@@ -131,6 +163,8 @@ class Peer:
 class Swarm:
     def __init__(self, manifest):
         self.manifest = manifest
+        self.resolved = ResolvedManifest.of(manifest)
+        self.clock = ReadClock(time.monotonic)
         self.network = MemoryNetwork()
         self.peers = []
 
@@ -141,7 +175,16 @@ class Swarm:
         return peer
 
     def view(self):
-        views = [PeerView(peer.peer_id, peer.stage, PeerState.SERVING, 0, peer.speed) for peer in self.peers]
+        views = [
+            PeerView(
+                peer_id=peer.peer_id,
+                stage=peer.stage,
+                state=PeerState.SERVING,
+                round_number=0,
+                samples_per_s=peer.speed,
+            )
+            for peer in self.peers
+        ]
         return SwarmView(self.manifest.stages.count, tuple(views))
 
     def ids(self, stage):
@@ -153,8 +196,8 @@ class Swarm:
     async def __aexit__(self, *error):
         await self.network.__aexit__(*error)
         for peer in self.peers:
-            peer.compute.stop()
-            assert peer.gate.admitted == peer.gate.held == 0 or error[0], "somebody has stayed inside"
+            peer.device_thread.stop()
+            assert peer.admission.admitted == peer.admission.held == 0 or error[0], "somebody has stayed inside"
 
 
 @pytest.fixture
@@ -178,13 +221,13 @@ def tokens(seed=0):
     return torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def make_microbatch(seed=0, step=0, mode="train"):
-    return Microbatch(bytes([seed]) * 16, step, mode, SAMPLES, encode_tokens(tokens(seed)))
+def make_microbatch(seed=0, round_number=0, mode="train"):
+    return Microbatch(bytes([seed]) * 16, round_number, mode, SAMPLES, encode_tokens(tokens(seed)))
 
 
 def reference(manifest, seeds=(0,)):
     """Loss sum and mean gradients by stage of the same microbatches in one process."""
-    trainers = [StageTrainer(manifest, spec) for spec in stages_of(manifest)]
+    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
     loss_sum = 0.0
     for seed in seeds:
         passes, gradient = [], None
@@ -230,12 +273,12 @@ async def test_evaluation_leaves_no_trace(swarm, pair):
 async def test_progress_rides_on_calls_and_replies(swarm, pair):
     first, last = pair
     other = await swarm.add("c", 0)
-    other.progress.count_own(0, StepCount(4, 4, 9.0))
-    first.progress.count_own(0, StepCount(2, 4, 5.0))
+    other.progress.count_own(0, RoundCount(4, 4, 9.0))
+    first.progress.count_own(0, RoundCount(2, 4, 5.0))
     last.progress.merge(other.progress.signed_counts())
     await first.run(make_microbatch())
-    assert last.progress.ledger.samples(0) == 6
-    assert first.progress.ledger.samples(0) == 6
+    assert last.progress.counter.samples(0) == 6
+    assert first.progress.counter.samples(0) == 6
 
 
 # --- counted once -----------------------------------------------------------------------------------------------------
@@ -296,11 +339,11 @@ async def test_a_reply_that_is_not_kept_any_more_is_a_failed_hop_and_not_counted
     assert last.trainer.num_samples == 2 * SAMPLES
 
 
-async def test_in_the_next_step_an_id_counts_anew(swarm, pair):
+async def test_in_the_next_round_an_id_counts_anew(swarm, pair):
     first, last = pair
     await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     last.trainer.discard_gradients()
-    last.runner.forget_step()
+    last.executor.forget_round()
     await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     assert last.trainer.num_samples == SAMPLES
 
@@ -309,14 +352,14 @@ async def test_a_call_that_is_cancelled_before_its_turn_is_not_counted(swarm, pa
     first, last = pair
     release = await last.occupy()
     running = asyncio.ensure_future(first.run(make_microbatch()))
-    await until(lambda: last.gate.admitted)
+    await until(lambda: last.admission.admitted)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await anyio.wait_all_tasks_blocked()
-    assert last.gate.admitted == 0, "the callee was told"
+    assert last.admission.admitted == 0, "the callee was told"
     release.set()
-    await last.compute.run(Priority.EVALUATE, lambda: None)
+    await last.device_thread.run(Priority.EVALUATE, lambda: None)
     assert first.trainer.num_samples == last.trainer.num_samples == 0
     assert last.metric("microbatches", "train", "done") == 0
     await first.run(make_microbatch())
@@ -339,7 +382,7 @@ async def test_a_call_whose_reply_nobody_waits_for_any_more_can_be_asked_for_aga
     fault = swarm.network.fault(op="microbatch", after=anyio.Event())
     running = asyncio.ensure_future(first.run(make_microbatch()))
     await fault.struck.wait()
-    await until(lambda: last.trainer.num_samples and not last.gate.admitted)
+    await until(lambda: last.trainer.num_samples and not last.admission.admitted)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -349,7 +392,7 @@ async def test_a_call_whose_reply_nobody_waits_for_any_more_can_be_asked_for_aga
 
 
 async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
-    """Or a step could be closed with gradients that are still being added."""
+    """Or a round could be closed with gradients that are still being added."""
     first, last = pair
     backward, running, release = last.trainer.backward, threading.Event(), threading.Event()
 
@@ -362,7 +405,7 @@ async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
     call = first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     calling = asyncio.ensure_future(call)
     await anyio.to_thread.run_sync(running.wait)
-    drained = asyncio.ensure_future(last.gate.drained())
+    drained = asyncio.ensure_future(last.admission.drained())
     calling.cancel()
     for _ in range(20):
         await asyncio.sleep(0)
@@ -370,7 +413,7 @@ async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
     release.set()
     await drained
     assert last.trainer.num_samples == SAMPLES
-    assert last.runner.counted_reply(make_call(swarm).microbatch) is not None
+    assert last.executor.counted_reply(make_call(swarm).microbatch) is not None
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -379,7 +422,7 @@ async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
 def make_call(swarm, number=0, **change):
     fields = {
         "manifest": swarm.manifest.hash,
-        "step": 0,
+        "round_number": 0,
         "stage": 1,
         "microbatch": bytes([number]) * 16,
         "mode": "train",
@@ -407,11 +450,11 @@ def with_value(tensor, value):
     [
         ({"manifest": "f" * 32}, make_tensors(), InvalidMessage, "call for the run with manifest ffff"),
         ({"stage": 2}, make_tensors(), NotServing, "this peer serves stage 1, not 2"),
-        ({"step": 1.5}, make_tensors(), InvalidMessage, "step"),
+        ({"round_number": 1.5}, make_tensors(), InvalidMessage, "round_number"),
         ({"microbatch": b"short"}, make_tensors(), InvalidMessage, "microbatch"),
         ({"timeout_s": float("inf")}, make_tensors(), InvalidMessage, "timeout_s"),
         ({"counts": (("x", b"y"),)}, make_tensors(), None, "counts of strangers are dropped"),
-        ({"num_samples": 3}, make_tensors(), InvalidMessage, "microbatch of 3 samples; at most 2 go"),
+        ({"num_samples": 3}, make_tensors(), InvalidMessage, "microbatch of 3 samples; at most 2 are allowed"),
         ({"num_samples": 1}, make_tensors(), InvalidMessage, "were expected"),
         ({}, (), InvalidMessage, r"tensors of \[\] bytes"),
         ({}, make_tensors()[:1], InvalidMessage, "were expected"),
@@ -432,7 +475,7 @@ def with_value(tensor, value):
             InvalidMessage,
             "non-finite",
         ),
-        ({"step": 5}, make_tensors(), NotServing, "too far behind step 5"),
+        ({"round_number": 5}, make_tensors(), NotServing, "too far behind round 5"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
@@ -442,13 +485,13 @@ async def test_malformed_microbatches_are_refused_and_change_nothing(swarm, pair
     call = first.transport.call(last.peer_id, make_call(swarm, **change), tensors, timeout_s=20.0)
     if error is None:
         await call
-        assert last.progress.ledger.samples(0) == 0
+        assert last.progress.counter.samples(0) == 0
         return
     with pytest.raises(error, match=message) as caught:
         await call
     assert type(caught.value) is error
     assert last.trainer.num_samples == 0
-    assert last.gate.admitted == 0
+    assert last.admission.admitted == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in last.trainer.state().items())
     result = await first.run(make_microbatch())
     assert result.loss_sum == pytest.approx(reference(swarm.manifest)[0], abs=1e-6), "it serves on"
@@ -488,10 +531,10 @@ async def test_a_gradient_that_is_not_finite_is_a_failed_hop_and_not_counted(swa
     assert first.metric("invalid_messages", "gradient") == 1
 
 
-async def test_whoever_returns_gradients_that_are_not_finite_is_avoided_ever_longer(swarm, pair, monkeypatch):
+async def test_a_peer_that_returns_gradients_that_are_not_finite_is_avoided_ever_longer(swarm, pair, monkeypatch):
     first, last = pair
     now = 0.0
-    monkeypatch.setattr("swarm_peer.runtime.next_stage.time", SimpleNamespace(monotonic=lambda: now))
+    first.next_stage._clock = ReadClock(lambda: now)
 
     def poison(reply):
         torch.frombuffer(reply.tensors[0], dtype=torch.float32)[5] = float("nan")
@@ -531,7 +574,7 @@ def forge_counts(reply):
 
 
 @pytest.mark.parametrize("tamper", [cut_gradient, drop_gradient, nan_loss, forge_counts])
-async def test_whoever_replies_nonsense_is_replaced_and_avoided(swarm, pair, tamper):
+async def test_a_peer_that_replies_nonsense_is_replaced_and_avoided(swarm, pair, tamper):
     first, _ = pair
     await swarm.add("c", 1)
     fault = swarm.network.fault(op="microbatch", tamper=tamper)
@@ -540,7 +583,7 @@ async def test_whoever_replies_nonsense_is_replaced_and_avoided(swarm, pair, tam
     assert first.trainer.num_samples == SAMPLES
     assert first.metric("retries", "invalid") == 1
     assert len({callee for _, callee, _ in swarm.network.calls}) == 2
-    assert first.next_stage._health.avoided(0.0) == {swarm.network.calls[0][1]}
+    assert first.next_stage._backoff.avoided(0.0) == {swarm.network.calls[0][1]}
 
 
 async def test_a_busy_peer_is_passed_over_and_not_blamed(swarm):
@@ -552,7 +595,7 @@ async def test_a_busy_peer_is_passed_over_and_not_blamed(swarm):
     assert free.trainer.num_samples == 6 * SAMPLES
     assert first.metric("retries", "busy") >= 2, "they were asked"
     assert not any(peer.trainer.num_samples for peer in full)
-    assert first.next_stage._health.avoided(0.0) == frozenset()
+    assert first.next_stage._backoff.avoided(0.0) == frozenset()
     called = {callee for _, callee, _ in swarm.network.calls}
     assert called == {peer.peer_id for peer in [*full, free]}
 
@@ -569,16 +612,45 @@ async def test_a_busy_peer_is_not_asked_again_for_the_same_microbatch(swarm):
     assert called.count(full.peer_id) <= 2
 
 
-async def test_a_closed_step_ends_the_tries(swarm, pair):
+async def test_a_closed_round_ends_the_tries(swarm, pair):
     first, last = pair
     await swarm.add("c", 1)
     for peer in swarm.peers[1:]:
-        peer.gate.open(3)
-    with pytest.raises(StepClosed) as caught:
-        await first.run(make_microbatch(step=0))
-    assert caught.value.step == 3
+        peer.admission.open(3)
+    with pytest.raises(RoundClosed) as caught:
+        await first.run(make_microbatch(round_number=0))
+    assert caught.value.round_number == 3
     assert len(swarm.network.calls) == 1
     assert last.trainer.num_samples == first.trainer.num_samples == 0
+
+
+async def test_a_microbatch_that_waits_while_a_rewind_changes_the_weights_is_not_counted(swarm, pair):
+    """Its round is over: its gradient would join the accumulator of the round that the rewind begins."""
+    first, last = pair
+    release = await last.occupy()
+    running = asyncio.ensure_future(first.run(make_microbatch()))
+    await until(lambda: last.admission.admitted)
+    rewinding = asyncio.ensure_future(last.device_thread.run(Priority.STEP, last.trainer.restart))
+    await anyio.wait_all_tasks_blocked()
+    release.set()
+    await rewinding
+    with pytest.raises(RoundClosed):
+        await running
+    assert first.trainer.num_samples == last.trainer.num_samples == 0
+
+
+async def test_a_gradient_that_waits_while_a_rewind_changes_the_weights_is_not_added(swarm):
+    """The leaving peer is told that its round is over."""
+    _, leaving, staying = await group_of_two(swarm)
+    release = await staying.occupy()
+    handing_over = asyncio.ensure_future(leaving.handover.hand_over(0))
+    await until(lambda: staying.admission.admitted)
+    rewinding = asyncio.ensure_future(staying.device_thread.run(Priority.STEP, staying.trainer.restart))
+    await anyio.wait_all_tasks_blocked()
+    release.set()
+    await rewinding
+    assert not await handing_over, "as where all stage-mates are ending the round"
+    assert staying.trainer.num_samples == 0
 
 
 async def test_tries_are_bounded(swarm, pair):
@@ -604,20 +676,20 @@ async def test_a_stage_without_peers_is_a_failed_hop(swarm):
         await first.next_stage.send(make_microbatch(), None, anyio.current_time() + 0.02)
 
 
-async def test_who_leaves_does_not_wait_for_a_stage_without_peers(swarm):
+async def test_a_leaving_peer_does_not_wait_for_a_stage_without_peers(swarm):
     """Where all peers of a swarm leave at once, nobody comes any more."""
     peer = await swarm.add("a", 0)
-    peer.next_stage.leaving = True
+    peer.next_stage.stop_waiting()
     with pytest.raises(HopFailed, match="after 0 failed tries: no peer serves the stage"):
         await peer.run(make_microbatch())
 
 
 async def test_the_callee_gives_up_when_its_caller_does(swarm, pair):
     first, last = pair
-    call = make_call(swarm, step=1, timeout_s=0.01)  # held until step 1, which does not come
+    call = make_call(swarm, round_number=1, timeout_s=0.01)  # held until round 1, which does not come
     with pytest.raises(CallTimeout, match="not done within"):
         await first.transport.call(last.peer_id, call, make_tensors(), timeout_s=20.0)
-    assert last.gate.held == 0
+    assert last.admission.held == 0
     assert last.metric("microbatches", "train", "failed") == 1
 
 
@@ -626,10 +698,10 @@ async def test_a_callee_that_dies_is_replaced(swarm, pair):
     other = await swarm.add("c", 1)
     release, release_other = await last.occupy(), await other.occupy()
     running = asyncio.ensure_future(first.run(make_microbatch()))
-    await until(lambda: last.gate.admitted or other.gate.admitted)
-    dying, surviving = (last, other) if last.gate.admitted else (other, last)
+    await until(lambda: last.admission.admitted or other.admission.admitted)
+    dying, surviving = (last, other) if last.admission.admitted else (other, last)
     swarm.network.kill(dying.peer_id)
-    await until(lambda: dying.gate.admitted == 0)
+    await until(lambda: dying.admission.admitted == 0)
     release.set()
     release_other.set()
     await running
@@ -644,8 +716,8 @@ async def test_a_failure_behind_a_peer_is_not_blamed_on_it():
         with pytest.raises(HopFailed, match="stage 1 after 1 failed tries: hop_failed: stage 2 after 1 failed tries"):
             await first.run(make_microbatch())
         assert fault.fired == 1
-        assert middle.next_stage._health.avoided(0.0) == {last.peer_id}
-        assert first.next_stage._health.avoided(0.0) == frozenset()
+        assert middle.next_stage._backoff.avoided(0.0) == {last.peer_id}
+        assert first.next_stage._backoff.avoided(0.0) == frozenset()
         assert [peer.trainer.num_samples for peer in swarm.peers] == [0, 0, 0]
 
 
@@ -700,7 +772,7 @@ async def test_a_gradient_that_is_not_finite_on_its_way_out_empties_the_accumula
     assert last.trainer.num_samples == 0
     assert not any(gradient.any() for gradient in last.gradients())
     assert last.metric("lost_samples") == SAMPLES
-    assert last.runner.counted == {}
+    assert last.executor.counted == {}
 
 
 # --- a leaving peer's share -------------------------------------------------------------------------------------------
@@ -716,7 +788,7 @@ async def group_of_two(swarm):
 
 
 def last_stage_sums(manifest, seeds):
-    trainer = StageTrainer(manifest, stages_of(manifest)[1])
+    trainer = StageTrainer(ResolvedManifest.of(manifest), stages_of(manifest)[1])
     for seed in seeds:
         trainer.backward(trainer.forward(tokens(seed), torch.zeros(SAMPLES, LENGTH, HIDDEN)))
     return trainer.gradient_sums()[0]
@@ -739,7 +811,7 @@ async def test_a_leaving_peers_share_is_added_to_a_stage_mates(swarm):
 
 async def test_a_share_whose_last_reply_is_lost_is_added_once(swarm):
     _, leaving, staying = await group_of_two(swarm)
-    fault = swarm.network.fault(op="adopt", drop_reply=True, times=2)
+    fault = swarm.network.fault(op="commit_gradient", drop_reply=True, times=2)
     assert await leaving.handover.hand_over(0)
     assert fault.fired == 2
     assert staying.trainer.num_samples == 2 * SAMPLES
@@ -749,7 +821,7 @@ async def test_a_share_whose_last_reply_is_lost_is_added_once(swarm):
 async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(swarm):
     _, leaving, _ = await group_of_two(swarm)
     await swarm.add("d", 1)
-    swarm.network.fault(op="adopt", drop_reply=True, times=100)
+    swarm.network.fault(op="commit_gradient", drop_reply=True, times=100)
     assert await leaving.handover.hand_over(0)
     assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
     assert leaving.trainer.num_samples == 0
@@ -784,17 +856,17 @@ async def test_stage_mates_are_asked_in_any_order(swarm):
     assert asked != sorted(asked)
 
 
-async def test_a_share_of_a_step_that_ends_stays_with_its_peer(swarm):
+async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     _, leaving, staying = await group_of_two(swarm)
-    staying.gate.close()
-    assert not await leaving.handover.hand_over(0), "it has to end the step together with the others"
+    staying.admission.close()
+    assert not await leaving.handover.hand_over(0), "it has to end the round together with the others"
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
 
 
-async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_step(swarm, monkeypatch):
+async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swarm, monkeypatch):
     """It is as large as the stage."""
     _, leaving, staying = await group_of_two(swarm)
-    fault = swarm.network.fault(op="adopt", fail=NotServing("gone"))
+    fault = swarm.network.fault(op="commit_gradient", fail=NotServing("gone"))
     assert await leaving.handover.hand_over(0)
     assert fault.fired == 1
     assert len(staying.handover._transfers) == 1
@@ -823,7 +895,7 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
     call = leaving.transport.call
 
     async def tamper(peer, body, tensors=(), *, timeout_s):
-        if body.op == "adopt":
+        if body.op == "commit_gradient":
             body = body.model_copy(update=change)
         return await call(peer, body, tensors, timeout_s=timeout_s)
 
@@ -836,8 +908,14 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
 
 async def test_a_stranger_hands_nothing_over(swarm):
     first, _, staying = await group_of_two(swarm)
-    call = AdoptCall(
-        manifest=swarm.manifest.hash, stage=1, step=0, transfer=bytes(16), samples=2, sha256=bytes(32), counted=()
+    call = CommitGradientCall(
+        manifest=swarm.manifest.hash,
+        stage=1,
+        round_number=0,
+        transfer=bytes(16),
+        samples=2,
+        sha256=bytes(32),
+        counted=(),
     )
     with pytest.raises(NotServing, match="only announced stage-mates"):
         await first.transport.call(staying.peer_id, call, timeout_s=20.0)

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from swarm_peer.config import PeerOptions
-from swarm_peer.runtime import preemption
-from swarm_peer.runtime.preemption import MAX_BODY_BYTES, wait_for_notice
+from swarm_peer.runtime.host import preemption
+from swarm_peer.runtime.host.preemption import MAX_BODY_BYTES, wait_for_notice
 
 # As good as none: what is waited for is an event, never the clock.
 POLL_S = 1e-4

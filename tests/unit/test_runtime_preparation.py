@@ -1,69 +1,34 @@
-"""What a run's manifest may read on a peer's machine: what lies below --data-dir, and nothing else."""
+"""How many microbatches a peer takes, by its memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
-from swarm_peer.config import DataSection, RunManifest
+from swarm_peer.config import load_manifest
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.preparation import check_data_files
+from swarm_peer.model.costs import stage_costs
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.host.preparation import microbatch_capacity
 
 
-def manifest_of(dataset: str, *files: str) -> RunManifest:
-    section = DataSection(dataset=dataset, files=files, sequence_length=8)
-    return RunManifest.model_construct(data=section)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_peer_takes_as_many_microbatches_as_fit_its_memory(device: str) -> None:
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
+    limit = resolved.manifest.limits.max_in_flight
+    for spec, costs in zip(resolved.specs, stage_costs(resolved, device), strict=True):
 
+        def capacity(memory_bytes: float | None) -> int:
+            memory = None if memory_bytes is None else int(memory_bytes)
+            return microbatch_capacity(resolved, spec, torch.device(device), memory)  # noqa: B023
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with private texts, and public ones beside, in which the peer works."""
-    for name in ("private", "home/public"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "a.txt").write_text("some text")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "home" / "public")
-    (tmp_path / "home" / "public" / "link").symlink_to(tmp_path / "private")
-    return tmp_path / "home"
-
-
-@pytest.mark.parametrize(
-    "data", [("text", "a.txt"), ("text", "~/public/*.txt"), (".",), ("./",), ("HOME/public",), ("~/public",)]
-)
-def test_what_lies_below_the_data_dir_may_be_read(home: Path, data: Any) -> None:
-    manifest = manifest_of(*(part.replace("HOME", str(home)) for part in data))
-    for data_dir in (home / "public", home, Path()):
-        check_data_files(manifest, data_dir)
-    for other in (None, home / "pub", home / "public" / "sub"):
-        with pytest.raises(UserError, match=r"the run wants to read .* on this machine: allow it with --data-dir"):
-            check_data_files(manifest, other)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        ("text", "/etc/passwd"),
-        ("text", "~/secrets"),
-        ("text", "../../private/a.txt"),
-        ("text", "*/../../../private/a.txt"),
-        ("text", "link/a.txt"),
-        ("text", "*/a.txt"),
-        ("text", "**/a.txt"),
-        ("/etc",),
-        ("~",),
-        ("../../private",),
-        ("./link",),
-        ("some/where/else",),
-    ],
-)
-def test_no_way_leads_out_of_the_data_dir(home: Path, data: Any) -> None:
-    with pytest.raises(UserError, match="--data-dir") as caught:
-        check_data_files(manifest_of(*data), home / "public" if data[0] != "some/where/else" else home / "other")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("data", [("embedded",), ("wikitext",), ("someone/texts",), ("hf://datasets/someone/texts",)])
-def test_what_is_not_on_this_machine_needs_no_data_dir(data: Any) -> None:
-    check_data_files(manifest_of(*data), None)
+        assert (capacity(None), capacity(1e12)) == (limit, limit)
+        enough = costs.memory.peak_bytes(limit)
+        assert capacity(enough + 1) == limit
+        assert capacity(enough - 1) < limit
+        assert costs.memory.peak_bytes(capacity(enough - 1)) < enough
+        least = costs.memory.peak_bytes(1)
+        with pytest.raises(UserError, match=rf"stage {spec.index} needs about {least / 2**30:.1f} GiB; choose a small"):
+            capacity(least - 1)

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from swarm_peer.runtime import processes
-from swarm_peer.runtime.processes import Restart, run_loop
+from swarm_peer.runtime.host import processes
+from swarm_peer.runtime.host.processes import Restart, run_loop
 
 # Forks a child off a process with a heap of some size, and prints by how much a full garbage collection in the child
 # adds to the memory that the child has for itself, in units of that heap.
 SCRIPT = """
 import gc, os, sys
 from pathlib import Path
-from swarm_peer.runtime.processes import prepare_to_fork
+from swarm_peer.runtime.host.processes import prepare_to_fork
 
 def private_kb():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
@@ -46,17 +46,24 @@ def test_a_process_that_starts_anew_knows_its_life_before_once(monkeypatch: pyte
     started: list[list[str]] = []
     monkeypatch.setattr(processes.os, "execv", lambda path, arguments: started.append([path, *arguments]))
     monkeypatch.setenv(processes._RESTART, "")  # put back at the end
-    restart = Restart(1, 0, "peer", "run", ("/ip4/1.2.3.4/tcp/5/p2p/x",), "/tmp/snapshots")
+    restart = Restart(
+        stage=1,
+        from_stage=0,
+        peer_id="peer",
+        run_id="run",
+        initial_peers=("/ip4/1.2.3.4/tcp/5/p2p/x",),
+        snapshots="/tmp/snapshots",
+    )
     processes.start_anew(restart)
     assert started == [[sys.executable, sys.executable, *sys.orig_argv[1:]]]
-    assert processes.restarted_with() == restart
-    assert processes.restarted_with() is None
+    assert processes.take_restart() == restart
+    assert processes.take_restart() is None
 
 
 # In a process of its own: pytest would take the interrupt for its own end.
 SIGNALLED = """
 import os, signal, anyio
-from swarm_peer.runtime.processes import signals_set
+from swarm_peer.runtime.host.processes import signals_set
 
 async def main():
     told, stop = anyio.Event(), anyio.Event()

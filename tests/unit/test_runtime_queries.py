@@ -23,14 +23,15 @@ from test_runtime_microbatches import (
 )
 from transformers import AutoModelForCausalLM
 
-from coordinator.queries import LiveModel
-from swarm_peer.errors import Busy, CallTimeout, HopFailed, InvalidMessage, NotServing, StepClosed, SwarmError
+from coordinator.query.live_model import LiveModel
+from swarm_peer.errors import Busy, CallTimeout, HopFailed, InvalidMessage, NotServing, RoundClosed, SwarmError
 from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime import handlers
-from swarm_peer.runtime.compute import Priority
-from swarm_peer.runtime.handlers import MAX_QUERIES
-from swarm_peer.runtime.stage_runner import IDLE_S, LONGEST_QUERY_PAUSE_S, QUERY_SHARE, query_pause_s
+from swarm_peer.runtime.stage import stage_server as handlers
+from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.executor import IDLE_S, LONGEST_QUERY_PAUSE_S, QUERY_SHARE, query_pause_s
+from swarm_peer.runtime.stage.stage_server import MAX_QUERIES
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import MicrobatchCall
@@ -46,7 +47,7 @@ LLAMA = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": False,
 }
-UPDATES = 40  # more than steps: the run went back once
+UPDATES = 40  # optimizer steps beyond the number of the round, so that the two are told apart
 
 
 class Fixture:
@@ -54,17 +55,30 @@ class Fixture:
 
     def __init__(self, swarm, patience_s=20.0):
         self.swarm = swarm
-        self.announced = None  # a step that is older than the peers' own
-        transport = swarm.network.transport("onlooker")
+        self.announced = None  # a round that is older than the peers' own
+        transport = swarm.network.transport("observer")
         self.model = LiveModel(
-            swarm.manifest, Identity.generate(), transport, self.look, random.Random(0), patience_s=patience_s
+            ResolvedManifest.of(swarm.manifest),
+            identity=Identity.generate(),
+            transport=transport,
+            look=self.look,
+            rng=random.Random(0),
+            patience_s=patience_s,
         )
         self.transport = transport
 
     async def look(self, stages):
         def view(peer):
-            step = peer.gate.step if self.announced is None else self.announced
-            return PeerView(peer.peer_id, peer.stage, PeerState.SERVING, step, 1.0, 0, step + UPDATES)
+            round_number = peer.admission.round_number if self.announced is None else self.announced
+            return PeerView(
+                peer_id=peer.peer_id,
+                stage=peer.stage,
+                state=PeerState.SERVING,
+                round_number=round_number,
+                samples_per_s=1.0,
+                queue=0,
+                optimizer_step=round_number + UPDATES,
+            )
 
         return SwarmView(self.swarm.manifest.stages.count, tuple(view(peer) for peer in self.swarm.peers))
 
@@ -91,19 +105,19 @@ class Fixture:
         return float(torch.nn.functional.cross_entropy(logits_NTV.flatten(0, 1), samples_NS[:, 1:].flatten()))
 
     def advance(self, *stages):
-        """The peers of these stages, or all of them, end their step."""
+        """The peers of these stages, or all of them, end their round."""
         for peer in self.swarm.peers:
             if not stages or peer.stage in stages:
-                peer.gate.close()
-                generator = torch.Generator().manual_seed(peer.trainer.step)
+                peer.admission.close()
+                generator = torch.Generator().manual_seed(peer.trainer.optimizer_step)
                 parameters = peer.trainer.module.parameters()
                 peer.trainer.apply([torch.randn(p.shape, generator=generator) for p in parameters])
-                peer.gate.open(peer.gate.step + 1)
+                peer.open(peer.admission.round_number + 1)
 
     def call(self, stage=0, **change):
         fields = {
             "manifest": self.swarm.manifest.hash,
-            "step": 0,
+            "round_number": 0,
             "mode": "score",
             "stage": stage,
             "microbatch": bytes(16),
@@ -148,7 +162,7 @@ async def test_answers_are_those_of_the_single_process(family, num_stages):
         assert result.loss == pytest.approx(run.plain_loss(samples(5)), abs=1e-5)
         assert result.perplexity == pytest.approx(np.exp(result.loss))
         assert (result.samples, result.tokens) == (5, LENGTH)
-        assert result.updates == result.oldest_updates == UPDATES
+        assert result.optimizer_step == result.oldest_optimizer_step == UPDATES
 
         for length in (1, 3, LENGTH, LENGTH + 4):
             prefix = tokens(1).flatten()[:length].tolist()
@@ -163,7 +177,7 @@ async def test_answers_are_those_of_the_single_process(family, num_stages):
                 assert token == int(plain(torch.tensor([prefix[-LENGTH:]])).logits[0, -1].argmax())
             prefix.append(token)
         assert len(prefix) == 2 + LENGTH + 2
-        assert not any(peer.trainer.num_samples or peer.runner.counted for peer in swarm.peers), "nothing is counted"
+        assert not any(peer.trainer.num_samples or peer.executor.counted for peer in swarm.peers), "nothing is counted"
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "blockwise_8bit"])
@@ -195,7 +209,7 @@ async def test_the_runs_codecs_are_used(codec):
         (0, {"num_samples": SAMPLES + 1}, (memoryview(bytes(12 * (LENGTH + 1))),), InvalidMessage, "3 samples"),
         (0, {}, (encode_tokens(with_value(tokens(), VOCABULARY)),), InvalidMessage, "vocabulary"),
         (0, {"mode": "predict"}, (encode_tokens(with_value(tokens()[:, 1:].clone(), -1)),), InvalidMessage, "vocabul"),
-        (0, {"step": 5}, (encode_tokens(tokens()),), NotServing, "too far behind step 5"),
+        (0, {"round_number": 5}, (encode_tokens(tokens()),), NotServing, "too far behind round 5"),
         (0, {"counts": (("x", b"y"),) * 1025}, (encode_tokens(tokens()),), InvalidMessage, "counts"),
         (1, {}, (encode_tokens(tokens()),), InvalidMessage, "were expected"),
         (1, {"length": 3}, (encode_tokens(tokens()[:, :4]), hidden()), InvalidMessage, "were expected"),
@@ -268,7 +282,7 @@ async def test_a_peer_holds_few_queries_and_trains_beside_them(run):
     with pytest.raises(Busy, match="2 queries are under way"):
         await run.send(run.call(), encode_tokens(tokens()))
     assert first.metric("microbatches", "score", "busy") == 1
-    assert first.gate.admitted == first.gate.held == 0, "they take no room of the run's"
+    assert first.admission.admitted == first.admission.held == 0, "they take no room of the run's"
     training = asyncio.ensure_future(first.run(make_microbatch()))
     release.set()
     await training
@@ -320,36 +334,36 @@ async def test_queries_take_their_share_and_no_more(run):
     await run.model.evaluate(samples(4))
     assert began[1] - began[0] >= 0.02 / QUERY_SHARE
 
-    first.compute._trained_at -= IDLE_S
-    first.runner._query_seconds = 100.0
+    first.device_thread._trained_at -= IDLE_S
+    first.executor._query_seconds = 100.0
     await run.model.evaluate(samples(2))
 
 
-async def test_a_step_ends_without_its_queries(run):
+async def test_a_round_ends_without_its_queries(run):
     first, _ = run.swarm.peers
     release = await first.occupy()
     query = asyncio.ensure_future(run.send(run.call(), encode_tokens(tokens())))
     await anyio.wait_all_tasks_blocked()
-    first.gate.close()
-    await first.gate.drained()
+    first.admission.close()
+    await first.admission.drained()
     applied = asyncio.ensure_future(
-        first.compute.run(Priority.STEP, lambda: first.trainer.apply(first.trainer.mean_gradients()))
+        first.device_thread.run(Priority.STEP, lambda: first.trainer.apply(first.trainer.mean_gradients()))
     )
     await anyio.wait_all_tasks_blocked()
     release.set()
     await applied
-    with pytest.raises(StepClosed, match="the weights of global step 0 have changed") as caught:
+    with pytest.raises(RoundClosed, match="the weights of round 0 have changed") as caught:
         await query
-    assert caught.value.step == 1
+    assert caught.value.round_number == 1
 
 
-async def test_a_step_that_ends_answers_while_it_has_its_weights(run):
+async def test_a_round_that_ends_answers_while_it_has_its_weights(run):
     """On a busy stage a query's turn comes when the microbatches are done, and the later stages have closed by then."""
     for peer in run.swarm.peers:
-        peer.gate.close()
+        peer.admission.close()
     result = await run.model.evaluate(samples(3))
     assert result.loss == pytest.approx(run.plain_loss(samples(3)), abs=1e-5)
-    assert result.updates == UPDATES
+    assert result.optimizer_step == UPDATES
 
 
 async def test_a_query_that_fails_is_not_held_against_a_peer_that_trains_well(run):
@@ -358,17 +372,17 @@ async def test_a_query_that_fails_is_not_held_against_a_peer_that_trains_well(ru
     with pytest.raises(HopFailed, match="starved"):
         await run.send(run.call(), encode_tokens(tokens()))
     assert fault.fired == 2
-    assert first.next_stage._health.avoided(0.0) == frozenset()
+    assert first.next_stage._backoff.avoided(0.0) == frozenset()
     await first.run(make_microbatch())
 
 
 async def test_a_leaving_peer_answers_no_queries(run):
-    run.swarm.peers[0].gate.leave()
+    run.swarm.peers[0].admission.leave()
     with pytest.raises(NotServing):
         await run.send(run.call(), encode_tokens(tokens()))
 
 
-# --- the step moves on ------------------------------------------------------------------------------------------------
+# --- the round moves on -----------------------------------------------------------------------------------------------
 
 
 async def test_announcements_may_be_old(run):
@@ -377,22 +391,22 @@ async def test_announcements_may_be_old(run):
     run.announced = 1
     result = await run.model.evaluate(samples(3))
     assert result.loss == pytest.approx(run.plain_loss(samples(3)), abs=1e-5)
-    assert result.updates == result.oldest_updates == UPDATES + 3
+    assert result.optimizer_step == result.oldest_optimizer_step == UPDATES + 3
 
 
-async def test_all_stages_answer_with_the_same_step(run):
+async def test_all_stages_answer_with_the_same_round(run):
     run.advance(1)  # the last stage is ahead
     answer = asyncio.ensure_future(run.model.evaluate(samples(2)))
     await until(lambda: run.swarm.network.num_calls("microbatch", run.swarm.peers[0].peer_id) == 2)
     await anyio.wait_all_tasks_blocked()
-    assert not answer.done(), "stage 0 holds what is of its next step"
+    assert not answer.done(), "stage 0 holds the queries of its next round"
     run.advance(0)
     result = await answer
     assert result.loss == pytest.approx(run.plain_loss(samples(2)), abs=1e-5)
-    assert result.updates == UPDATES + 1
+    assert result.optimizer_step == UPDATES + 1
 
 
-async def test_an_evaluation_that_a_step_interrupts_is_of_one_step(run):
+async def test_an_evaluation_that_the_end_of_a_round_interrupts_is_of_one_round(run):
     answered = 0
 
     def step_in_between(reply):
@@ -405,21 +419,21 @@ async def test_an_evaluation_that_a_step_interrupts_is_of_one_step(run):
     run.swarm.network.fault(op="microbatch", to=run.swarm.peers[0].peer_id, tamper=step_in_between, times=100)
     result = await run.model.evaluate(samples(9))
     assert result.loss == pytest.approx(run.plain_loss(samples(9)), abs=1e-5)
-    assert (result.oldest_updates, result.updates) == (UPDATES + 1, UPDATES + 1)
+    assert (result.oldest_optimizer_step, result.optimizer_step) == (UPDATES + 1, UPDATES + 1)
 
 
-async def test_an_evaluation_of_a_run_with_short_steps_says_which_it_met(run):
+async def test_an_evaluation_of_a_run_with_short_rounds_says_which_it_met(run):
     def step_on(reply):
         run.advance()
         return reply
 
     run.swarm.network.fault(op="microbatch", to=run.swarm.peers[0].peer_id, tamper=step_on, times=1000)
     result = await run.model.evaluate(samples(5))
-    assert result.oldest_updates < result.updates
+    assert result.oldest_optimizer_step < result.optimizer_step
     assert 0 < result.loss < 100
 
 
-async def test_a_wrong_step_is_found_out(run):
+async def test_a_wrong_round_is_found_out(run):
     run.model._step = 500
     result = await run.model.evaluate(samples(1))
-    assert result.updates == UPDATES
+    assert result.optimizer_step == UPDATES

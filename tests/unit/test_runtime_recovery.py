@@ -1,46 +1,48 @@
 import asyncio
-import random
+import time
 from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from contexts import ReadClock, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.partition import stages_of
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.position import MAX_STEP, MAX_STEPS_AHEAD
-from swarm_peer.policy.recovery import FIRST_ORIGIN, MIN_STEPS_LEFT, Kept, Origin
+from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
+from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime import recovery, steps
-from swarm_peer.runtime.averaging import checksum
-from swarm_peer.runtime.compute import ComputeThread
-from swarm_peer.runtime.gate import StepGate
-from swarm_peer.runtime.gossip import Gossip
-from swarm_peer.runtime.metrics import PeerMetrics
-from swarm_peer.runtime.progress import ProgressBook
-from swarm_peer.runtime.recovery import (
-    GUARD_TRIES,
+from swarm_peer.runtime.network.gossip import Gossip
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.transport import Reply, check_body
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.state import joining, recovery
+from swarm_peer.runtime.state.index import StageState, extend_history
+from swarm_peer.runtime.state.recovery import (
     INTERVALS_FROM_SCRATCH,
     JOINER_PATIENCE,
     RESCUE_PATIENCE,
     RIVAL_PATIENCE,
-    STEPS_BETWEEN_LINES,
+    ROUNDS_BETWEEN_TIMELINES,
     UNREACHED_PATIENCE,
     Recovery,
 )
-from swarm_peer.runtime.signal import Signal
-from swarm_peer.runtime.snapshots import StateDonor
-from swarm_peer.runtime.stage_group import StageGroup
-from swarm_peer.runtime.state_index import StageState
-from swarm_peer.runtime.steps import MAX_STEPS_OF_REWIND, StepLoop
-from swarm_peer.runtime.transport import Reply, check_body
+from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.step import step_loop as steps
+from swarm_peer.runtime.step.settlement import StageGroup
+from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import KeptCall, KeptReply, RewindCall, RewindReply
+from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply
 
 EVERY = 10
 MANIFEST = RunManifest.model_validate(
@@ -62,65 +64,89 @@ MANIFEST = RunManifest.model_validate(
 RUN_ID = "the run's key"
 
 
-def weights(stage, updates):
-    return {"weight": torch.full((4,), 1000.0 * stage + updates)}
+def weights(stage, optimizer_step):
+    return {"weight": torch.full((4,), 1000.0 * stage + optimizer_step)}
 
 
 class FakeTrainer:
-    def __init__(self, stage, updates):
-        self.stage, self.step = stage, updates
+    def __init__(self, stage, optimizer_step):
+        self.stage, self.optimizer_step = stage, optimizer_step
+        self.spec = SimpleNamespace(index=stage)
 
     def state(self):
-        return weights(self.stage, self.step)
+        return weights(self.stage, self.optimizer_step)
 
 
 class Peer:
-    """A peer with a donor and its recovery; its steps are what a test says."""
+    """A peer with a donor and its recovery; its rounds are what a test says."""
 
-    def __init__(self, swarm, peer_id, stage, step=0, origin=FIRST_ORIGIN, state=PeerState.SERVING):
+    def __init__(self, swarm, peer_id, stage, round_number=0, timeline=FIRST_TIMELINE, state=PeerState.SERVING):
         self.peer_id, self.stage, self.state = peer_id, stage, state
         self.speed, self.movable = 1.0, True
         self.trainer = FakeTrainer(stage, 0)
-        self.changed = Signal()
-        self.compute = ComputeThread(PeerMetrics())
+        context = self.context = make_context(MANIFEST, clock=swarm.clock, folder=swarm.folder / peer_id)
+        self.changed = context.changed
+        self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self.transport = swarm.network.transport(peer_id)
-        self.donor = StateDonor(self.trainer, self.compute, self.changed, stage, swarm.folder / peer_id)
+        self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
         self.told = []  # rewinds
-        self.enter(step, origin)
+        self.enter(round_number, timeline)
         self.recovery = Recovery(
-            MANIFEST, stage, RUN_ID, self.transport, self.donor, swarm.view, swarm.look, swarm.first_origin,
-            swarm.unreached, self.changed,
-        )  # fmt: skip
+            context=context,
+            stage=stage,
+            transport=self.transport,
+            snapshots=self.donor,
+            view=swarm.view,
+            look=swarm.look,
+            first_timeline=swarm.first_timeline,
+            unreached=swarm.unreached,
+        )
+        self.keeper = SnapshotKeeper(
+            context=context, stage=stage, transport=self.transport, state_server=self.donor, view=swarm.view
+        )
 
-    def enter(self, step, origin=None):
-        origin = self.donor.current.origin if origin is None else origin
-        self.trainer.step = origin.updates_at(step)
-        self.donor.enter(step, f"lineage of {self.trainer.step}", origin, b"")
+    def enter(self, round_number, timeline=None):
+        timeline = self.donor.current.timeline if timeline is None else timeline
+        self.trainer.optimizer_step = timeline.optimizer_step_at(round_number)
+        self.donor.enter(round_number, f"history_hash of {self.trainer.optimizer_step}", timeline, b"")
 
-    async def keep(self, *snapshots):
-        """Keep snapshots of (stage, updates): of this peer's line, or of the run's first one before that."""
-        for stage, updates in snapshots:
-            line = self.donor.current.origin
-            origin = line if updates > line.updates else FIRST_ORIGIN
-            step = updates - origin.updates + origin.step
-            state = StageState(step, f"lineage of {updates}", weights(stage, updates), origin)
-            await self.donor.keep(stage, state)
+    async def store_snapshot(self, *snapshots):
+        """Keep snapshots of (stage, updates): of this peer's timeline, or of the run's first one before that."""
+        for stage, optimizer_step in snapshots:
+            own = self.donor.current.timeline
+            timeline = own if optimizer_step > own.first_optimizer_step else FIRST_TIMELINE
+            round_number = optimizer_step - timeline.first_optimizer_step + timeline.first_round
+            state = StageState(
+                round_number, f"history_hash of {optimizer_step}", weights(stage, optimizer_step), timeline
+            )
+            await self.donor.store_snapshot(stage, state)
 
     @property
-    def kept(self):
+    def snapshots(self):
         """Stage and updates of its snapshots."""
-        return sorted((known.stage, known.updates) for known in self.donor._kept)
+        return sorted((known.stage, known.optimizer_step) for known in self.donor._snapshots)
 
     def view(self):
         current = self.donor.current
-        step, updates = (0, 0) if current is None else (current.step, current.updates)
-        return PeerView(self.peer_id, self.stage, self.state, step, self.speed, 0, updates, self.movable)
+        round_number, optimizer_step = (0, 0) if current is None else (current.round_number, current.optimizer_step)
+        return PeerView(
+            peer_id=self.peer_id,
+            stage=self.stage,
+            state=self.state,
+            round_number=round_number,
+            samples_per_s=self.speed,
+            queue=0,
+            optimizer_step=optimizer_step,
+            movable=self.movable,
+        )
 
     async def __call__(self, caller, op, body, tensors):
         if op == "rewind":
             call = check_body(RewindCall, body)
-            self.told.append((caller, call.lost_stage, Origin(call.step, call.updates, call.born)))
-            return Reply(RewindReply(step=self.donor.current.step).model_dump())
+            self.told.append(
+                (caller, call.lost_stage, Timeline(call.first_round, call.first_optimizer_step, call.created_at_round))
+            )
+            return Reply(RewindReply(round_number=self.donor.current.round_number).model_dump())
         [(call, handle)] = [(call, handle) for call, handle in self.donor.calls.items() if op_of(call) == op]
         return await handle(caller, check_body(call, body), tensors)
 
@@ -132,14 +158,15 @@ def op_of(call):
 class Swarm:
     def __init__(self, folder):
         self.folder = folder
+        self.clock = ReadClock(time.monotonic)
         self.network = MemoryNetwork()
         self.peers = {}
         self.dropped = set()
-        self.origin = FIRST_ORIGIN
+        self.timeline = FIRST_TIMELINE
         self.looks = 0
 
-    async def add(self, peer_id, stage, step=0, **options):
-        peer = self.peers[peer_id] = Peer(self, peer_id, stage, step, **options)
+    async def add(self, peer_id, stage, round_number=0, **options):
+        peer = self.peers[peer_id] = Peer(self, peer_id, stage, round_number, **options)
         await peer.transport.serve(peer)
         return peer
 
@@ -157,8 +184,8 @@ class Swarm:
         self.looks += 1
         return SwarmView(3, tuple(peer for peer in self.view().peers if peer.stage in stages))
 
-    async def first_origin(self):
-        return self.origin
+    async def first_timeline(self):
+        return self.timeline
 
 
 @pytest.fixture
@@ -168,7 +195,7 @@ async def swarm(tmp_path, monkeypatch):
     async with swarm.network:
         yield swarm
     for peer in swarm.peers.values():
-        peer.compute.stop()
+        peer.device_thread.stop()
 
 
 async def until(condition):
@@ -176,9 +203,9 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-def assert_state(state, stage, updates):
-    assert torch.equal(state.tensors["weight"], weights(stage, updates)["weight"])
-    assert state.updates == updates
+def assert_state(state, stage, optimizer_step):
+    assert torch.equal(state.tensors["weight"], weights(stage, optimizer_step)["weight"])
+    assert state.optimizer_step == optimizer_step
 
 
 # --- where to begin ---------------------------------------------------------------------------------------------------
@@ -187,7 +214,7 @@ def assert_state(state, stage, updates):
 async def test_a_fresh_run_begins_with_its_initial_weights(swarm):
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.state, start.rewound) == (FIRST_ORIGIN, None, False)
+    assert (start.timeline, start.state, start.rewound) == (FIRST_TIMELINE, None, False)
     assert start.reason == "nothing was computed since the run's beginning"
 
 
@@ -196,28 +223,28 @@ async def test_others_that_have_not_computed_anything_either_change_nothing(swar
     await swarm.add("b", 2)
     peer, _rival = await swarm.newcomer(), await swarm.newcomer(peer_id="m")
     start = await peer.recovery.find_start()
-    assert (start.origin, start.state, start.rewound) == (FIRST_ORIGIN, None, False)
+    assert (start.timeline, start.state, start.rewound) == (FIRST_TIMELINE, None, False)
 
 
-async def test_who_has_moved_here_begins_with_the_snapshots_that_it_brings_along(swarm):
+async def test_a_peer_that_has_moved_begins_with_the_snapshots_that_it_brings_along(swarm):
     for stage, peer_id in ((0, "a"), (2, "c")):
-        peer = await swarm.add(peer_id, stage, step=47)
-        await peer.keep((stage, 20), (stage, 40))
-    before = await swarm.add("b", 0, step=47)
-    await before.keep((1, 20), (1, 40))
+        peer = await swarm.add(peer_id, stage, round_number=47)
+        await peer.store_snapshot((stage, 20), (stage, 40))
+    before = await swarm.add("b", 0, round_number=47)
+    await before.store_snapshot((1, 20), (1, 40))
     del swarm.peers["b"]
     (swarm.folder / "b").rename(swarm.folder / "n")
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(51, 40, 40), True)
+    assert (start.timeline, start.rewound) == (Timeline(51, 40, 40), True)
     assert_state(start.state, 1, 40)
 
 
 async def all_have_moved(swarm, *kept):
     """Nobody serves any more: all peers have started anew, and have their snapshots along."""
     for peer_id, snapshots in zip("ac", kept, strict=True):
-        peer = await swarm.add(peer_id, {"a": 0, "c": 2}[peer_id], step=47, state=PeerState.JOINING)
-        await peer.keep(*snapshots)
+        peer = await swarm.add(peer_id, {"a": 0, "c": 2}[peer_id], round_number=47, state=PeerState.JOINING)
+        await peer.store_snapshot(*snapshots)
         peer.donor.current = None
 
 
@@ -226,7 +253,7 @@ async def test_where_nobody_serves_any_more_the_snapshots_tell_where_the_run_was
     with pytest.raises(CallError, match="peer a is taking stage 0 over"):
         await (await swarm.newcomer()).recovery.find_start()
     start = await (await swarm.newcomer(peer_id="A")).recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(40 + 4 * EVERY + STEPS_BETWEEN_LINES, 40, 40), True)
+    assert (start.timeline, start.rewound) == (Timeline(40 + 4 * EVERY + ROUNDS_BETWEEN_TIMELINES, 40, 40), True)
     assert_state(start.state, 1, 40)
 
 
@@ -238,17 +265,17 @@ async def test_where_nobody_serves_any_more_and_a_snapshot_is_missing_the_run_do
 
 async def newcomer_to_a_lost_stage(swarm):
     for stage, peer_id in ((0, "a"), (2, "c")):
-        peer = await swarm.add(peer_id, stage, step=47)
-        await peer.keep((0, 40), (1, 40), (2, 40))
+        peer = await swarm.add(peer_id, stage, round_number=47)
+        await peer.store_snapshot((0, 40), (1, 40), (2, 40))
     return await swarm.newcomer()
 
 
 async def test_a_stage_mate_that_could_not_be_reached_is_waited_for(swarm, monkeypatch):
     newcomer = await newcomer_to_a_lost_stage(swarm)
-    await swarm.add("b", 1, step=47)
+    await swarm.add("b", 1, round_number=47)
     swarm.dropped = {"b"}
     now = 1000.0
-    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: now))
+    swarm.clock.read = lambda: now
     with pytest.raises(CallError, match="peer b cannot be reached"):
         await newcomer.recovery.find_start()
     now += 0.99 * UNREACHED_PATIENCE * MANIFEST.limits.announcement_s
@@ -256,7 +283,9 @@ async def test_a_stage_mate_that_could_not_be_reached_is_waited_for(swarm, monke
         await newcomer.recovery.find_start()
     now += 0.02 * UNREACHED_PATIENCE * MANIFEST.limits.announcement_s
     start = await newcomer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(51, 40, 40), True), "not for ever: nobody else may reach it, too"
+    assert (start.timeline, start.rewound) == (Timeline(51, 40, 40), True), (
+        "not for ever: nobody else may reach it, too"
+    )
 
 
 async def test_a_run_does_not_begin_anew_because_nobody_could_be_reached(swarm):
@@ -266,16 +295,16 @@ async def test_a_run_does_not_begin_anew_because_nobody_could_be_reached(swarm):
         await newcomer.recovery.find_start()
     swarm.dropped = {"a"}
     start = await newcomer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(51, 40, 40), True), "one of them is enough"
+    assert (start.timeline, start.rewound) == (Timeline(51, 40, 40), True), "one of them is enough"
 
 
-async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm):
-    origin = Origin(60, 30, 30)
+async def test_snapshots_that_it_brings_along_from_a_timeline_that_was_given_up_are_left(swarm):
+    timeline = Timeline(60, 30, 30)
     for stage, peer_id in ((0, "a"), (2, "c")):
-        peer = await swarm.add(peer_id, stage, step=72, origin=origin)
-        await peer.keep((stage, 20), (stage, 40))
-    before = await swarm.add("b", 0, step=47)
-    await before.keep((1, 20), (1, 40))
+        peer = await swarm.add(peer_id, stage, round_number=72, timeline=timeline)
+        await peer.store_snapshot((stage, 20), (stage, 40))
+    before = await swarm.add("b", 0, round_number=47)
+    await before.store_snapshot((1, 20), (1, 40))
     del swarm.peers["b"]
     (swarm.folder / "b").rename(swarm.folder / "n")
     start = await (await swarm.newcomer()).recovery.find_start()
@@ -283,20 +312,22 @@ async def test_what_it_brings_along_from_a_line_that_was_given_up_is_left(swarm)
 
 
 async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
-    swarm.origin = Origin(34, 30, born=34)
+    swarm.timeline = Timeline(34, 30, created_at_round=34)
     coordinator = await swarm.add(RUN_ID, -1)
-    coordinator.enter(34, swarm.origin)
+    coordinator.enter(34, swarm.timeline)
     for stage in range(2):
-        await coordinator.donor.keep(stage, StageState(34, "lineage of 30", weights(stage, 30), swarm.origin))
+        await coordinator.donor.store_snapshot(
+            stage, StageState(34, "history_hash of 30", weights(stage, 30), swarm.timeline)
+        )
     coordinator.state = PeerState.DRAINING  # it is no peer of any stage
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (swarm.origin, False)
+    assert (start.timeline, start.rewound) == (swarm.timeline, False)
     assert_state(start.state, 1, 30)
 
 
 async def test_a_coordinator_that_does_not_give_the_checkpoint_is_waited_for(swarm):
-    swarm.origin = Origin(34, 30, born=34)
+    swarm.timeline = Timeline(34, 30, created_at_round=34)
     peer = await swarm.newcomer()
     with pytest.raises(CallError, match="no donor gave the state of stage 1: there is none"):
         await peer.recovery.find_start()
@@ -308,12 +339,12 @@ async def test_a_run_that_begins_anew_asks_no_coordinator(swarm):
     assert swarm.network.calls == []
 
 
-async def lost_stage(swarm, step=34, origin=FIRST_ORIGIN):
+async def lost_stage(swarm, round_number=34, timeline=FIRST_TIMELINE):
     """Stage 1 has lost its peers; the peers of the others hold snapshots, one of them of stage 1."""
-    first = await swarm.add("a", 0, step, origin=origin)
-    last = await swarm.add("b", 2, step - 1, origin=origin)
-    await first.keep((0, 20), (0, 30), (1, 20), (1, 30))
-    await last.keep((2, 20), (2, 30))
+    first = await swarm.add("a", 0, round_number, timeline=timeline)
+    last = await swarm.add("b", 2, round_number - 1, timeline=timeline)
+    await first.store_snapshot((0, 20), (0, 30), (1, 20), (1, 30))
+    await last.store_snapshot((2, 20), (2, 30))
     return first, last
 
 
@@ -321,68 +352,68 @@ async def test_a_lost_stage_goes_on_from_the_newest_snapshot(swarm):
     await lost_stage(swarm)
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(34 + STEPS_BETWEEN_LINES, 30, 30), True)
+    assert (start.timeline, start.rewound) == (Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
     assert start.reason == "all stages' snapshots of 30 updates exist"
     assert_state(start.state, 1, 30)
 
 
 async def test_a_snapshot_that_not_all_stages_have_is_passed_over(swarm):
     await lost_stage(swarm)
-    swarm.peers["b"].donor._forget(Kept(2, 30, 30))
+    swarm.peers["b"].donor._forget(SnapshotRef(2, 30, 30))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert start.origin == Origin(34 + STEPS_BETWEEN_LINES, 20, 20)
+    assert start.timeline == Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 20, 20)
     assert_state(start.state, 1, 20)
 
 
 async def test_a_run_that_went_back_before_goes_back_again(swarm):
-    await lost_stage(swarm, step=130, origin=Origin(116, 18, 18))
+    await lost_stage(swarm, round_number=130, timeline=Timeline(116, 18, 18))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert start.origin == Origin(130 + STEPS_BETWEEN_LINES, 30, born=128)
+    assert start.timeline == Timeline(130 + ROUNDS_BETWEEN_TIMELINES, 30, created_at_round=128)
 
 
 async def test_a_stage_that_is_lost_right_after_a_rewind_begins_there(swarm):
     """Nothing was computed since: nobody else has to go back once more."""
-    await lost_stage(swarm, step=39, origin=Origin(39, 30, 30))
+    await lost_stage(swarm, round_number=39, timeline=Timeline(39, 30, 30))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(39, 30, 30), False)
+    assert (start.timeline, start.rewound) == (Timeline(39, 30, 30), False)
     assert_state(start.state, 1, 30)
 
 
-async def test_snapshots_of_a_line_that_was_given_up_do_not_count(swarm):
+async def test_snapshots_of_a_timeline_that_was_given_up_do_not_count(swarm):
     """A peer that has not gone back yet still has them, and others have made as many updates anew."""
-    first = await swarm.add("a", 0, step=60, origin=Origin(36, 10, 10))  # 34 updates
-    last = await swarm.add("b", 2, step=60, origin=Origin(36, 10, 10))
-    late = await swarm.add("c", 0, step=33)  # in the line before, which had 33 updates
-    await late.keep((0, 10), (0, 20), (1, 10))
-    await first.keep((0, 10), (1, 10), (1, 20))
-    await last.keep((2, 10), (2, 20))
+    first = await swarm.add("a", 0, round_number=60, timeline=Timeline(36, 10, 10))  # 34 updates
+    last = await swarm.add("b", 2, round_number=60, timeline=Timeline(36, 10, 10))
+    late = await swarm.add("c", 0, round_number=33)  # on the timeline before, which had 33 updates
+    await late.store_snapshot((0, 10), (0, 20), (1, 10))
+    await first.store_snapshot((0, 10), (1, 10), (1, 20))
+    await last.store_snapshot((2, 10), (2, 20))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert start.origin.updates == 10, "of 20 updates, stage 0's snapshot is of the other line"
+    assert start.timeline.first_optimizer_step == 10, "of 20 updates, stage 0's snapshot is of the other timeline"
 
 
-async def test_after_two_rewinds_snapshots_of_the_first_line_are_told_from_those_of_the_second(swarm):
+async def test_after_two_rewinds_snapshots_of_the_first_timeline_are_told_from_those_of_the_second(swarm):
     """The second rewind went less far back than the first, and one peer has missed the first."""
-    second, third = Origin(34, 10, 10), Origin(62, 20, 44)
-    late = await swarm.add("a", 0, step=33)
-    await late.keep((0, 10), (0, 20))
-    first = await swarm.add("b", 0, step=44, origin=second)
-    last = await swarm.add("c", 2, step=44, origin=second)
-    await first.keep((0, 10), (1, 10), (0, 20), (1, 20))
-    await last.keep((2, 10), (2, 20))
+    second, third = Timeline(34, 10, 10), Timeline(62, 20, 44)
+    late = await swarm.add("a", 0, round_number=33)
+    await late.store_snapshot((0, 10), (0, 20))
+    first = await swarm.add("b", 0, round_number=44, timeline=second)
+    last = await swarm.add("c", 2, round_number=44, timeline=second)
+    await first.store_snapshot((0, 10), (1, 10), (0, 20), (1, 20))
+    await last.store_snapshot((2, 10), (2, 20))
     for peer in (first, last):
         peer.enter(62, third)
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert start.origin == third
-    assert start.state.born == 44
-    assert late.donor.kept_state(0, 44) is None
+    assert start.timeline == third
+    assert start.state.created_at_round == 44
+    assert late.donor.load_snapshot(0, 44) is None
     late.enter(62, third)
-    state = await late.recovery._fetch(Kept(0, third.born, third.updates), ["b"])
-    assert state.born == 44, "not its own one of as many updates"
+    state = await late.recovery._fetch(SnapshotRef(0, third.created_at_round, third.first_optimizer_step), ["b"])
+    assert state.created_at_round == 44, "not its own one of as many updates"
 
 
 async def test_a_young_run_begins_anew(swarm):
@@ -390,7 +421,11 @@ async def test_a_young_run_begins_anew(swarm):
     await swarm.add("a", 0, newest)
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.origin, start.state, start.rewound) == (Origin(newest + STEPS_BETWEEN_LINES, 0, 0), None, True)
+    assert (start.timeline, start.state, start.rewound) == (
+        Timeline(newest + ROUNDS_BETWEEN_TIMELINES, 0, 0),
+        None,
+        True,
+    )
     assert start.reason == f"the run has made {newest} updates only and begins anew"
     swarm.peers["a"].enter(newest + 1)
     with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
@@ -399,8 +434,8 @@ async def test_a_young_run_begins_anew(swarm):
 
 async def test_when_nothing_is_left_the_reason_says_what_is_missing(swarm):
     first, _ = await lost_stage(swarm)
-    for updates in (20, 30):
-        first.donor._forget(Kept(1, updates, updates))
+    for optimizer_step in (20, 30):
+        first.donor._forget(SnapshotRef(1, optimizer_step, optimizer_step))
     peer = await swarm.newcomer()
     missing = "there are: of 30 updates, stages 0, 2; of 20 updates, stages 0, 2"
     with pytest.raises(CallError, match=f"no snapshot of stage 1 exists that all other stages have too; {missing}"):
@@ -408,7 +443,7 @@ async def test_when_nothing_is_left_the_reason_says_what_is_missing(swarm):
 
 
 async def test_peers_that_cannot_be_reached_are_waited_for(swarm):
-    """They may have made any number of steps: this is no fresh run."""
+    """They may have made any number of updates: this is no fresh run."""
     await lost_stage(swarm)
     for name in "ab":
         swarm.network.kill(name)
@@ -417,84 +452,84 @@ async def test_peers_that_cannot_be_reached_are_waited_for(swarm):
         await peer.recovery.find_start()
 
 
-async def test_who_does_not_answer_is_done_without(swarm):
+async def test_a_peer_that_does_not_answer_is_done_without(swarm):
     await lost_stage(swarm)
-    silent = await swarm.add("c", 0, step=34)
-    fault = swarm.network.fault(op="kept", to="c", fail=PeerUnreachable("gone"))
-    liar = await swarm.add("d", 2, step=34)
-    lie = swarm.network.fault(op="kept", to="d", tamper=lambda reply: Reply({"step": -1}))
+    silent = await swarm.add("c", 0, round_number=34)
+    fault = swarm.network.fault(op="list_snapshots", to="c", fail=PeerUnreachable("gone"))
+    liar = await swarm.add("d", 2, round_number=34)
+    lie = swarm.network.fault(op="list_snapshots", to="d", tamper=lambda reply: Reply({"round_number": -1}))
     peer = await swarm.newcomer()
-    assert (await peer.recovery.find_start()).origin.updates == 30
+    assert (await peer.recovery.find_start()).timeline.first_optimizer_step == 30
     assert fault.fired == lie.fired == 1
-    assert silent.kept == liar.kept == []
+    assert silent.snapshots == liar.snapshots == []
 
 
 @pytest.mark.parametrize(
-    ("step", "origin"),
-    [(2**40 - 2, FIRST_ORIGIN), (2**40 - 1, Origin(2**40 - 1, 0, 0)), (34 + MAX_STEPS_AHEAD + 1, FIRST_ORIGIN)],
+    ("round_number", "timeline"),
+    [(2**40 - 2, FIRST_TIMELINE), (2**40 - 1, Timeline(2**40 - 1, 0, 0)), (34 + MAX_ROUNDS_AHEAD + 1, FIRST_TIMELINE)],
 )
-async def test_who_claims_a_step_that_the_run_cannot_be_in_is_not_believed(swarm, step, origin):
+async def test_a_peer_that_claims_a_round_that_the_run_cannot_be_in_is_not_believed(swarm, round_number, timeline):
     await lost_stage(swarm)
-    await swarm.add("liar", 2, step, origin=origin)
+    await swarm.add("liar", 2, round_number, timeline=timeline)
     start = await (await swarm.newcomer()).recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(34 + STEPS_BETWEEN_LINES, 30, 30), True)
+    assert (start.timeline, start.rewound) == (Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
     assert_state(start.state, 1, 30)
 
 
-async def test_an_origin_that_stage_mates_deny_is_not_believed(swarm):
-    """The run goes back all the same; its steps are numbered from above the lie."""
+async def test_a_timeline_that_stage_mates_deny_is_not_believed(swarm):
+    """The run goes back all the same; its rounds are numbered from above the lie."""
     await lost_stage(swarm)
-    await swarm.add("liar", 2, 400, origin=Origin(400, 0, 0))
+    await swarm.add("liar", 2, 400, timeline=Timeline(400, 0, 0))
     start = await (await swarm.newcomer()).recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(400 + STEPS_BETWEEN_LINES, 30, 30), True)
+    assert (start.timeline, start.rewound) == (Timeline(400 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
 
 
 async def test_where_one_word_stands_against_another_the_numbers_stay_possible(swarm):
     first = await swarm.add("a", 0, 15)
-    await first.keep(*((stage, 10) for stage in range(3)))
+    await first.store_snapshot(*((stage, 10) for stage in range(3)))
     liar = await swarm.add("liar", 2, 2**40 - 2)
     peer = await swarm.newcomer()
-    assert (await peer.recovery.find_start()).origin == Origin(15 + STEPS_BETWEEN_LINES, 10, 10)
-    liar.enter(MAX_STEP - MIN_STEPS_LEFT)
+    assert (await peer.recovery.find_start()).timeline == Timeline(15 + ROUNDS_BETWEEN_TIMELINES, 10, 10)
+    liar.enter(MAX_ROUND - MIN_ROUNDS_LEFT)
     start = await peer.recovery.find_start()
-    assert start.origin == Origin(MAX_STEP - MIN_STEPS_LEFT + STEPS_BETWEEN_LINES, 10, 10)
-    await peer.recovery.have_all_go_back(start.origin)
-    assert first.told == [("n", 1, start.origin)]
+    assert start.timeline == Timeline(MAX_ROUND - MIN_ROUNDS_LEFT + ROUNDS_BETWEEN_TIMELINES, 10, 10)
+    await peer.recovery.have_all_go_back(start.timeline)
+    assert first.told == [("n", 1, start.timeline)]
     for name in ("a", "liar"):
-        swarm.peers[name].enter(2**40 - 1, FIRST_ORIGIN)
-    with pytest.raises(CallError, match="what the 2 serving peers say of their steps cannot be"):
+        swarm.peers[name].enter(2**40 - 1, FIRST_TIMELINE)
+    with pytest.raises(CallError, match="the 2 serving peers claim to be in rounds that cannot be"):
         await peer.recovery.find_start()
 
 
 async def test_a_rewind_that_has_begun_is_followed(swarm):
     """One peer has taken stage 2 over and tells the others, when stage 1 is lost as well."""
-    rewound = Origin(38, 30, 30)
+    rewound = Timeline(38, 30, 30)
     for name in "ab":
-        await swarm.add(name, 0, step=34)
-    taker = await swarm.add("c", 2, step=38, origin=rewound)
-    await taker.keep((1, 30))
+        await swarm.add(name, 0, round_number=34)
+    taker = await swarm.add("c", 2, round_number=38, timeline=rewound)
+    await taker.store_snapshot((1, 30))
     start = await (await swarm.newcomer()).recovery.find_start()
-    assert (start.origin, start.rewound) == (rewound, False)
+    assert (start.timeline, start.rewound) == (rewound, False)
     assert_state(start.state, 1, 30)
 
 
 async def test_a_rewind_whose_author_is_gone_before_most_have_followed_is_done_anew(swarm):
-    """Who has followed has its snapshots of the line that most are on."""
+    """A peer that has followed holds snapshots of the timeline that most peers are on."""
     for name in "ab":
-        peer = await swarm.add(name, 0, step=34)
-        await peer.keep((0, 30))
-    last = [await swarm.add(name, 2, step=34) for name in "cde"]
+        peer = await swarm.add(name, 0, round_number=34)
+        await peer.store_snapshot((0, 30))
+    last = [await swarm.add(name, 2, round_number=34) for name in "cde"]
     for peer in last:
-        await peer.keep((1, 30), (2, 30)) if peer is last[0] else await peer.keep((2, 30))
-    last[0].enter(38, Origin(38, 30, 30))
+        await peer.store_snapshot((1, 30), (2, 30)) if peer is last[0] else await peer.store_snapshot((2, 30))
+    last[0].enter(38, Timeline(38, 30, 30))
     start = await (await swarm.newcomer()).recovery.find_start()
-    assert (start.origin, start.rewound) == (Origin(38 + STEPS_BETWEEN_LINES, 30, 30), True)
+    assert (start.timeline, start.rewound) == (Timeline(38 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
     assert_state(start.state, 1, 30)
 
 
-async def test_who_never_comes_to_take_a_stage_over_is_not_waited_for(swarm, monkeypatch):
-    time = SimpleNamespace(now=100.0, monotonic=lambda: time.now)
-    monkeypatch.setattr(recovery, "time", time)
+async def test_a_peer_that_never_takes_the_stage_over_is_not_waited_for(swarm, monkeypatch):
+    time = SimpleNamespace(now=100.0)
+    swarm.clock.read = lambda: time.now
     await lost_stage(swarm)
     peer, rival = await swarm.newcomer(), await swarm.newcomer(peer_id="m")
     patience_s = RIVAL_PATIENCE * MANIFEST.limits.announcement_s
@@ -523,7 +558,7 @@ async def test_of_two_that_take_a_stage_over_one_waits(swarm):
 
 async def test_a_holder_that_dies_is_replaced(swarm):
     _, last = await lost_stage(swarm)
-    await last.keep((1, 30))
+    await last.store_snapshot((1, 30))
     swarm.network.fault(op="state_index", to="a", fail=PeerUnreachable("gone"))
     peer = await swarm.newcomer()
     assert_state((await peer.recovery.find_start()).state, 1, 30)
@@ -534,12 +569,12 @@ async def test_a_holder_that_dies_is_replaced(swarm):
 
 # --- have all go back -------------------------------------------------------------------------------------------------
 
-TARGET = Origin(38, 30, 30)
+TARGET = Timeline(38, 30, 30)
 
 
 async def test_all_peers_of_other_stages_are_told(swarm):
     first, last = await lost_stage(swarm)
-    ahead, mate = await swarm.add("c", 2, step=40), await swarm.add("m", 1, step=20)
+    ahead, mate = await swarm.add("c", 2, round_number=40), await swarm.add("m", 1, round_number=20)
     peer = await swarm.newcomer()
     await peer.recovery.have_all_go_back(TARGET)
     assert first.told == last.told == [("n", 1, TARGET)]
@@ -564,18 +599,18 @@ async def test_it_ends_when_those_that_are_behind_are_gone(swarm):
     telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET))
     await until(lambda: swarm.network.num_calls("rewind", "a") > 3)
     assert not telling.done()
-    swarm.peers["a"].enter(TARGET.step, TARGET)  # of a stage-mate's doing
+    swarm.peers["a"].enter(TARGET.first_round, TARGET)  # of a stage-mate's doing
     del swarm.peers["b"]
     await telling
 
 
-async def test_who_appears_later_is_told_too(swarm):
+async def test_a_peer_that_appears_later_is_told_too(swarm):
     first, _ = await lost_stage(swarm)
     fault = swarm.network.fault(op="rewind", to="b", before=anyio.Event())
     peer = await swarm.newcomer()
     telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET))
     await fault.struck.wait()
-    late = await swarm.add("c", 0, step=33)
+    late = await swarm.add("c", 0, round_number=33)
     fault.before.set()
     await telling
     assert late.told == first.told == [("n", 1, TARGET)]
@@ -585,88 +620,90 @@ async def test_who_appears_later_is_told_too(swarm):
 
 
 async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
-    peers = [await swarm.add("abc"[stage], stage, step=9) for stage in range(3)]
-    running = [asyncio.ensure_future(peer.recovery.run_snapshots()) for peer in peers]
+    peers = [await swarm.add("abc"[stage], stage, round_number=9) for stage in range(3)]
+    running = [asyncio.ensure_future(peer.keeper.run()) for peer in peers]
     await anyio.wait_all_tasks_blocked()
-    assert [peer.kept for peer in peers] == [[], [], []]
+    assert [peer.snapshots for peer in peers] == [[], [], []]
     for peer in peers:
         peer.enter(10)
-    await until(lambda: all(len(peer.kept) == 2 for peer in peers))
-    assert [peer.kept for peer in peers] == [[(0, 10), (1, 10)], [(1, 10), (2, 10)], [(0, 10), (2, 10)]]
+    await until(lambda: all(len(peer.snapshots) == 2 for peer in peers))
+    assert [peer.snapshots for peer in peers] == [[(0, 10), (1, 10)], [(1, 10), (2, 10)], [(0, 10), (2, 10)]]
     for peer in peers:
-        for known in peer.donor._kept:
-            assert_state(peer.donor.kept_state(known.stage, known.born), known.stage, known.updates)
-    for step in range(11, 21):
+        for known in peer.donor._snapshots:
+            assert_state(
+                peer.donor.load_snapshot(known.stage, known.created_at_round), known.stage, known.optimizer_step
+            )
+    for round_number in range(11, 21):
         for peer in peers:
-            peer.enter(step)
-    await until(lambda: all(len(peer.kept) == 4 for peer in peers))
+            peer.enter(round_number)
+    await until(lambda: all(len(peer.snapshots) == 4 for peer in peers))
     for task in running:
         task.cancel()
 
 
 async def test_no_snapshot_is_taken_of_the_initial_weights(swarm):
     peer = await swarm.add("a", 0)
-    assert not peer.recovery._snapshot_is_due(EVERY)
+    assert not peer.keeper._snapshot_is_due(EVERY)
     peer.donor.current = None
-    assert not peer.recovery._snapshot_is_due(EVERY)
+    assert not peer.keeper._snapshot_is_due(EVERY)
 
 
 async def test_a_run_may_do_without_snapshots(swarm, monkeypatch):
-    peer = await swarm.add("a", 0, step=10)
+    peer = await swarm.add("a", 0, round_number=10)
     section = MANIFEST.recovery.model_copy(update={"snapshot_every": 0})
-    monkeypatch.setattr(peer.recovery, "_manifest", MANIFEST.model_copy(update={"recovery": section}))
-    await peer.recovery.run_snapshots()
-    assert peer.kept == []
+    monkeypatch.setattr(peer.keeper, "_manifest", MANIFEST.model_copy(update={"recovery": section}))
+    await peer.keeper.run()
+    assert peer.snapshots == []
 
 
 async def test_a_snapshot_that_was_missed_is_done_without(swarm):
-    peer = await swarm.add("a", 0, step=10)
-    peer.trainer.step = 11  # the next update is applied already
-    running = asyncio.ensure_future(peer.recovery.run_snapshots())
-    await until(lambda: peer.recovery._kept_last is not None)
+    peer = await swarm.add("a", 0, round_number=10)
+    peer.trainer.optimizer_step = 11  # the next update is applied already
+    running = asyncio.ensure_future(peer.keeper.run())
+    await until(lambda: peer.keeper._last_snapshot is not None)
     peer.enter(11)
     await anyio.wait_all_tasks_blocked()
     assert not running.done()
     peer.enter(20)
-    await until(lambda: peer.kept)
-    assert peer.kept == [(0, 20)]
+    await until(lambda: peer.snapshots)
+    assert peer.snapshots == [(0, 20)]
     running.cancel()
 
 
 async def test_the_next_stages_snapshot_is_asked_for_until_it_is_there(swarm):
-    peer, following = await swarm.add("a", 0, step=10), await swarm.add("b", 1, step=9)
-    running = asyncio.ensure_future(peer.recovery.run_snapshots())
+    peer, following = await swarm.add("a", 0, round_number=10), await swarm.add("b", 1, round_number=9)
+    running = asyncio.ensure_future(peer.keeper.run())
     await until(lambda: swarm.network.num_calls("state_index", "b") == 2)
-    await following.keep((1, 10))
-    await until(lambda: len(peer.kept) == 2)
-    assert peer.kept == [(0, 10), (1, 10)]
+    await following.store_snapshot((1, 10))
+    await until(lambda: len(peer.snapshots) == 2)
+    assert peer.snapshots == [(0, 10), (1, 10)]
     running.cancel()
 
 
 async def test_a_snapshot_of_the_next_stage_that_never_comes_is_given_up(swarm):
-    peer = await swarm.add("a", 0, step=10)
-    await swarm.add("b", 1, step=9)
-    running = asyncio.ensure_future(peer.recovery.run_snapshots())
+    peer = await swarm.add("a", 0, round_number=10)
+    await swarm.add("b", 1, round_number=9)
+    running = asyncio.ensure_future(peer.keeper.run())
     await until(lambda: swarm.network.num_calls("state_index", "b") == GUARD_TRIES)
     for _ in range(20):
         await asyncio.sleep(0)
     assert swarm.network.num_calls("state_index", "b") == GUARD_TRIES
     peer.enter(20)
-    await until(lambda: (0, 20) in peer.kept)
-    assert peer.kept == [(0, 10), (0, 20)]
+    await until(lambda: (0, 20) in peer.snapshots)
+    assert peer.snapshots == [(0, 10), (0, 20)]
     running.cancel()
 
 
-async def test_after_a_rewind_the_same_updates_are_kept_anew(swarm):
-    peer = await swarm.add("a", 0, step=20)
-    running = asyncio.ensure_future(peer.recovery.run_snapshots())
-    await until(lambda: peer.kept == [(0, 20)])
-    peer.enter(30, Origin(30, 10, 10))
-    assert peer.kept == []
+async def test_after_a_rewind_a_snapshot_of_the_same_optimizer_step_is_kept_anew(swarm):
+    peer = await swarm.add("a", 0, round_number=20)
+    running = asyncio.ensure_future(peer.keeper.run())
+    await until(lambda: peer.snapshots == [(0, 20)])
+    peer.enter(30, Timeline(30, 10, 10))
+    assert peer.snapshots == []
     peer.enter(40)
-    await until(lambda: peer.kept == [(0, 20)])
-    assert peer.donor.kept_state(0, 20) is None
-    assert peer.donor.kept_state(0, 40).updates == 20
+    await until(lambda: peer.snapshots == [(0, 20)])
+    assert peer.donor.load_snapshot(0, 20) is None
+    assert peer.donor.load_snapshot(0, 40).optimizer_step == 20
     running.cancel()
 
 
@@ -690,9 +727,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch, swarm):
     clock = Clock()
-    monkeypatch.setattr(recovery, "time", clock)
+    swarm.clock.read = clock.monotonic
     monkeypatch.setattr(
         recovery, "anyio", SimpleNamespace(sleep=clock.sleep, create_task_group=anyio.create_task_group)
     )
@@ -723,7 +760,7 @@ async def test_nobody_moves_as_long_as_a_stage_comes_back_in_time(swarm, clock):
     watching.cancel()
 
 
-async def test_who_never_comes_to_serve_a_lost_stage_is_not_waited_for(swarm, clock):
+async def test_a_joiner_that_never_serves_the_lost_stage_is_not_waited_for(swarm, clock):
     for name, stage in (("a", 0), ("b", 0), ("c", 2)):
         await swarm.add(name, stage)
     await swarm.newcomer(peer_id="d")
@@ -732,7 +769,7 @@ async def test_who_never_comes_to_serve_a_lost_stage_is_not_waited_for(swarm, cl
     assert clock.now >= began + JOINER_PATIENCE * MANIFEST.limits.announcement_s
 
 
-async def test_each_who_joins_a_lost_stage_has_its_time(swarm, clock):
+async def test_each_peer_that_joins_a_lost_stage_has_its_time(swarm, clock):
     for name, stage in (("a", 0), ("b", 0), ("c", 2)):
         await swarm.add(name, stage)
     lifetime_s = MANIFEST.limits.announcement_s
@@ -753,7 +790,7 @@ async def test_each_who_joins_a_lost_stage_has_its_time(swarm, clock):
     watching.cancel()
 
 
-async def test_who_is_not_chosen_stays(swarm, clock):
+async def test_a_peer_that_is_not_chosen_stays(swarm, clock):
     for name, stage in (("a", 0), ("b", 0), ("c", 2)):
         await swarm.add(name, stage)
     swarm.peers["a"].movable = False  # its owner wants it where it is
@@ -769,50 +806,81 @@ async def test_who_is_not_chosen_stays(swarm, clock):
 
 
 class Follower:
-    """A peer of stage 0 with a trainer, and a step loop that never comes to a step's end by itself."""
+    """A peer of stage 0 with a trainer, and a step loop that never comes to a round's end by itself."""
 
     def __init__(self, folder):
         self.network = MemoryNetwork()
         identity = Identity(Ed25519PrivateKey.from_private_bytes(b"f" * 32))
         self.peer_id = identity.peer_id
-        self.peers = [PeerView("n", 1, PeerState.SERVING, 38), PeerView("c", 2, PeerState.SERVING, 34)]
+        self.peers = [
+            PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=38),
+            PeerView(peer_id="c", stage=2, state=PeerState.SERVING, round_number=34),
+        ]
         self.looked = []
-        self.metrics, changed = PeerMetrics(), Signal()
-        self.trainer = StageTrainer(MANIFEST, stages_of(MANIFEST)[0], blank=True)
-        self.compute = ComputeThread(self.metrics)
-        self.gate = StepGate(8, changed)
+        context = make_context(MANIFEST, identity=identity, folder=folder)
+        self.metrics = context.metrics
+        self.trainer = StageTrainer(context.resolved, context.resolved.specs[0], blank=True)
+        self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
+        self.admission = RoundAdmission(capacity=8, changed=context.changed)
         transport = self.network.transport(self.peer_id)
-        progress = ProgressBook(MANIFEST.hash, 8, identity, lambda author: False, self.metrics, changed)
-        group = StageGroup(MANIFEST, 0, transport, None, progress, self.view, self.metrics, changed)
-        self.donor = StateDonor(self.trainer, self.compute, changed, 0, folder)
-        gossip = Gossip(MANIFEST.hash, transport, progress, group.welcome, lambda peer: None)
-        runner = SimpleNamespace(forget_step=lambda: None)
-        handover = SimpleNamespace(enter=lambda step: None)
+        progress = ProgressBook(context=context, is_author=lambda author: False, on_stranger=lambda author: None)
+        group = StageGroup(
+            context=context, stage=0, transport=transport, averager=None, progress=progress, view=self.view
+        )
+        self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        gossip = Gossip(
+            manifest_hash=MANIFEST.hash,
+            transport=transport,
+            progress=progress,
+            welcome=group.welcome,
+            drop=lambda peer, serial: None,
+        )
+        executor = SimpleNamespace(forget_round=lambda: None, note_round=lambda round_number: None)
+        replica = StageReplica(
+            trainer=self.trainer, device_thread=self.device_thread, admission=self.admission, executor=executor
+        )
         self.steps = StepLoop(
-            MANIFEST, self.trainer, self.compute, runner, self.gate, group, self.donor, progress, handover, None,
-            transport, gossip, self.view, self.look, self.metrics, changed, random.Random(0),
-        )  # fmt: skip
+            context=context,
+            replica=replica,
+            swarm=SwarmAccess(transport=transport, progress=progress, gossip=gossip, view=self.view, look=self.look),
+            group=group,
+            state_server=self.donor,
+            handover=SimpleNamespace(enter=lambda round_number: None),
+            leases=None,
+        )
 
     def view(self):
-        return SwarmView(3, (PeerView(self.peer_id, 0, PeerState.SERVING, self.steps.step), *self.peers))
+        return SwarmView(
+            3,
+            (
+                PeerView(peer_id=self.peer_id, stage=0, state=PeerState.SERVING, round_number=self.steps.round_number),
+                *self.peers,
+            ),
+        )
 
     async def look(self, stages):
         self.looked.append(list(stages))
         return self.view()
 
-    async def has_made(self, updates):
+    async def has_made(self, optimizer_step):
         """Begin, and take a snapshot of these updates."""
-        await self.steps.begin(FIRST_ORIGIN, None)
-        for _ in range(updates):
+        await self.steps.begin(FIRST_TIMELINE, None)
+        for _ in range(optimizer_step):
             gradients = [torch.ones_like(parameter) for parameter in self.trainer.module.parameters()]
             self.trainer.apply(gradients)
-        self.steps._enter(updates, f"lineage of {updates}", FIRST_ORIGIN, b"ledger")
+        self.steps._enter(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
         self.steps._admit()
 
-    async def rewind(self, caller="n", lost_stage=1, step=38, updates=2):
-        call = RewindCall(manifest=MANIFEST.hash, lost_stage=lost_stage, step=step, updates=updates, born=updates)
+    async def rewind(self, caller="n", lost_stage=1, round_number=38, optimizer_step=2):
+        call = RewindCall(
+            manifest=MANIFEST.hash,
+            lost_stage=lost_stage,
+            first_round=round_number,
+            first_optimizer_step=optimizer_step,
+            created_at_round=optimizer_step,
+        )
         reply = await self.steps.handle_rewind(caller, call, ())
-        return check_body(RewindReply, reply.body).step
+        return check_body(RewindReply, reply.body).round_number
 
     @property
     def target(self):
@@ -825,12 +893,12 @@ async def follower(tmp_path):
     async with follower.network:
         await follower.has_made(3)
         yield follower
-    follower.compute.stop()
+    follower.device_thread.stop()
 
 
-async def test_who_has_taken_over_a_lost_stage_is_obeyed(follower):
+async def test_a_peer_that_has_taken_over_a_lost_stage_is_obeyed(follower):
     assert await follower.rewind() == 3
-    assert follower.target == Origin(38, 2, 2)
+    assert follower.target == Timeline(38, 2, 2)
     assert follower.looked == [[1]]
     assert await follower.rewind() == 3
     assert follower.looked == [[1]], "told again, there is nothing to look for"
@@ -843,39 +911,41 @@ async def test_who_has_taken_over_a_lost_stage_is_obeyed(follower):
         ({"caller": "stranger"}, NotServing, "only a peer that has taken over another stage"),
         ({"caller": "me", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
         ({"caller": "n", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
-        ({"step": 2**40 - 1}, InvalidMessage, f"the run is in step 3 and cannot go on in {2**40 - 1}"),
-        ({"step": 3 + MAX_STEPS_OF_REWIND + 1}, InvalidMessage, "the run is in step 3 and cannot go on in"),
-        ({"updates": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to 4"),
+        ({"round_number": 2**40 - 1}, InvalidMessage, f"the run is in round 3 and cannot go on in {2**40 - 1}"),
+        ({"round_number": 3 + MAX_ROUNDS_OF_REWIND + 1}, InvalidMessage, "the run is in round 3 and cannot go on in"),
+        ({"optimizer_step": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to 4"),
     ],
 )
 async def test_liars_rewind_nothing(follower, call, error, reason):
     if call.get("caller") == "me":
-        follower.peers.append(PeerView("me", 0, PeerState.SERVING, 38))
+        follower.peers.append(PeerView(peer_id="me", stage=0, state=PeerState.SERVING, round_number=38))
     with pytest.raises(error, match=reason):
         await follower.rewind(**call)
     assert follower.target is None
 
 
 async def test_a_stage_that_is_not_lost_rewinds_nothing(follower):
-    follower.peers.append(PeerView("m", 1, PeerState.SERVING, 3))
+    follower.peers.append(PeerView(peer_id="m", stage=1, state=PeerState.SERVING, round_number=3))
     with pytest.raises(NotServing, match="stage 1 has not lost its peers: 1 others serve it"):
         await follower.rewind()
     assert follower.target is None
-    follower.peers[-1] = PeerView("m", 1, PeerState.SERVING, 39)  # it has joined the rewound stage
+    follower.peers[-1] = PeerView(
+        peer_id="m", stage=1, state=PeerState.SERVING, round_number=39
+    )  # it has joined the rewound stage
     await follower.rewind()
-    assert follower.target == Origin(38, 2, 2)
+    assert follower.target == Timeline(38, 2, 2)
 
 
-async def test_steps_that_are_over_are_no_news(follower):
-    assert await follower.rewind(caller="stranger", step=3) == 3
+async def test_rounds_that_are_over_are_no_news(follower):
+    assert await follower.rewind(caller="stranger", round_number=3) == 3
     assert follower.target is None
 
 
 async def test_of_two_rewinds_the_newer_one_counts(follower):
     await follower.rewind()
-    await follower.rewind(step=42, updates=1)
-    await follower.rewind(step=40, updates=0)
-    assert follower.target == Origin(42, 1, 1)
+    await follower.rewind(round_number=42, optimizer_step=1)
+    await follower.rewind(round_number=40, optimizer_step=0)
+    assert follower.target == Timeline(42, 1, 1)
 
 
 def state_of(trainer):
@@ -890,22 +960,26 @@ def assert_equal(state, expected):
 
 async def test_a_peer_begins_with_the_initial_weights(tmp_path):
     follower = Follower(tmp_path)
-    await follower.steps.begin(FIRST_ORIGIN, None)
-    assert_equal(follower.trainer.state(), StageTrainer(MANIFEST, stages_of(MANIFEST)[0]).state())
-    follower.compute.stop()
+    await follower.steps.begin(FIRST_TIMELINE, None)
+    assert_equal(follower.trainer.state(), StageTrainer(ResolvedManifest.of(MANIFEST), stages_of(MANIFEST)[0]).state())
+    follower.device_thread.stop()
 
 
 async def test_a_peer_goes_back_to_its_snapshot(follower):
     expected = state_of(follower.trainer)
-    assert await follower.donor.keep_own(3)
+    assert await follower.donor.take_snapshot(3)
     follower.trainer.apply([torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()])
-    follower.steps._enter(4, "lineage of 4", FIRST_ORIGIN, b"")
+    follower.steps._enter(4, "history_hash of 4", FIRST_TIMELINE, b"")
     running = asyncio.ensure_future(follower.steps.run())
-    await follower.rewind(updates=3)
-    await until(lambda: follower.steps.step == 38 and follower.gate.is_open)
-    assert (follower.steps.updates, follower.steps.origin, follower.trainer.step) == (3, Origin(38, 3, 3), 3)
-    assert (follower.gate.step, follower.steps._group.lineage) == (38, "lineage of 3")
-    assert (follower.donor.current.step, follower.donor.current.ledger) == (38, b"ledger")
+    await follower.rewind(optimizer_step=3)
+    await until(lambda: follower.steps.round_number == 38 and follower.admission.is_open)
+    assert (follower.steps.optimizer_step, follower.steps.timeline, follower.trainer.optimizer_step) == (
+        3,
+        Timeline(38, 3, 3),
+        3,
+    )
+    assert (follower.admission.round_number, follower.steps._group.history_hash) == (38, "history_hash of 3")
+    assert (follower.donor.current.round_number, follower.donor.current.ledger) == (38, b"ledger")
     assert_equal(follower.trainer.state(), expected)
     assert follower.target is None
     assert follower.metrics.rewinds._value.get() == 1
@@ -914,60 +988,87 @@ async def test_a_peer_goes_back_to_its_snapshot(follower):
 
 
 async def test_a_peer_goes_back_to_the_initial_weights(follower):
-    initial = StageTrainer(MANIFEST, stages_of(MANIFEST)[0])
+    initial = StageTrainer(ResolvedManifest.of(MANIFEST), stages_of(MANIFEST)[0])
     running = asyncio.ensure_future(follower.steps.run())
-    await follower.rewind(updates=0)
-    await until(lambda: follower.steps.step == 38 and follower.gate.is_open)
-    assert (follower.steps.updates, follower.trainer.step) == (0, 0)
+    await follower.rewind(optimizer_step=0)
+    await until(lambda: follower.steps.round_number == 38 and follower.admission.is_open)
+    assert (follower.steps.optimizer_step, follower.trainer.optimizer_step) == (0, 0)
     assert_equal(follower.trainer.module.state_dict(), initial.module.state_dict())
     running.cancel()
 
 
-async def test_a_state_of_a_step_that_the_run_cannot_be_in_is_not_asked_for(follower, monkeypatch):
+async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(follower, monkeypatch):
     """Most peers say where it is; later tries go by what they say then."""
-    monkeypatch.setattr(steps, "RESYNC_PAUSE_S", 0.0)
-    follower.peers = [PeerView(name, 0, PeerState.SERVING, 100 + number) for number, name in enumerate("ab")]
-    follower.peers += [PeerView("liar", 0, PeerState.SERVING, MAX_STEP), PeerView("j", 1, PeerState.JOINING)]
+    monkeypatch.setattr(joining, "RETRY_PAUSE_S", 0.0)
+    follower.peers = [
+        PeerView(peer_id=name, stage=0, state=PeerState.SERVING, round_number=100 + number)
+        for number, name in enumerate("ab")
+    ]
+    follower.peers += [
+        PeerView(peer_id="liar", stage=0, state=PeerState.SERVING, round_number=MAX_ROUND),
+        PeerView(peer_id="j", stage=1, state=PeerState.JOINING),
+    ]
     asked = []
 
-    async def fetch(transport, donors, call, *, max_bytes, max_step, rng):
-        asked.append((sorted(donors), max_step))
+    async def fetch(transport, donors, call, *, max_bytes, max_round, rng):
+        asked.append((sorted(donors), max_round))
         if len(asked) == 1:
-            follower.peers.append(PeerView("c", 2, PeerState.SERVING, 110))
+            follower.peers.append(PeerView(peer_id="c", stage=2, state=PeerState.SERVING, round_number=110))
             raise NotServing("not yet")
-        return StageState(111, "lineage of 111", state_of(follower.trainer), FIRST_ORIGIN)
+        return StageState(111, "history_hash of 111", state_of(follower.trainer), FIRST_TIMELINE)
 
-    monkeypatch.setattr(steps, "fetch_state", fetch)
-    await follower.steps._download(["a"], min_step=4)
-    assert asked == [(["a"], 101 + MAX_STEPS_AHEAD), (["a", "b", "liar"], 101 + MAX_STEPS_AHEAD)]
+    monkeypatch.setattr(joining, "fetch_state", fetch)
+    await follower.steps._catch_up_by_state(["a"], min_round=4)
+    assert asked == [(["a"], 101 + MAX_ROUNDS_AHEAD), (["a", "b", "liar"], 101 + MAX_ROUNDS_AHEAD)]
     assert follower.looked == [[0, 1, 2]]
-    assert follower.steps.step == 111
+    assert follower.steps.round_number == 111
+
+
+async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypatch):
+    monkeypatch.setattr(joining, "RETRY_PAUSE_S", 0.0)
+    good = state_of(follower.trainer)
+    offers = [dict(list(good.items())[1:]), good]
+
+    async def fetch(transport, donors, call, **options):
+        return StageState(7, "history_hash of 7", offers.pop(0), FIRST_TIMELINE)
+
+    monkeypatch.setattr(joining, "fetch_state", fetch)
+    await follower.steps._catch_up_by_state(["a"], min_round=4)
+    assert (offers, follower.steps.round_number) == ([], 7)
+    offers.append({})
+    with pytest.raises(InvalidMessage, match="the state lacks"):
+        await follower.steps._catch_up_by_state(["a"], min_round=4, tries=1)
+    assert follower.steps.round_number == 7, "nothing has changed"
 
 
 async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatch):
     gradients = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
-    lineage = checksum(follower.steps._group.lineage, gradients)
+    history_hash = extend_history(follower.steps._group.history_hash, gradients)
     offers = [[gradient.view(torch.int32) for gradient in gradients], gradients]
 
     async def fetch(transport, donors, call, **options):
-        if call.min_step != 3:
+        if call.min_round != 3:
             raise NotServing("there is none")
         tensors = {str(number): gradient for number, gradient in enumerate(offers.pop(0))}
-        return StageState(3, lineage, tensors, FIRST_ORIGIN, b"")
+        return StageState(3, history_hash, tensors, FIRST_TIMELINE, b"")
 
-    monkeypatch.setattr(steps, "fetch_state", fetch)
+    monkeypatch.setattr(joining, "fetch_state", fetch)
     before = state_of(follower.trainer)
     assert not await follower.steps._replay(["m"])
     assert_equal(state_of(follower.trainer), before)
     assert await follower.steps._replay(["m"])
-    assert (follower.steps.step, follower.trainer.step) == (4, 4)
+    assert (follower.steps.round_number, follower.trainer.optimizer_step) == (4, 4)
 
 
-async def test_what_is_kept_says_where_a_peer_stands(follower):
-    assert await follower.donor.keep_own(3)
-    reply = await follower.donor.handle_kept("x", KeptCall(manifest=MANIFEST.hash), ())
-    assert check_body(KeptReply, reply.body) == KeptReply(
-        step=3, origin_step=0, origin_updates=0, origin_born=0, kept=((0, 3, 3),)
+async def test_the_list_of_snapshots_says_where_a_peer_stands(follower):
+    assert await follower.donor.take_snapshot(3)
+    reply = await follower.donor.handle_list_snapshots("x", ListSnapshotsCall(manifest=MANIFEST.hash), ())
+    assert check_body(ListSnapshotsReply, reply.body) == ListSnapshotsReply(
+        round_number=3,
+        timeline_first_round=0,
+        timeline_first_optimizer_step=0,
+        timeline_created_at_round=0,
+        snapshots=((0, 3, 3),),
     )
 
 
@@ -976,36 +1077,36 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
     taken = follower.steps.begin
 
     async def slow(target, state):
-        if target.step == 38:
-            await follower.rewind(step=42, updates=0)
+        if target.first_round == 38:
+            await follower.rewind(round_number=42, optimizer_step=0)
         await taken(target, state)
 
     follower.steps.begin = slow
-    await follower.rewind(updates=0)
-    await until(lambda: follower.steps.step == 42 and follower.gate.is_open)
+    await follower.rewind(optimizer_step=0)
+    await until(lambda: follower.steps.round_number == 42 and follower.admission.is_open)
     running.cancel()
 
 
 async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
-    await follower.rewind(updates=0)
-    follower.steps._enter(45, "new line", Origin(38, 0, 0), b"")
+    await follower.rewind(optimizer_step=0)
+    follower.steps._enter(45, "new timeline", Timeline(38, 0, 0), b"")
     assert follower.target is None
 
 
-async def test_who_is_left_behind_by_its_stage_mates_notices(follower, monkeypatch):
+async def test_a_peer_that_is_left_behind_by_its_stage_mates_notices(follower, monkeypatch):
     monkeypatch.setattr(steps, "BEHIND_S", 0.0)
     asked = []
 
     async def greet(stage, peers):
         asked.append(list(peers))
-        return follower.steps.step + 3
+        return follower.steps.round_number + 3
 
     follower.steps._gossip.greet = greet
     looking = asyncio.ensure_future(follower.steps._look_when_behind())
     with pytest.raises(NotServing):
-        async with follower.gate.enter(follower.steps.step + 7):
+        async with follower.admission.enter(follower.steps.round_number + 7):
             pass
     await until(lambda: asked)
-    await follower.steps._progress.wait_until_over(follower.steps.step)
-    assert follower.gate.newest_asked == 0, "one lie has one question for its answer"
+    await follower.steps._progress.wait_until_over(follower.steps.round_number)
+    assert follower.admission._newest_asked == 0, "one lie has one question for its answer"
     looking.cancel()

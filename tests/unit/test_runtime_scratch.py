@@ -6,10 +6,10 @@ import tempfile
 
 import pytest
 
-from swarm_peer.runtime.scratch import scratch_folder
+from swarm_peer.runtime.host.scratch import scratch_folder
 
 OWNER = """
-from swarm_peer.runtime.scratch import scratch_folder
+from swarm_peer.runtime.host.scratch import scratch_folder
 with scratch_folder() as folder:
     (folder / "snapshot").write_bytes(b"large")
     print(folder, flush=True)

@@ -1,16 +1,18 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_peer.config import CODEC_BLOCK_SIZE, Codec, averaging_codec_bytes, codec_bytes
 from swarm_peer.errors import InvalidMessage
-from swarm_peer.wire.codecs import BLOCK_SIZE, decode, decode_tokens, encode, encode_tokens, encoded_bytes
+from swarm_peer.wire.codecs import decode, decode_tokens, encode, encode_tokens, encoded_bytes
 
 # Largest relative L2 error of a round trip of normally distributed values.
 ERRORS = {"none": 0.0, "fp16": 4e-4, "bf16": 3e-3, "blockwise_8bit": 0.02}
-CODECS = pytest.mark.parametrize("codec", ERRORS)
+CODECS = pytest.mark.parametrize("codec", get_args(Codec))
 SHAPES = [(1,), (255,), (256,), (257,), (2, 3, 5), (1, 7, 41), (3, 16, 24), (2, 13, 96)]
 
 
@@ -41,13 +43,19 @@ def test_lengths(codec, expected):
     assert encoded_bytes((27, 19), codec) == expected
 
 
+@pytest.mark.parametrize("size", [codec_bytes, averaging_codec_bytes])
+def test_an_unknown_codec_has_no_size(size):
+    with pytest.raises(AssertionError, match="int4"):
+        size(300, "int4")
+
+
 @CODECS
 def test_outliers_spoil_their_own_block_at_most(codec):
-    tensor = values((4 * BLOCK_SIZE,))
+    tensor = values((4 * CODEC_BLOCK_SIZE,))
     tensor[0] = 1000.0
     again = decode(encode(tensor, codec), tensor.shape, codec)
     assert relative_error(again, tensor) <= ERRORS[codec]
-    assert relative_error(again[BLOCK_SIZE:], tensor[BLOCK_SIZE:]) <= ERRORS[codec]
+    assert relative_error(again[CODEC_BLOCK_SIZE:], tensor[CODEC_BLOCK_SIZE:]) <= ERRORS[codec]
 
 
 @CODECS

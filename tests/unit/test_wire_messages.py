@@ -5,25 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, StepClosed
-from swarm_peer.runtime.transport import check_body, error_body, error_from_body, pack_fields, unpack_fields
+from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClosed
+from swarm_peer.runtime.network.transport import check_body, error_body, error_from_body, pack_fields, unpack_fields
+from swarm_peer.wire.frames import MAX_HEADER_BYTES, MAX_TENSORS, PREFIX, Frame, FrameType, parse_frame, parse_lengths
 from swarm_peer.wire.messages import (
     MAX_COUNT_BYTES,
-    MAX_HEADER_BYTES,
     MAX_LEDGER_BYTES,
-    MAX_TENSORS,
-    PREFIX,
-    Frame,
-    FrameType,
-    KeptReply,
+    ListSnapshotsReply,
     MicrobatchCall,
     MicrobatchReply,
     StateChunkCall,
     StateEntry,
     StateIndex,
     VoteReply,
-    parse_frame,
-    parse_lengths,
 )
 
 HASH = "0123456789abcdef" * 2
@@ -169,7 +163,7 @@ def test_lengths_are_bounded_before_anything_is_allocated(header_bytes, payload_
 
 CALL = MicrobatchCall(
     manifest=HASH,
-    step=4,
+    round_number=4,
     stage=1,
     microbatch=b"i" * 16,
     mode="train",
@@ -190,11 +184,11 @@ def test_bodies_survive_the_wire():
     index = StateIndex(
         stage=1,
         kind="update",
-        step=2,
-        origin_step=1,
-        origin_updates=0,
-        origin_born=0,
-        lineage="l",
+        round_number=2,
+        timeline_first_round=1,
+        timeline_first_optimizer_step=0,
+        timeline_created_at_round=0,
+        history_hash="l",
         ledger=b"\0",
         entries=(StateEntry(name="w", dtype="float32", shape=(2, 3), chunks=(bytes(32),)),),
     )
@@ -206,9 +200,9 @@ def test_bodies_survive_the_wire():
     [
         {"surplus": 1},
         {"manifest": HASH[:-1]},
-        {"step": -1},
-        {"step": 2**40},
-        {"step": "4"},
+        {"round_number": -1},
+        {"round_number": 2**40},
+        {"round_number": "4"},
         {"stage": 0},
         {"stage": 256},
         {"microbatch": b"i" * 15},
@@ -269,11 +263,11 @@ def test_a_ledger_is_bounded():
     index = {
         "stage": 0,
         "kind": "state",
-        "step": 0,
-        "origin_step": 0,
-        "origin_updates": 0,
-        "origin_born": 0,
-        "lineage": "",
+        "round_number": 0,
+        "timeline_first_round": 0,
+        "timeline_first_optimizer_step": 0,
+        "timeline_created_at_round": 0,
+        "history_hash": "",
         "entries": (),
     }
     check_body(StateIndex, index | {"ledger": bytes(MAX_LEDGER_BYTES)})
@@ -282,12 +276,17 @@ def test_a_ledger_is_bounded():
 
 
 def test_few_snapshots_are_told():
-    kept = {"step": 3, "origin_step": 0, "origin_updates": 0, "origin_born": 0}
-    check_body(KeptReply, as_received(kept | {"kept": ((0, 50, 50),) * 64}))
-    with pytest.raises(InvalidMessage, match="kept"):
-        check_body(KeptReply, as_received(kept | {"kept": ((0, 50, 50),) * 65}))
-    with pytest.raises(InvalidMessage, match="kept"):
-        check_body(KeptReply, as_received(kept | {"kept": ((256, 50, 50),)}))
+    kept = {
+        "round_number": 3,
+        "timeline_first_round": 0,
+        "timeline_first_optimizer_step": 0,
+        "timeline_created_at_round": 0,
+    }
+    check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 64}))
+    with pytest.raises(InvalidMessage, match="snapshots"):
+        check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 65}))
+    with pytest.raises(InvalidMessage, match="snapshots"):
+        check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((256, 50, 50),)}))
 
 
 def test_a_body_may_be_missing():
@@ -316,23 +315,23 @@ def test_errors_survive_the_wire(error_class):
     assert str(again) == "what happened"
 
 
-def test_the_step_of_a_closed_step_travels():
-    again = error_from_body(as_received(error_body(StepClosed("closed", 7))))
-    assert isinstance(again, StepClosed)
-    assert again.step == 7
+def test_the_round_of_a_closed_round_travels():
+    again = error_from_body(as_received(error_body(RoundClosed("closed", 7))))
+    assert isinstance(again, RoundClosed)
+    assert again.round_number == 7
 
 
 def test_an_unknown_code_is_some_failed_call():
-    assert type(error_from_body({"code": "new", "message": "m", "step": None})) is CallError
+    assert type(error_from_body({"code": "new", "message": "m", "round_number": None})) is CallError
 
 
-@pytest.mark.parametrize("body", [None, {}, {"code": 1, "message": "m", "step": None}, {"code": "busy"}])
+@pytest.mark.parametrize("body", [None, {}, {"code": 1, "message": "m", "round_number": None}, {"code": "busy"}])
 def test_errors_that_are_none_are_refused(body):
     assert isinstance(error_from_body(body), InvalidMessage)
 
 
 def test_long_messages_are_cut():
     assert len(error_body(CallError("x" * 10_000))["message"]) == 500
-    assert len(str(error_from_body({"code": "busy", "message": "x" * 10_000, "step": None}))) == 500
-    closed = error_from_body({"code": "step_closed", "message": "x" * 10_000, "step": 1})
+    assert len(str(error_from_body({"code": "busy", "message": "x" * 10_000, "round_number": None}))) == 500
+    closed = error_from_body({"code": "round_closed", "message": "x" * 10_000, "round_number": 1})
     assert len(str(closed)) == 500

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.ledger import StepCount
+from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import (
@@ -20,10 +20,10 @@ from swarm_peer.wire.records import (
     CoordinationRecord,
     EndRecord,
     ManifestRecord,
-    OriginRecord,
     Progress,
     ProgressRecord,
-    StepReport,
+    RoundReport,
+    TimelineRecord,
     Validation,
     Warrant,
     _signed_bytes,
@@ -35,13 +35,13 @@ from swarm_peer.wire.records import (
 RUN = "0123456789abcdef" * 2
 ME = Identity(Ed25519PrivateKey.from_private_bytes(b"m" * 32))
 OTHER = Identity(Ed25519PrivateKey.from_private_bytes(b"o" * 32))
-PROGRESS = Progress(step=3, samples=8, claimed=12, loss_sum=20.5)
+PROGRESS = Progress(round_number=3, samples=8, claimed=12, loss_sum=20.5)
 ANNOUNCEMENT = Announcement(
     serial=7,
     stage=1,
     state="serving",
-    step=3,
-    updates=2,
+    round_number=3,
+    optimizer_step=2,
     movable=True,
     note="waits",
     samples_per_s=2.5,
@@ -60,13 +60,13 @@ RECORDS = [
     ANNOUNCEMENT,
     ManifestRecord(manifest='{"name":"x"}'),
     EndRecord(reason="done", begun=1_790_000_000),
-    OriginRecord(step=9, updates=5, begun=1_790_000_000),
+    TimelineRecord(first_round=9, first_optimizer_step=5, begun=1_790_000_000),
     CoordinationRecord(warrant=b"w", beat=3, assignments=(ASSIGNMENT,), reason="stage 1 is slow"),
     Warrant(coordinator="a", term=2),
     ProgressRecord(
         current=PROGRESS,
-        finished=(StepReport(step=1, updates=1, samples=8, loss=2.5, seconds=1.5),),
-        validations=(Validation(step=0, updates=0, samples=4, loss_sum=11.0),),
+        finished=(RoundReport(round_number=1, optimizer_step=1, samples=8, loss=2.5, seconds=1.5),),
+        validations=(Validation(round_number=0, optimizer_step=0, samples=4, loss_sum=11.0),),
     ),
 ]
 
@@ -84,11 +84,24 @@ def test_records_survive_their_envelope(record):
 
 
 def test_records_become_what_policies_use():
-    assert PROGRESS.count() == StepCount(8, 12, 20.5)
+    assert PROGRESS.count() == RoundCount(8, 12, 20.5)
     assert ANNOUNCEMENT.view("a", 10.0) == PeerView(
-        "a", 1, PeerState.SERVING, 3, 2.5, 4, 2, True, "waits",
-        memory_bytes=1 << 30, bandwidth_bytes_per_s=5e6, since_s=8.5, moved_from=0, formerly="b", announced=7,
-    )  # fmt: skip
+        peer_id="a",
+        stage=1,
+        state=PeerState.SERVING,
+        round_number=3,
+        samples_per_s=2.5,
+        queue=4,
+        optimizer_step=2,
+        movable=True,
+        note="waits",
+        memory_bytes=1 << 30,
+        bandwidth_bytes_per_s=5e6,
+        since_s=8.5,
+        moved_from=0,
+        formerly="b",
+        announced=7,
+    )
 
 
 def test_undecided_peers_have_a_key_of_their_own():
@@ -125,7 +138,7 @@ def test_a_record_of_another_run_is_refused():
 
 
 def test_a_record_of_another_kind_is_refused():
-    report = StepReport(step=1, updates=1, samples=2, loss=0.5, seconds=1.0)
+    report = RoundReport(round_number=1, optimizer_step=1, samples=2, loss=0.5, seconds=1.0)
     with pytest.raises(InvalidMessage, match=r"report of run .*, expected progress of run"):
         unseal(Progress, seal(report, RUN, ME), RUN, ME.peer_id)
 
@@ -147,8 +160,8 @@ def test_kind_and_run_cannot_be_changed_after_signing():
         {"samples": 1.0},
         {"samples": "1"},
         {"samples": True},
-        {"step": -1},
-        {"step": 2**40},
+        {"round_number": -1},
+        {"round_number": 2**40},
         {"loss_sum": math.nan},
         {"loss_sum": math.inf},
         {"loss_sum": -math.inf},
@@ -164,7 +177,7 @@ def test_a_signature_does_not_make_up_for_fields_that_are_wrong(change):
         unseal(Progress, sealed_fields(fields | change), RUN, ME.peer_id)
 
 
-@pytest.mark.parametrize("name", ["step", "samples", "claimed", "loss_sum"])
+@pytest.mark.parametrize("name", ["round_number", "samples", "claimed", "loss_sum"])
 def test_missing_fields_are_refused(name):
     fields = PROGRESS.model_dump()
     del fields[name]
@@ -217,7 +230,7 @@ def test_a_record_that_is_too_large_is_refused_unread():
 
 
 def test_long_lists_are_refused():
-    report = StepReport(step=1, updates=1, samples=1, loss=1.0, seconds=1.0)
+    report = RoundReport(round_number=1, optimizer_step=1, samples=1, loss=1.0, seconds=1.0)
     record = ProgressRecord.model_construct(current=PROGRESS, finished=(report,) * 65, validations=())
     with pytest.raises(InvalidMessage, match="finished"):
         unseal(ProgressRecord, seal(record, RUN, ME), RUN, ME.peer_id)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: fetched from peers, written, read, exported."""

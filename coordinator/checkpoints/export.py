@@ -1,0 +1,111 @@
+"""From a checkpoint or a live run to a folder that transformers loads, with the model and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from coordinator.checkpoints.fetching import fetch_model
+from coordinator.checkpoints.store import find_checkpoint
+from coordinator.watch.observer import observer_dht, observer_directory
+from swarm_peer.errors import UserError
+from swarm_peer.model.export import export_model
+from swarm_peer.model.optimizer import STATE_PREFIX
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.data.tokenizers import load_tokenizer
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.state.index import StageState
+
+log = logging.getLogger(__name__)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a model can be written to this folder, before all the work.
+
+    Raises:
+        UserError: it is in use
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--output {folder} is there already and is no empty folder: name another one, or remove it")
+
+
+def export_checkpoint(url: str, optimizer_step: int | None, folder: Path, cache_dir: Path | None = None) -> int:
+    """Write the model of a checkpoint (see find_checkpoint); returns its optimizer step.
+
+    Raises:
+        UserError: there is no good checkpoint, or the folder is in use
+    """
+    check_folder(folder)
+    checkpoint = find_checkpoint(url, optimizer_step)
+    resolved = ResolvedManifest.of(checkpoint.manifest)
+    states = (checkpoint.load_stage(stage) for stage in range(resolved.num_stages))
+    export_states(resolved, states, folder, cache_dir)
+    return checkpoint.optimizer_step
+
+
+def export_run(initial_peers: Sequence[str], run_id: str | None, folder: Path, cache_dir: Path | None = None) -> int:
+    """Write the model of a live run, as it is at the beginning of a round; returns its optimizer step.
+
+    Raises:
+        UserError: nobody answers, there is no such run, or the folder is in use
+        SwarmError: a stage's peers did not give its state
+    """
+    check_folder(folder)
+    addresses = read_addresses(initial_peers)
+    with observer_dht(addresses) as dht:
+        resolved, states = run_loop(_fetch, dht, addresses, run_id)
+    export_states(resolved, states, folder, cache_dir)
+    return int(states[0].optimizer_step)
+
+
+async def _fetch(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> tuple[ResolvedManifest, list[StageState]]:
+    _, manifest = await find_manifest(dht, addresses, run_id)
+    metrics = PeerMetrics()
+    directory = observer_directory(manifest, dht, metrics)
+    resolved = ResolvedManifest.of(manifest)
+    return resolved, await fetch_model(dht, directory, resolved, metrics)
+
+
+def export_states(
+    resolved: ResolvedManifest, states: Iterable[StageState], folder: Path, cache_dir: Path | None = None
+) -> None:
+    """Write the model that the states of all stages make. One state at a time is in memory with its optimizer's part.
+
+    Raises:
+        UserError: the folder is in use, or states and manifest do not belong together
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for state in states:
+        weights |= {name: value for name, value in state.tensors.items() if not name.startswith(STATE_PREFIX)}
+    write_model(resolved, weights, folder)
+    if resolved.manifest.data.tokenizer != "bytes":
+        _save_tokenizer(resolved, folder, cache_dir)
+
+
+def write_model(resolved: ResolvedManifest, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write all stages' tensors as one model that transformers loads; those of optimizers are left out.
+
+    Raises:
+        UserError: the folder is in use, or tensors and manifest do not belong together
+    """
+    shared = resolved.manifest.model.share_layers
+    export_model(resolved.inline_config, tensors, folder, specs=resolved.specs, share_layers=shared)
+
+
+def _save_tokenizer(resolved: ResolvedManifest, folder: Path, cache_dir: Path | None) -> None:
+    """Write the tokenizer beside the model, for AutoTokenizer. A model without it is better than none."""
+    from transformers import AutoTokenizer
+
+    data = resolved.manifest.data
+    try:
+        load_tokenizer(data, resolved.vocab_size, cache_dir)
+        AutoTokenizer.from_pretrained(os.path.expanduser(data.tokenizer), cache_dir=cache_dir).save_pretrained(folder)
+    except (UserError, OSError) as error:
+        log.warning("tokenizer_not_saved folder=%s reason=%s", folder, error)

@@ -1,0 +1,138 @@
+"""The whole model of a live run: all stages' states at the beginning of one round, from peers that serve them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from statistics import median_low
+
+import anyio
+
+from swarm_peer.errors import CallError, SwarmError
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD, Position, position_of
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.transfer import fetch_state
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateIndexCall
+
+log = logging.getLogger(__name__)
+
+# Tries to download one stage's state, a second apart; each waits up to 10 s for a round that has not begun yet.
+STAGE_TRIES = 30
+# Times that stages are downloaded until all states are of one round. Later tries aim at rounds further ahead.
+MODEL_TRIES = 8
+
+
+async def fetch_model(
+    dht: SwarmDHT, directory: Directory, resolved: ResolvedManifest, metrics: PeerMetrics, min_round: int = 0
+) -> list[StageState]:
+    """Download the state of each stage, all at the beginning of one round, which is `min_round` or later.
+
+    Raises:
+        SwarmError: a stage's peers did not give their state, or the run is too fast
+    """
+    async with open_transport(dht, metrics) as transport:
+        return await fetch_states(transport, directory, resolved, min_round)
+
+
+@asynccontextmanager
+async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P2PTransport]:
+    """A transport for downloading states."""
+    async with P2PTransport.open(
+        await dht.p2p(), max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics
+    ) as transport:
+        yield transport
+
+
+async def fetch_states(
+    transport: Transport, directory: Directory, resolved: ResolvedManifest, min_round: int = 0
+) -> list[StageState]:
+    """As fetch_model, over an open transport.
+
+    Peers copy their newest state when they are asked. So all stages are asked at once, and those whose state is older
+    than the others' once more. In a run that is faster than this, peers are asked for a round that has not begun: all
+    of them wait for it, and copy their state as it begins.
+    """
+    states: dict[int, StageState] = {}
+    for number in range(MODEL_TRIES):
+        view = await directory.refresh(range(resolved.num_stages))
+        margin = 2 ** max(number - 1, 0) - 1
+        target = max(min_round, aim(view, states.values(), resolved.manifest.training.steps, margin))
+        missing = [stage for stage in range(resolved.num_stages) if _round_of(states.get(stage)) != target]
+        states |= await _fetch_all(transport, directory, resolved, missing, target)
+        if len({(state.round_number, state.optimizer_step) for state in states.values()}) == 1:
+            return [states[stage] for stage in range(resolved.num_stages)]
+        log.info("states_differ rounds=%s", ",".join(str(states[stage].round_number) for stage in sorted(states)))
+    raise SwarmError(f"the run's stages gave no states of one round in {MODEL_TRIES} tries: try again")
+
+
+def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin: int) -> int:
+    """The newest round that is known of, and `margin` more, as far as the run's `num_updates` optimizer steps go.
+
+    Peers wait for the round that they are asked for, so one that lies about its own must not set it: the median peer of
+    each stage counts, or the lower of two. A peer that is alone in its stage is believed.
+
+    Args:
+        states: that peers have given so far
+    """
+    stages = [view.serving(stage) for stage in range(view.num_stages)]
+    announced = [median_low(map(position_of, peers)) for peers in stages if peers]
+    newest = max(announced, default=Position(0, 0))
+    given = [
+        Position(state.round_number, state.optimizer_step)
+        for state in states
+        if state.round_number <= newest.round_number + MAX_ROUNDS_AHEAD
+    ]
+    round_number, optimizer_step = max([newest, *given])
+    return min(round_number + max(min(margin, num_updates - optimizer_step), 0), MAX_ROUND)
+
+
+def _round_of(state: StageState | None) -> int:
+    return -1 if state is None else state.round_number
+
+
+async def _fetch_all(
+    transport: Transport, directory: Directory, resolved: ResolvedManifest, stages: list[int], min_round: int
+) -> dict[int, StageState]:
+    states: dict[int, StageState] = {}
+    failures: list[SwarmError] = []
+
+    async def fetch(stage: int) -> None:
+        try:
+            states[stage] = await _fetch_stage(transport, directory, resolved, stage, min_round)
+        except SwarmError as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for stage in stages:
+            tasks.start_soon(fetch, stage)
+    if failures:
+        raise failures[0]
+    return states
+
+
+async def _fetch_stage(
+    transport: Transport, directory: Directory, resolved: ResolvedManifest, stage: int, min_round: int
+) -> StageState:
+    call = StateIndexCall(manifest=resolved.hash, of_stage=stage, min_round=min_round)
+    for _ in range(STAGE_TRIES):
+        try:
+            view = await directory.refresh([stage])
+            donors = [peer.peer_id for peer in view.serving(stage)]
+            return await fetch_state(
+                transport, donors, call, max_bytes=max_state_bytes(resolved, stage), rng=random.Random()
+            )
+        except CallError as error:
+            log.warning("stage_not_fetched stage=%d round=%d reason=%s", stage, min_round, error)
+            await anyio.sleep(1.0)
+    raise SwarmError(f"no peer of stage {stage} gave its state of round {min_round}: see the log for each try")

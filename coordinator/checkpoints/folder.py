@@ -1,0 +1,206 @@
+"""The contents of one checkpoint: how they are written, and checked before they are used.
+
+A folder `step-00000123` holds `stage-000.safetensors` and so on (weights and optimizer) and `manifest.json`. Size and
+SHA-256 of each stand in `checkpoint.json`, with the parts of each state that are no tensors, such as the sample ledger.
+It is written last: without it, the folder is no checkpoint. Where a run has gone back and comes to the same number
+again, its new checkpoint is `step-00000123.1` and so on; when that is whole, the older one goes. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coordinator.checkpoints.files import FileEntry, FileStore, describe_file
+from swarm_peer.config import RunManifest, describe
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.state.index import StageState
+
+CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
+FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})(?:\.([1-9]\d{0,8}))?")
+# Size limit of a file of JSON; the sample ledger is the largest part.
+MAX_JSON_BYTES = 64 * 2**20
+
+
+class CheckpointDamaged(UserError):
+    """A checkpoint that cannot be used.
+
+    Attributes:
+        reason: why
+    """
+
+    def __init__(self, path: str, reason: str):
+        super().__init__(f"checkpoint {path} cannot be used ({reason}): take another one, or restore its files")
+        self.reason = reason
+
+
+class CheckpointIncomplete(CheckpointDamaged):
+    """Its save has not ended, or was cut off."""
+
+
+def _state_fields() -> dict[str, Any]:
+    """A StageState's fields but for the tensors, as create_model takes them."""
+    hints = get_type_hints(StageState)
+    return {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(StageState)
+        if field.name != "tensors"
+    }
+
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+StateFields: type[BaseModel] = create_model("StateFields", __config__=_FROZEN, **_state_fields())
+
+
+class Contents(BaseModel):
+    """checkpoint.json. `stages` has all of each StageState but its tensors."""
+
+    model_config = _FROZEN
+    format: Literal[3] = 3
+    optimizer_step: int = Field(ge=0, lt=10**12)
+    manifest: str
+    stages: tuple[StateFields, ...]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were all whole when it was opened.
+
+    Attributes:
+        optimizer_step: updates that its weights have had
+    """
+
+    path: str
+    optimizer_step: int
+    manifest: RunManifest
+    _files: FileStore
+    _contents: Contents
+
+    @property
+    def round_number(self) -> int:
+        """The round that its states begin."""
+        return int(self._contents.stages[0].round_number)  # type: ignore[attr-defined]
+
+    def load_stage(self, stage: int) -> StageState:
+        """The state of one stage.
+
+        Raises:
+            CheckpointDamaged: its file has changed since, or holds no tensors
+        """
+        name = _stage_file(stage)
+        try:
+            with self._files.on_disk(f"{self.path}/{name}") as path:
+                with path.open("rb") as file:
+                    if describe_file(file) != self._contents.files[name]:
+                        raise CheckpointDamaged(self.path, f"{name} has changed since it was checked")
+                with safe_open(path, framework="pt") as content:
+                    # Copies, since the tensors lie in the file's memory map.
+                    tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointDamaged(self.path, f"{name}: {one_line(error)}") from error
+        fields = self._contents.stages[stage]
+        return StageState(**{key: getattr(fields, key) for key in StateFields.model_fields}, tensors=tensors)
+
+
+def write_checkpoint(
+    files: FileStore, folder: str, optimizer_step: int, manifest: RunManifest, stages: Sequence[StageState]
+) -> int:
+    """Fill a folder that FileStore.begin has made; returns how many bytes it has.
+
+    Raises:
+        OSError, SafetensorError: it could not be written
+    """
+    manifest_json = manifest.canonical_json()
+    entries = {MANIFEST: files.write(f"{folder}/{MANIFEST}", lambda path: path.write_bytes(manifest_json))}
+    for stage, state in enumerate(stages):
+        name, tensors = _stage_file(stage), {key: value.cpu().contiguous() for key, value in state.tensors.items()}
+        notes = {
+            "manifest": manifest.hash,
+            "stage": str(stage),
+            "updates": str(optimizer_step),
+            "history_hash": state.history_hash,
+        }
+        notes |= {"format": "pt", "step": str(state.round_number)}
+        entries[name] = files.write(f"{folder}/{name}", _saving(tensors, notes))
+    fields = tuple(StateFields(**{key: getattr(state, key) for key in StateFields.model_fields}) for state in stages)
+    contents = Contents(optimizer_step=optimizer_step, manifest=manifest.hash, stages=fields, files=entries)
+    text = contents.model_dump_json(indent=2).encode()
+    files.write(f"{folder}/{CONTENTS}", lambda path: path.write_bytes(text))
+    return sum(entry.size for entry in entries.values())
+
+
+def _saving(tensors: dict[str, Tensor], notes: dict[str, str]) -> Callable[[Path], None]:
+    return lambda path: save_file(tensors, path, notes)
+
+
+def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = None) -> Checkpoint:
+    """Compare all files of a checkpoint with their hashes.
+
+    Args:
+        wanted: refuse a checkpoint of another run
+
+    Raises:
+        CheckpointDamaged: a file is missing, has changed, or does not belong to it
+    """
+    name = CONTENTS
+    try:
+        if not files.exists(f"{folder}/{name}"):
+            raise CheckpointIncomplete(folder, f"it has no {name}")
+        contents = Contents.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
+        # Names that lead elsewhere are none of these.
+        expected = {MANIFEST, *(_stage_file(stage) for stage in range(len(contents.stages)))}
+        if set(contents.files) != expected or contents.optimizer_step != optimizer_step_of(folder):
+            raise CheckpointDamaged(folder, f"{name} does not belong to it")
+        if wanted is not None and contents.manifest != wanted.hash:
+            raise CheckpointDamaged(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
+        for name, entry in contents.files.items():
+            found = files.describe(f"{folder}/{name}")
+            if found.size != entry.size:
+                raise CheckpointDamaged(folder, f"{name} has {found.size} bytes, and should have {entry.size}")
+            if found != entry:
+                raise CheckpointDamaged(folder, f"{name} does not match its hash")
+        name = MANIFEST
+        manifest = RunManifest.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
+    except ValidationError as error:
+        raise CheckpointDamaged(folder, f"{name}: {describe(error):.300}") from error
+    except OSError as error:
+        raise CheckpointDamaged(folder, f"{name}: {one_line(error)}") from error
+    if len(contents.stages) != manifest.stages.count:
+        raise CheckpointDamaged(folder, f"its files do not fit its manifest of {manifest.stages.count} stages")
+    return Checkpoint(folder, contents.optimizer_step, manifest, files, contents)
+
+
+def folder_name(optimizer_step: int, version: int) -> str:
+    """The name of a checkpoint's folder; `version` counts the checkpoints of this optimizer step before it."""
+    return f"step-{optimizer_step:08d}" + (f".{version}" if version else "")
+
+
+def optimizer_step_of(folder: str) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return age_of(folder)[0]
+
+
+def age_of(folder: str) -> tuple[int, int]:
+    """Optimizer step and version in a checkpoint's name; the later of two checkpoints has the greater pair."""
+    match = FOLDER.fullmatch(folder.rpartition("/")[2])
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
+
+
+def one_line(error: Exception) -> str:
+    """The error's text in one line of limited length."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _stage_file(stage: int) -> str:
+    return f"stage-{stage:03d}.safetensors"

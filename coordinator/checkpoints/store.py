@@ -1,0 +1,209 @@
+"""All checkpoints of a run: which of them is the newest good one, and which may go.
+
+One process writes to a store. All methods wait for the store: call them from a worker thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+
+from safetensors import SafetensorError
+
+from coordinator.checkpoints.files import PARTIAL, FileStore
+from coordinator.checkpoints.folder import (
+    CONTENTS,
+    FOLDER,
+    Checkpoint,
+    CheckpointDamaged,
+    CheckpointIncomplete,
+    age_of,
+    folder_name,
+    one_line,
+    open_checkpoint,
+    optimizer_step_of,
+    write_checkpoint,
+)
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.state.index import StageState
+
+log = logging.getLogger(__name__)
+
+LEFTOVER = re.compile(FOLDER.pattern + re.escape(PARTIAL))
+
+
+class CheckpointStore:
+    """The checkpoints in one base folder.
+
+    Args:
+        url: a path, or an address that fsspec understands
+        keep: number of complete checkpoints that `prune` leaves
+
+    Raises:
+        UserError: the address cannot work
+    """
+
+    def __init__(self, url: str, keep: int = 3):
+        assert keep >= 1, "the newest checkpoint is never removed"
+        self._url = url
+        self._keep = keep
+        self._files = FileStore(url)
+
+    def save(self, optimizer_step: int, manifest: RunManifest, stages: Sequence[StageState]) -> str:
+        """Write a checkpoint, then prune; returns its address. It appears complete or not at all.
+
+        Args:
+            optimizer_step: of the states; a checkpoint of the same number is replaced, and stays until then
+            stages: one state for each stage, all of the same round
+
+        Raises:
+            UserError: it could not be written; those that are there are as good as before
+        """
+        assert len(stages) == manifest.stages.count, "one state for each stage"
+        assert len({state.round_number for state in stages}) == 1, "states of one round"
+        folder = self._free_folder(optimizer_step)
+        partial = self._files.partial_of(folder)
+        try:
+            self._files.begin(partial, first=CONTENTS)
+            num_bytes = write_checkpoint(self._files, partial, optimizer_step, manifest, stages)
+            self._files.publish(partial, folder)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # the disk may be full of it
+                self._files.remove(partial, first=CONTENTS)
+            raise UserError(
+                f"cannot write checkpoint {folder} ({one_line(error)}): check space, permissions and network"
+            ) from error
+        log.info("checkpoint_saved path=%s optimizer_step=%d bytes=%d", folder, optimizer_step, num_bytes)
+        try:
+            self._prune(known_good=folder)
+        except (OSError, UserError) as error:
+            log.warning("checkpoints_not_pruned path=%s reason=%s", self._url, one_line(error))
+        return self._files.address(folder)
+
+    def newest(self, manifest: RunManifest | None = None) -> Checkpoint | None:
+        """The newest good checkpoint; None if none was ever completed.
+
+        Args:
+            manifest: take none of another run
+
+        Raises:
+            UserError: there are checkpoints, and none of them is good; or the store does not answer
+        """
+        reasons = []
+        for folder in self._folders():
+            try:
+                return open_checkpoint(self._files, folder, manifest)
+            except CheckpointDamaged as error:
+                log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
+                if not isinstance(error, CheckpointIncomplete):
+                    reasons.append(error.reason)
+        if reasons:
+            raise UserError(
+                f"none of the {len(reasons)} checkpoints in {self._url} can be used, the newest because {reasons[0]}: "
+                f"restore its files, or name another folder"
+            )
+        return None
+
+    def at(self, optimizer_step: int) -> Checkpoint:
+        """The checkpoint of an optimizer step.
+
+        Raises:
+            UserError: there is none, or it is damaged
+        """
+        folders = self._folders()
+        found = [folder for folder in folders if optimizer_step_of(folder) == optimizer_step]
+        if not found:
+            known = ", ".join(map(str, sorted({optimizer_step_of(folder) for folder in folders}))) or "none"
+            raise UserError(
+                f"{self._url} has no checkpoint of step {optimizer_step}: name one of those it has ({known})"
+            )
+        complete = [folder for folder in found if self._is_complete(folder)]
+        return open_checkpoint(self._files, (complete or found)[0])
+
+    def prune(self) -> None:
+        """Remove all but the newest complete checkpoints, and the remains of saves that were cut off.
+
+        If all that would stay are damaged, the newest good one stays, too; if none is good, all stay.
+
+        Raises:
+            UserError: the store does not answer
+        """
+        try:
+            self._prune(known_good=None)
+        except OSError as error:
+            raise UserError(f"cannot prune {self._url} ({one_line(error)}): check permissions and network") from error
+
+    def _prune(self, known_good: str | None) -> None:
+        folders = self._folders()
+        complete = [folder for folder in folders if self._is_complete(folder)]
+        if not complete:
+            return
+        latest = {
+            optimizer_step_of(folder): folder for folder in reversed(complete)
+        }  # of each number the one that replaced the others
+        stay = sorted(latest.values(), key=age_of)[-self._keep :]
+        surplus = [folder for folder in complete if folder not in stay]
+        if surplus and not any(folder == known_good or self._is_good(folder) for folder in stay):
+            good = next((folder for folder in surplus if self._is_good(folder)), None)
+            surplus = [folder for folder in surplus if good not in (folder, None)]
+        cut_off = [folder for folder in folders if folder not in complete]
+        leftovers = [path for name, path in self._files.folders().items() if LEFTOVER.fullmatch(name)]
+        for folder in (*cut_off, *leftovers, *surplus):
+            self._files.remove(folder, first=CONTENTS)
+            log.info("checkpoint_removed path=%s", folder)
+
+    def _folders(self) -> list[str]:
+        """Folders whose names are those of checkpoints, newest first."""
+        try:
+            found = self._files.folders()
+        except OSError as error:
+            raise UserError(
+                f"cannot list {self._url} ({one_line(error)}): correct the address, or check permissions and network"
+            ) from error
+        return sorted((path for name, path in found.items() if FOLDER.fullmatch(name)), key=age_of, reverse=True)
+
+    def _free_folder(self, optimizer_step: int) -> str:
+        """Where a checkpoint goes: beside complete ones of its number, since no store replaces a folder in one step."""
+        versions = [
+            version
+            for folder in self._folders()
+            for known, version in [age_of(folder)]
+            if known == optimizer_step and self._is_complete(folder)
+        ]
+        return f"{self._files.base}/{folder_name(optimizer_step, max(versions, default=-1) + 1)}"
+
+    def _is_complete(self, folder: str) -> bool:
+        try:
+            return self._files.exists(f"{folder}/{CONTENTS}")
+        except OSError as error:
+            raise UserError(f"cannot look into {folder} ({one_line(error)}): check permissions and network") from error
+
+    def _is_good(self, folder: str) -> bool:
+        try:
+            open_checkpoint(self._files, folder)
+        except CheckpointDamaged:
+            return False
+        return True
+
+
+def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
+    """A checkpoint to read: of a base folder the newest good one, or that of a certain step; or one folder itself.
+
+    Raises:
+        UserError: there is none, or it is damaged
+    """
+    name = url.rstrip("/").rpartition("/")[2]
+    if (match := FOLDER.fullmatch(name)) is not None:
+        base, own = url.rstrip("/").removesuffix(name) or ".", int(match[1])
+        if optimizer_step not in (None, own):
+            raise UserError(f"--step {optimizer_step}: {url} is the checkpoint of step {own}; leave one of them out")
+        return CheckpointStore(base).at(own)
+    if optimizer_step is not None:
+        return CheckpointStore(url).at(optimizer_step)
+    checkpoint = CheckpointStore(url).newest()
+    if checkpoint is None:
+        raise UserError(f"there are no checkpoints in {url}: correct the path")
+    return checkpoint

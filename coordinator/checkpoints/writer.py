@@ -1,0 +1,222 @@
+"""Checkpoints of a live run: fetched from its peers every so many steps, and given to them when a run goes on from one.
+
+A checkpoint is made of the snapshots that peers keep anyway (runtime/state/snapshot_keeper.py), all of the same
+optimizer step: no peer waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+
+from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.transfer import fetch_state
+from swarm_peer.wire.messages import StateIndexCall
+
+log = logging.getLogger(__name__)
+
+# Between tries to get a snapshot that its peers are still writing.
+SNAPSHOT_RETRY_S = 1.0
+# The coordinator serves no stage.
+NO_STAGE = -1
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Which checkpoints a run gets, and which it goes on from.
+
+    Attributes:
+        store: where they are written; None for nowhere
+        every: optimizer steps between them
+    """
+
+    store: CheckpointStore | None
+    every: int = 0
+    resume: Checkpoint | None = None
+
+
+NO_CHECKPOINTS = CheckpointPlan(None)
+
+
+def plan_checkpoints(
+    manifest: RunManifest, url: str, every: int | None, keep: int, resume: str | None
+) -> CheckpointPlan:
+    """Check the checkpoints that a user asked for.
+
+    Args:
+        every: optimizer steps between checkpoints; every snapshot if None; 0 for no checkpoints
+
+    Raises:
+        UserError: peers keep no snapshots at these steps, or there is nothing to resume from
+    """
+    checkpoint = find_checkpoint(resume) if resume is not None else None
+    if checkpoint is not None:
+        _check_fits(checkpoint, manifest)
+    every = manifest.recovery.snapshot_every if every is None else every
+    if not every:
+        return CheckpointPlan(None, resume=checkpoint)
+    _check_schedule(manifest, every)
+    return CheckpointPlan(CheckpointStore(url, keep), every, checkpoint)
+
+
+def _check_schedule(manifest: RunManifest, every: int) -> None:
+    snapshot_every = manifest.recovery.snapshot_every
+    if not snapshot_every or every % snapshot_every:
+        raise UserError(
+            f"--checkpoint-every {every}: checkpoints are made of the snapshots that peers keep every "
+            f"recovery.snapshot_every={snapshot_every} optimizer steps; name a multiple of it, or change it"
+        )
+
+
+def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:
+    for section in ("model", "stages"):
+        mine, its = getattr(manifest, section), getattr(checkpoint.manifest, section)
+        if section == "stages":
+            mine, its = (part.model_copy(update={"peers_to_start": 1}) for part in (mine, its))
+        if mine != its:
+            raise UserError(
+                f"--resume {checkpoint.path}: its run has another {section} section than this configuration; resume "
+                f"with the configuration that it was made with"
+            )
+    if checkpoint.optimizer_step >= manifest.training.steps:
+        raise UserError(
+            f"--resume {checkpoint.path}: it has {checkpoint.optimizer_step} optimizer steps, and training.steps is "
+            f"{manifest.training.steps}: raise it with --set training.steps=N"
+        )
+
+
+class CheckpointWriter:
+    """Writes a checkpoint each time that the run has made `plan.every` more optimizer steps.
+
+    Args:
+        finished: tells how many optimizer steps the run has made
+        created_at_round: tells the first round of the weights of an optimizer step; None if it is not known
+        view: the peers as they are known now
+        acts: tells whether this coordinator is the one that acts
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedManifest,
+        plan: CheckpointPlan,
+        *,
+        finished: Callable[[], int],
+        created_at_round: Callable[[int], int | None],
+        view: Callable[[], SwarmView],
+        acts: Callable[[], bool] = lambda: True,
+    ):
+        assert plan.store is not None
+        self._resolved = resolved
+        self._manifest = resolved.manifest
+        self._store = plan.store
+        self._every = plan.every
+        self._finished = finished
+        self._created_at_round = created_at_round
+        self._view = view
+        self._acts = acts
+        self._saved = max(finished(), plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
+
+    async def run(self, transport: Transport) -> None:
+        """Write checkpoints for ever."""
+        while True:
+            due = self._finished() // self._every * self._every
+            if due > 0 and due != self._saved and self._acts():
+                self._saved = due
+                await self._save(transport, due)
+            await anyio.sleep(SNAPSHOT_RETRY_S)
+
+    async def _save(self, transport: Transport, optimizer_step: int) -> None:
+        # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
+        while self._finished() < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
+            try:
+                # It is another round after the run has gone back and come to this step again.
+                created_at_round = self._created_at_round(optimizer_step)
+                if created_at_round is None and self._finished() >= optimizer_step:
+                    log.info(
+                        "checkpoint_left_out optimizer_step=%d reason=this coordinator was not there then",
+                        optimizer_step,
+                    )
+                    return
+                if created_at_round is None:
+                    raise CallError("the run has gone back to before it")
+                weights = Timeline(created_at_round, optimizer_step, created_at_round)
+                states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
+                await anyio.to_thread.run_sync(self._store.save, optimizer_step, self._manifest, states)
+                return
+            except CallError as error:
+                log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
+            except UserError as error:
+                log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
+                return
+            if self._finished() >= self._manifest.training.steps:
+                break
+            await anyio.sleep(SNAPSHOT_RETRY_S)
+        log.error(
+            "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
+        )
+
+    async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
+        view = self._view()
+        # Peers of the stage first; peers of other stages may keep its state, too.
+        peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
+        call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
+        state = await fetch_state(
+            transport,
+            [peer.peer_id for peer in peers],
+            call,
+            max_bytes=max_state_bytes(self._resolved, stage),
+            optimizer_step=weights.first_optimizer_step,
+            rng=random.Random(),
+        )
+        # A peer that took it after the run had gone back to these weights has it under a later round and timeline.
+        return replace(state, round_number=weights.first_round, timeline=weights)
+
+
+class Resumption:
+    """Lets a run go on from a checkpoint, on a new timeline: gives the states to peers that ask for them.
+
+    Args:
+        first_round: of the new timeline, beyond all rounds that the run has seen
+        folder: for the states while they are given away
+    """
+
+    def __init__(self, manifest: RunManifest, checkpoint: Checkpoint, *, first_round: int, folder: Path):
+        self._manifest = manifest
+        self._checkpoint = checkpoint
+        self.timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
+        self._snapshots = SnapshotStore(clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(folder))
+
+    async def prepare(self, transport: Transport) -> None:
+        """Answer peers that ask for states from now on."""
+        for stage in range(self._manifest.stages.count):
+            state = await anyio.to_thread.run_sync(self._checkpoint.load_stage, stage)
+            await self._snapshots.store_snapshot(
+                stage, replace(state, round_number=self.timeline.first_round, timeline=self.timeline)
+            )
+        self._snapshots.current = StageState(self.timeline.first_round, "", {}, self.timeline)
+        await transport.serve(
+            CallDispatcher(manifest_hash=self._manifest.hash, stage=NO_STAGE, calls=self._snapshots.calls)
+        )
+        log.info(
+            "resuming optimizer_step=%d round=%d path=%s",
+            self.timeline.first_optimizer_step,
+            self.timeline.first_round,
+            self._checkpoint.path,
+        )

@@ -1,0 +1,133 @@
+"""Commands that ask a live run, or end it: `status`, `evaluate`, `sample` and `end`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from coordinator.commands.options import Addresses, Json
+from swarm_peer.cli import configure_logging
+from swarm_peer.errors import UserError
+
+
+def status(*, initial_peers: Addresses, run_id: str | None = None, json_: Json = False) -> None:
+    """Show stages, peers, step, loss and throughput of a live run.
+
+    Args:
+        initial_peers: Addresses of any peers of the run.
+        run_id: Which run, where the addresses lead to several.
+    """
+    configure_logging("warning")
+    from coordinator.watch.observer import look_at_run
+
+    summary = look_at_run(initial_peers, run_id)
+    if json_:
+        print(json.dumps(summary))
+        return
+    from rich.console import Console
+
+    from coordinator.watch.live import summary_table
+
+    Console().print(summary_table(f"run {summary['name']}", summary))
+
+
+def end(*, initial_peers: Addresses, identity_path: Path) -> None:
+    """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
+
+    Args:
+        initial_peers: Addresses of any peers of the run.
+        identity_path: The run's key: OUTPUT/identity where its coordinator ran.
+    """
+    configure_logging("warning")
+    if not identity_path.is_file():
+        raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
+
+    from coordinator.watch.observer import end_run
+
+    end_run(initial_peers, identity_path, lambda left: print(f"{left} peers left", flush=True))
+    print("The run has ended.")
+
+
+def evaluate(
+    *,
+    initial_peers: Addresses,
+    run_id: str | None = None,
+    samples: int | None = None,
+    files: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")] = (),
+    data_dir: Path | None = None,
+    cache_dir: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Evaluate a live run's model through its pipeline, which trains on: loss and perplexity of held-out text.
+
+    Args:
+        initial_peers: Addresses of any peers of the run.
+        run_id: Which run, where the addresses lead to several.
+        samples: How many, of the run's sequence length; as many as the run's own validation takes if not given.
+        files: Text files to evaluate on, instead of what the run has held out.
+        data_dir: Folder that a run over local files may have its held-out text read from, on this machine.
+        cache_dir: Where datasets and tokenizers are cached.
+    """
+    configure_logging("warning")
+    if samples is not None and samples < 1:
+        raise UserError(f"--samples {samples}: at least 1 is needed")
+
+    from coordinator.query.queries import EvaluationText, evaluate_run
+
+    text = EvaluationText(num_samples=samples, files=files, data_dir=data_dir, cache_dir=cache_dir)
+    result = evaluate_run(initial_peers, run_id, text)
+    if json_:
+        print(json.dumps(asdict(result)))
+        return
+    oldest = f"{result.oldest_optimizer_step} to " if result.oldest_optimizer_step < result.optimizer_step else ""
+    print(
+        f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}: {result.samples} samples of "
+        f"{result.tokens} tokens, weights after {oldest}{result.optimizer_step} optimizer steps, {result.seconds:.1f} s"
+    )
+
+
+def sample(
+    *,
+    initial_peers: Addresses,
+    prompt: str,
+    run_id: str | None = None,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int | None = None,
+    cache_dir: Path | None = None,
+) -> None:
+    """Have a live run's model continue a prompt, through its pipeline, which trains on.
+
+    Nothing is kept between two tokens (there is no key-value cache): for each, the text so far, cropped to the run's
+    sequence length, goes through the pipeline again.
+
+    Args:
+        initial_peers: Addresses of any peers of the run.
+        prompt: Text to continue.
+        run_id: Which run, where the addresses lead to several.
+        tokens: How many to generate.
+        temperature: 0 takes the likeliest token each time; higher values more of the others.
+        top_k: Draw among this many likeliest tokens; 0 for all.
+        seed: For the same text again, of the same weights; another one each time if not given.
+        cache_dir: Where tokenizers are cached.
+    """
+    configure_logging("warning")
+    if tokens < 1 or not 0 <= temperature < float("inf") or top_k < 0:
+        raise UserError(
+            f"--tokens {tokens} --temperature {temperature} --top-k {top_k}: at least 1 token, nothing negative"
+        )
+
+    from coordinator.query.queries import sample_run
+    from coordinator.query.sampling import Sampling
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    sample_run(initial_peers, run_id, prompt, sampling, write, cache_dir)
+    print()

@@ -1,0 +1,34 @@
+"""`simulate`: a swarm in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from coordinator.commands.options import Flat, Json
+from coordinator.simulator.options import ArrivalOptions, MachineOptions, SimulationOptions, StageOptions
+
+
+def simulate(
+    *,
+    stages: Annotated[StageOptions, Flat],
+    arrivals: Annotated[ArrivalOptions, Flat] = ArrivalOptions(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    machines: Annotated[MachineOptions, Flat] = MachineOptions(),  # noqa: B008 (frozen)
+    simulation: Annotated[SimulationOptions, Flat] = SimulationOptions(),  # noqa: B008 (frozen)
+    figure: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Simulate a swarm whose peers come and go, with the policies that run live.
+
+    Distributions are written constant:X, uniform:LOW,HIGH, lognormal:MEDIAN,SIGMA or choice:X,Y,...
+
+    Args:
+        seed: Draws the trace and the machines; the same seed gives the same result.
+        figure: PNG to draw throughput and optimum into.
+    """
+    from coordinator.simulator.command import draw_population, run_command
+    from coordinator.simulator.simulate import Scenario
+
+    scenario = Scenario(stages=stages, arrivals=arrivals, seed=seed, population=draw_population(machines))
+    run_command(scenario, simulation, figure=figure, as_json=json_)

@@ -1,0 +1,90 @@
+"""Sentences of a plan: why a model does not fit some peers and what to do, and notes beside the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+from swarm_peer.config import RunManifest
+from swarm_peer.policy.planning.performance_model import MEMORY, ROUND_TRIPS, Prediction
+from swarm_peer.policy.planning.planner import Option, Plan
+
+# Stages that a note names one by one.
+MOST_NAMED = 6
+
+
+def explain_misfit(manifest: RunManifest, made: Plan, option: Option, fewest: int | None) -> str:
+    """Why no option is possible, and what to do.
+
+    Args:
+        option: the number of stages to explain
+        fewest: stages whose memory suffices, each with one of these peers; None if no number of stages does
+    """
+    beginning = f"{manifest.name} does not fit these peers in {number_of(option.num_stages, 'stage')}: {option.reason}"
+    if fewest is None:
+        remedies = ["training.microbatch_size=1" if manifest.training.microbatch_size > 1 else "peers with more memory"]
+        if not manifest.model.activation_checkpointing:
+            remedies.insert(0, "model.activation_checkpointing=true")
+        if manifest.optimizer.name == "adamw":
+            remedies.insert(0, "optimizer.name=adamw_8bit")
+        return f"{beginning}; no number of stages makes all of them small enough: try {', or '.join(remedies)}"
+    able = [each.num_stages for each in made.options if each.prediction]
+    if able:
+        return f"{beginning}; the fewest that do are {able[0]}: take --stages {able[0]}"
+    missing = fewest * manifest.stages.peers_to_start - sum(group.count for group in made.groups)
+    if missing > 0:
+        more = f"at least {number_of(missing, 'peer')} more"
+        return f"{beginning}; the fewest stages whose memory suffices are {fewest}: add {more}"
+    return f"{beginning}; add peers that have it, or lower stages.peers_to_start"
+
+
+def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[str]:
+    """Notes on a plan that its numbers do not show."""
+    notes = []
+    alone = [str(index) for index, stage in enumerate(prediction.stages) if sum(stage.peers) == 1]
+    if alone and len(prediction.stages) > 1:
+        notes.append(
+            f"{_list_of('stage', alone)} with a single peer: if it goes, the run waits until somebody takes its place. "
+            f"To plan for two, --set stages.peers_to_start=2"
+        )
+    idle = sum(group.count for group in made.groups) - sum(sum(stage.peers) for stage in prediction.stages)
+    if idle:
+        notes.append(
+            f"{number_of(idle, 'peer')} without a stage, as spares: in none would they make a step shorter, be it for "
+            f"their links, which averaging waits for, for their memory, or because another stage sets the pace"
+        )
+    if manifest.model.share_layers:
+        notes.append("layers of a stage share their weights, so that another number of stages would be another model")
+    averaging = manifest.averaging
+    if prediction.averaging_s > averaging.round_timeout_s:
+        notes.append(
+            f"a round of averaging takes {prediction.averaging_s:.0f} s, longer than "
+            f"averaging.round_timeout_s={averaging.round_timeout_s:g}: raise that"
+        )
+    held = [stage for stage in prediction.stages if stage.limit in (ROUND_TRIPS, MEMORY)]
+    if any(stage.limit == ROUND_TRIPS for stage in held):
+        notes.append(
+            f"more than limits.max_in_flight={manifest.limits.max_in_flight} microbatches in flight would hide round "
+            f"trips: raise it, if memory allows"
+        )
+    if not all(isfinite(group.link_bytes_per_s) for group in made.groups):
+        notes.append("links of live peers are not known and taken for unlimited: give --upload-mbps, --download-mbps")
+    if not all(isfinite(group.memory_bytes) for group in made.groups):
+        notes.append("memory of live peers is not known and taken for sufficient: give --memory-gb")
+    return notes
+
+
+def number_of(number: int, noun: str) -> str:
+    """A number of things in words, such as "1 peer" or "2 peers"."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def _list_of(noun: str, items: Sequence[str]) -> str:
+    if len(items) > MOST_NAMED:
+        return number_of(len(items), noun)
+    return f"{noun}{'s' if len(items) > 1 else ''} {', '.join(items)}"
+
+
+def named_counts(peers: Mapping[str, int]) -> str:
+    """Peers by their groups in words, such as "3 x T4 + 1 x A100"."""
+    return " + ".join(f"{number} x {name}" for name, number in peers.items())

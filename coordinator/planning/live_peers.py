@@ -1,0 +1,99 @@
+"""The peers of a live run as the planner takes them, and prices that an operator names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, log10
+
+from coordinator.planning.peers_file import distinct
+from coordinator.planning.stage_work import stage_works
+from coordinator.watch.observer import observer_dht, observer_directory
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.policy.planning.resources import PeerGroup
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
+
+# Live peers whose speeds agree to so many digits are one group.
+SPEED_DIGITS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LivePeers:
+    """Assumptions on a live run's peers, beside the speed that they announce."""
+
+    memory_bytes: float = inf
+    upload_bytes_per_s: float = inf
+    download_bytes_per_s: float = inf
+    latency_s: float = 0.0
+
+
+def read_live_run(initial_peers: Sequence[str], run_id: str | None) -> tuple[RunManifest, SwarmView]:
+    """The manifest of a live run, and the peers that take part in it.
+
+    Raises:
+        UserError: nobody answers, or there is no such run
+    """
+    addresses = read_addresses(initial_peers)
+
+    async def look() -> tuple[RunManifest, SwarmView]:
+        _, manifest = await find_manifest(dht, addresses, run_id)
+        directory = observer_directory(manifest, dht)
+        return manifest, await directory.refresh(range(manifest.stages.count))
+
+    with observer_dht(addresses) as dht:
+        return run_loop(look)
+
+
+def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> list[PeerGroup]:
+    """The peers of a live run by their measured speed; peers that are not measured yet are taken for typical ones.
+
+    Raises:
+        UserError: there are none, or none is measured
+    """
+    works = stage_works(manifest, manifest.stages.count)
+    peers = [peer for peer in view.peers if 0 <= peer.stage < len(works)]
+    measured = sorted(peer.samples_per_s * works[peer.stage].flops for peer in peers if peer.samples_per_s > 0)
+    if not measured:
+        raise UserError(
+            f"none of the {len(peers)} peers of run {manifest.name} has measured its speed: wait until they train"
+        )
+    typical = measured[len(measured) // 2]
+    kinds = Counter(
+        (_rounded(peer.samples_per_s * works[peer.stage].flops or typical), peer.memory_bytes or assumed.memory_bytes)
+        for peer in peers
+    )
+    groups = [
+        PeerGroup(
+            name=f"live, {speed / 1e12:.2g} TFLOP/s",
+            count=number,
+            flops_per_s=speed,
+            memory_bytes=memory_bytes,
+            upload_bytes_per_s=assumed.upload_bytes_per_s,
+            download_bytes_per_s=assumed.download_bytes_per_s,
+            latency_s=assumed.latency_s,
+        )
+        for (speed, memory_bytes), number in sorted(kinds.items(), reverse=True)
+    ]
+    return distinct(groups)
+
+
+def _rounded(value: float) -> float:
+    return round(value, SPEED_DIGITS - 1 - int(log10(value)))
+
+
+def with_prices(
+    groups: Iterable[PeerGroup], dollars_per_hour: float | None, dollars_per_gb: float | None
+) -> list[PeerGroup]:
+    """The same groups at other prices, where some are given."""
+    changed = []
+    for group in groups:
+        if dollars_per_hour is not None:
+            group = replace(group, dollars_per_hour=dollars_per_hour)
+        if dollars_per_gb is not None:
+            group = replace(group, dollars_per_sent_byte=dollars_per_gb / 1e9)
+        changed.append(group)
+    return changed

@@ -1,0 +1,70 @@
+"""The work that stages of a run ask of peers with GPUs, links included: model/costs.py's counts and bytes on the wire.
+
+Shapes: B samples of a microbatch, T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from swarm_peer.config import Codec, RunManifest, averaging_codec_bytes
+from swarm_peer.model.costs import BACKWARD_PER_FORWARD, StageCosts, stage_costs
+from swarm_peer.model.families import family_of
+from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.planning.resources import StageWork
+from swarm_peer.wire.codecs import encoded_bytes
+
+# Plans are for GPUs, whose memory holds nothing but what trains.
+DEVICE_TYPE = "cuda"
+
+
+def cut_into(manifest: RunManifest, num_stages: int) -> ResolvedManifest:
+    """The run if it had so many stages: cut as the manifest says where it names that number, else evenly.
+
+    Args:
+        manifest: its model config is inline (resolve_model_config)
+
+    Raises:
+        UserError: see ResolvedManifest.of
+    """
+    if num_stages != manifest.stages.count:
+        stages = manifest.stages.model_copy(update={"count": num_stages, "layers": None})
+        manifest = manifest.model_copy(update={"stages": stages})
+    return ResolvedManifest.of(manifest)
+
+
+def stage_works(manifest: RunManifest, num_stages: int) -> tuple[StageWork, ...]:
+    """The work of each stage of a run if it had so many.
+
+    Raises:
+        UserError: see cut_into
+    """
+    resolved = cut_into(manifest, num_stages)
+    counted = stage_costs(resolved, DEVICE_TYPE)
+    return tuple(_stage_work(resolved, spec, costs) for spec, costs in zip(resolved.specs, counted, strict=True))
+
+
+def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) -> StageWork:
+    manifest, length, hidden_size = resolved.manifest, resolved.manifest.data.sequence_length, resolved.hidden_size
+    return StageWork(
+        layers=len(spec.layers),
+        parameters=costs.parameters,
+        flops=float(costs.flops * length),
+        activation_bytes=0.0 if spec.is_last else hop_bytes(length, hidden_size, manifest.wire.activations),
+        gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
+        averaging_bytes=averaging_codec_bytes(costs.parameters, manifest.averaging.compression),
+        memory=costs.memory,
+    )
+
+
+def hop_bytes(length: int, hidden_size: int, codec: Codec, with_tokens: bool = True) -> float:
+    """Bytes of one sample at one boundary; its T + 1 token ids travel with the activations."""
+    return encoded_bytes((length, hidden_size), codec) + (4.0 * (length + 1) if with_tokens else 0.0)
+
+
+def widened_layer_flops(manifest: RunManifest, factor: int) -> tuple[int, float]:
+    """Hidden size, and operations of one sample in the first layer, forward and backward, of a model so much wider."""
+    family = family_of(cut_into(manifest, 1).config).widened(factor)
+    length = manifest.data.sequence_length
+    flops = family.layer_cost(0, length).forward_flops
+    flops *= 1 + BACKWARD_PER_FORWARD + manifest.model.activation_checkpointing
+    return family.config.hidden_size, float(flops * length)

@@ -1,0 +1,1 @@
+"""Evaluation and sampling through a live run's pipeline."""

@@ -1,0 +1,1 @@
+"""A run under way: its service, its coordinators, rebalancing, and runs on one machine."""

@@ -1,0 +1,67 @@
+"""Files of addresses: where a coordinator listens, and where its peers listened when it last saw them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.network.dht import check_peer_address, is_tcp_address
+
+log = logging.getLogger(__name__)
+
+# Enough to find the run again: some peers are gone when a coordinator comes back, and others cannot be dialled.
+MAX_KNOWN = 32
+# In the run's folder.
+PEERS = "peers"
+
+
+def write_addresses(path: Path, addresses: Sequence[str]) -> None:
+    """Replace the addresses in a file at once: a reader finds all of the new ones, or all of the old ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text("\n".join(addresses) + "\n")
+    partial.replace(path)
+
+
+class KnownPeers:
+    """The addresses of a run's peers, kept in the run's folder: through them its coordinator finds the run again."""
+
+    def __init__(self, output: Path):
+        self._path = output / PEERS
+        self._kept: set[str] = set()
+
+    def read(self) -> list[str]:
+        """The addresses that were kept, those that are malformed left out.
+
+        Raises:
+            UserError: the file cannot be read
+        """
+        try:
+            lines = self._path.read_text().split()
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {self._path}, the addresses of the run's peers: {error}") from error
+        return [line for line in lines if _is_address(line)]
+
+    def keep(self, addresses: Sequence[str]) -> None:
+        """Keep some of these, at random. If there are none, the former ones stay: peers may be out of sight."""
+        if addresses and set(addresses) != self._kept:
+            try:
+                write_addresses(self._path, random.sample(addresses, min(MAX_KNOWN, len(addresses))))
+            except OSError as error:
+                log.warning("peers_not_kept path=%s reason=%s", self._path, error)
+                return
+            self._kept = set(addresses)
+
+
+def _is_address(line: str) -> bool:
+    """Whether a line is an address. It came from peers; a malformed one would keep the coordinator from starting."""
+    try:
+        return is_tcp_address(line, check_peer_address(line))
+    except UserError:
+        return False

@@ -1,0 +1,122 @@
+"""The reference: one process trains the run's manifest without any network.
+
+It shares the model, data and optimizer code with the peers, and nothing else. The stages are chained, so that each
+stage clips its own gradients as in a swarm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
+from swarm_peer.config import RunManifest
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.data.slices import SampleStream, validation_samples
+
+# The stream that the baseline reads; peers use their ids.
+STREAM_ID = "baseline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineStep:
+    """One optimizer step, numbered from 1, and the validation of the weights after it where it was due."""
+
+    optimizer_step: int
+    loss: float
+    samples: int
+    seconds: float
+    validation: ValidationLoss | None = None
+
+
+class Baseline:
+    """All stages of a run in one process."""
+
+    def __init__(
+        self, resolved: ResolvedManifest, device: torch.device | str = "cpu", *, cache_dir: Path | None = None
+    ):
+        self.manifest = resolved.manifest
+        self.trainers = [StageTrainer(resolved, spec, device=device, cache_dir=cache_dir) for spec in resolved.specs]
+
+    def train_step(self, microbatches: Iterable[torch.Tensor]) -> tuple[float, int]:
+        """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples."""
+        loss_sum, num_samples = 0.0, 0
+        for tokens_BS in microbatches:
+            passes = []
+            hidden_BTD = None
+            for trainer in self.trainers:
+                passes.append(trainer.forward(tokens_BS, hidden_BTD))
+                hidden_BTD = passes[-1].output
+            losses_B = passes[-1].losses_B
+            assert losses_B is not None
+            loss_sum += float(losses_B.sum())
+            num_samples += len(tokens_BS)
+            grad_BTD = None
+            for trainer, forward_pass in zip(reversed(self.trainers), reversed(passes), strict=True):
+                grad_BTD = trainer.backward(forward_pass, grad_BTD)
+        for trainer in self.trainers:
+            trainer.apply(trainer.mean_gradients())
+        return loss_sum / num_samples, num_samples
+
+    def evaluate(self, samples: np.ndarray) -> float:
+        """Mean loss of samples (N, T+1), in nats per token."""
+        loss_sum = 0.0
+        for tokens_BS in torch.split(torch.from_numpy(samples), self.manifest.training.microbatch_size):
+            value = None
+            for trainer in self.trainers:
+                value = trainer.evaluate(tokens_BS, value)
+            assert value is not None
+            loss_sum += float(value.sum())
+        return loss_sum / len(samples)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights and optimizer states of all stages."""
+        return {name: tensor for trainer in self.trainers for name, tensor in trainer.state().items()}
+
+
+def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iterator[list[torch.Tensor]]:
+    """Cut a sample stream into global batches of microbatches."""
+    training = manifest.training
+    while True:
+        batch = [next(stream) for _ in range(training.global_batch_size)]
+        yield list(torch.split(torch.from_numpy(np.stack(batch)), training.microbatch_size))
+
+
+def metrics_line_of(step: BaselineStep, manifest: RunManifest) -> MetricsLine:
+    """The step as a line of metrics.jsonl: each stage has one peer, and the run never goes back."""
+    return metrics_line(
+        optimizer_step=step.optimizer_step,
+        round_number=step.optimizer_step,
+        loss=step.loss,
+        samples=step.samples,
+        seconds=step.seconds,
+        sequence_length=manifest.data.sequence_length,
+        peers=[1] * manifest.stages.count,
+        validation=step.validation,
+    )
+
+
+def train(baseline: Baseline, num_steps: int, cache_dir: Path | None = None) -> Iterator[BaselineStep]:
+    """Train on a sample stream of its own, yielding after each optimizer step."""
+    manifest = baseline.manifest
+    training = manifest.training
+    held_out = validation_samples(manifest, training.validation_samples, cache_dir)
+    stream = SampleStream(manifest=manifest, stream_id=STREAM_ID, cache_dir=cache_dir)
+    batches = microbatches_of(stream, manifest)
+    for optimizer_step in range(1, num_steps + 1):
+        begin = time.monotonic()
+        loss, samples = baseline.train_step(next(batches))
+        seconds = time.monotonic() - begin
+        due = training.validation_every and (
+            optimizer_step % training.validation_every == 0 or optimizer_step == num_steps
+        )
+        validation = ValidationLoss(baseline.evaluate(held_out), len(held_out)) if due else None
+        yield BaselineStep(
+            optimizer_step=optimizer_step, loss=loss, samples=samples, seconds=seconds, validation=validation
+        )

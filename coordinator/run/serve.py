@@ -1,0 +1,221 @@
+"""`serve`: a coordinator for peers on other machines."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+import anyio
+from anyio import to_thread
+
+from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.run.addresses import PEERS, KnownPeers, write_addresses
+from coordinator.run.options import NodeOptions
+from coordinator.run.service import RunEvents, RunOptions, RunService, check_output, join_command
+from coordinator.watch.live import LiveView
+from coordinator.watch.loggers import LoggerName, open_loggers
+from coordinator.watch.observer import observer_directory
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.assignments import find_end
+from swarm_peer.runtime.network.bootstrap import parse_manifest, read_addresses
+from swarm_peer.runtime.network.dht import NobodyAnswers, SwarmDHT
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
+
+log = logging.getLogger(__name__)
+
+# Peers look for the end every few seconds, and find it in the DHT only while a node keeps it there.
+LINGER_S = 15.0
+# Of a standby, below its output.
+STANDBY_IDENTITY = "standby-identity"
+
+
+def run_serve(
+    resolved: ResolvedManifest, node: NodeOptions, options: RunOptions, log_to: Sequence[LoggerName] = ()
+) -> None:
+    """Coordinate a run until its end or a signal. Training goes on without a coordinator.
+
+    Raises:
+        UserError: a folder, key, address or run that does not fit the others
+    """
+    check_output(options.output)
+    with closing(_lock(options.output)):
+        key_path = node.identity_path or options.output / "identity"
+        if options.standby:
+            _check_standby(key_path, node.initial_peers, options.plan)
+        # libp2p would take two nodes of one identity for one.
+        own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
+        begins = not node.initial_peers and options.plan.resume is None
+        if begins:
+            dht = _start_where_it_was(options.output, lambda addresses: _start_node(node, own_path, addresses))
+        else:
+            dht = _start_node(node, own_path, read_addresses(node.initial_peers))
+        try:
+            run_key = Identity.load_or_create(key_path)
+            must_be_known = options.standby or (begins and _has_begun(options.output))
+            is_resumed = options.plan.resume is not None
+            run_loop(_check_known_run, dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
+            _serve_on(dht, run_key, resolved, node, options, log_to)
+        finally:
+            dht.shutdown()
+
+
+def _start_node(node: NodeOptions, identity_path: Path, addresses: Sequence[str]) -> SwarmDHT:
+    return SwarmDHT.start(
+        initial_peers=addresses,
+        host_maddrs=node.host_maddrs,
+        announce_maddrs=node.announce_maddrs,
+        identity=Identity.load_or_create(identity_path),
+        identity_path=identity_path,
+        metrics=PeerMetrics(),
+    )
+
+
+def _serve_on(
+    dht: SwarmDHT,
+    run_key: Identity,
+    resolved: ResolvedManifest,
+    node: NodeOptions,
+    options: RunOptions,
+    log_to: Sequence[LoggerName],
+) -> None:
+    """Show and serve the run on a node that has joined its DHT."""
+    manifest = resolved.manifest
+    addresses = dht.addresses()
+    with (
+        open_loggers(log_to, manifest, options.output, resume=True) as on_line,
+        LiveView(f"run {manifest.name}", manifest.training.steps) as live,
+    ):
+
+        def on_ready() -> None:
+            live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
+            live.print(f"Peers join with:\n\n  {join_command(addresses)}\n")
+            if node.address_file is not None:
+                write_addresses(node.address_file, addresses)
+
+        events = RunEvents(on_ready=on_ready, on_update=live.update, on_line=on_line)
+        service = RunService(resolved, dht, options, events=events, run_key=run_key)
+        if node.metrics_port is not None:
+            log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, node.metrics_port))
+        run_loop(_serve, service, options.plan)
+
+
+def _lock(output: Path) -> IO[str]:
+    """Lock a folder, in which two coordinators would overwrite each other's files, until the lock is closed.
+
+    Raises:
+        UserError: another one holds it, or the folder cannot be written to
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked children would hold it as well
+    except OSError as error:
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise UserError(f"--output {output}: cannot be locked ({error.strerror}); name another folder") from error
+        raise UserError(f"another coordinator writes to {output}: stop it, or name another --output") from error
+    return file
+
+
+def _has_begun(output: Path) -> bool:
+    metrics = output / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def _start_where_it_was(output: Path, start: Callable[[Sequence[str]], SwarmDHT]) -> SwarmDHT:
+    """Join the peers of the run that this folder is of, if there are any, or else begin a new swarm.
+
+    Raises:
+        UserError: it has peers or has begun, and none of its peers answers
+    """
+    known = KnownPeers(output).read()
+    if known:
+        log.info("carrying_on peers=%d", len(known))
+        try:
+            return start(known)
+        except NobodyAnswers as error:
+            log.warning("peers_not_found reason=%s", error)
+    if known or _has_begun(output):
+        raise UserError(
+            f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} addresses "
+            f"in {output / PEERS}, and without its peers it would begin anew: carry on with --initial-peers and the "
+            f"address of any of them (the last peer_started line of a peer's log), go on from a checkpoint with "
+            f"--resume, or name another --output"
+        )
+    return start(())
+
+
+def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: CheckpointPlan) -> None:
+    if not initial_peers:
+        raise UserError("--standby watches a run that is under way: name an address of it with --initial-peers")
+    if not identity_path.exists():
+        raise UserError(
+            f"--standby acts with the run's key, and {identity_path} is not there: copy the identity file of the "
+            f"coordinator that began the run, and name it with --identity-path"
+        )
+    if plan.resume is not None:
+        raise UserError("--standby watches a run that is under way, --resume begins one: leave one of them out")
+
+
+async def _check_known_run(
+    dht: SwarmDHT, run_id: str, manifest: RunManifest, resume: bool, must_be_known: bool
+) -> None:
+    """Compare this run with the one under way: peers of two manifests would refuse each other's calls.
+
+    Raises:
+        UserError: its manifest would change, it is not there to carry on with, is alive and not to be resumed, or has
+            ended
+        CallError: the DHT gives no answer, so it is not known which runs are under way
+    """
+    known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
+    directory = observer_directory(manifest, dht)
+    is_alive = bool((await directory.refresh(range(manifest.stages.count))).peers)
+    # The DHT forgets a manifest a day after the last coordinator; peers that announce themselves prove the run as well.
+    if known is None and must_be_known and not is_alive:
+        raise UserError(
+            f"no run {run_id} is under way there: check --identity-path and --initial-peers, go on from a checkpoint "
+            f"with --resume, or name another --output"
+        )
+    if known is not None and (other := parse_manifest(known).hash) != manifest.hash:
+        raise UserError(
+            f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
+            f"configuration that the run began with, or begin another run with another --identity-path"
+        )
+    if not resume and (end := await find_end(dht, run_id)) is not None:
+        raise UserError(f"run {run_id} has ended: {end.reason}; go on from its checkpoint with --resume")
+    if resume and is_alive:
+        raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
+
+
+async def _serve(service: RunService, plan: CheckpointPlan) -> None:
+    async def stop_on_signal() -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("leaving reason=%s", signal.Signals(number).name)
+                tasks.cancel_scope.cancel()
+                return
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stop_on_signal)
+        if await service.run():
+            await service.end("it has reached its steps, and its model is saved where its coordinator ran")
+            print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
+            await anyio.sleep(LINGER_S)
+        else:
+            print(f"The run has ended: {service.ended}.", flush=True)
+            if plan.store is not None and (newest := await to_thread.run_sync(plan.store.newest, service.manifest)):
+                print(f"Go on from optimizer step {newest.optimizer_step} with --resume {newest.path}", flush=True)
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,353 @@
+"""The coordinator of a run: publishes the manifest, watches the run, saves the model at its end.
+
+It is not on the data path: kill it and training goes on; started again with its key, it carries on from the records in
+the DHT.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from anyio.abc import TaskGroup
+
+from coordinator.checkpoints.export import export_states
+from coordinator.checkpoints.fetching import fetch_states, open_transport
+from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, Resumption
+from coordinator.run.addresses import KnownPeers
+from coordinator.run.coordination import Coordination
+from coordinator.run.rebalancer import EVEN_OUT, Rebalancer, RebalancingOptions
+from coordinator.watch.metrics import CoordinatorMetrics
+from coordinator.watch.metrics_file import MetricsFile, MetricsLine
+from coordinator.watch.observer import end_run_for, observe, observer_directory
+from coordinator.watch.run_watch import RunWatch
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, SwarmError, UserError
+from swarm_peer.model.architecture import resolve_model
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.data.tokenizers import load_tokenizer
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.assignments import wait_for_end
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import ListSnapshotsCall
+from swarm_peer.wire.records import (
+    MANIFESTS_KEY,
+    ManifestRecord,
+    Record,
+    TimelineRecord,
+    timeline_key,
+)
+
+log = logging.getLogger(__name__)
+
+RUN_LOOK_S = 2.0
+PROBE_TIMEOUT_S = 3.0
+# Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
+RUN_LIFETIME_S = 24 * 3600.0
+PUBLISH_RUN_S = 60.0
+
+
+def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> ResolvedManifest:
+    """The manifest as it is published: with an inline model config, and all checks done that are possible now.
+
+    Raises:
+        UserError: the model, its cut or the tokenizer does not fit
+    """
+    model = resolve_model(manifest.model, cache_dir)
+    resolved = ResolvedManifest.of(manifest.model_copy(update={"model": model}))
+    load_tokenizer(manifest.data, resolved.vocab_size, cache_dir)
+    return resolved
+
+
+def join_command(addresses: list[str]) -> str:
+    """The command with which a peer joins at these addresses."""
+    return f"swarm-peer --stage auto --initial-peers {' '.join(addresses)}"
+
+
+def check_output(output: Path) -> None:
+    """Check that no run has ended in this folder.
+
+    Raises:
+        UserError: one has
+    """
+    if (output / "model").exists():
+        raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a coordinator runs its run.
+
+    Attributes:
+        output: folder of metrics.jsonl and of the model
+        resume: carry on with the metrics.jsonl that is there
+        plan: which checkpoints to write, and which to go on from
+        cache_dir: where tokenizers are cached
+        rebalancing: how peers are moved between stages; None for not at all
+        standby: leave the run to another coordinator for as long as there is one
+    """
+
+    output: Path
+    resume: bool = False
+    plan: CheckpointPlan = NO_CHECKPOINTS
+    cache_dir: Path | None = None
+    rebalancing: RebalancingOptions | None = EVEN_OUT
+    standby: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvents:
+    """Functions to call when something happens to a run.
+
+    Attributes:
+        on_ready: when peers may join
+        on_update: after each look at the DHT
+        on_line: for each line that is new in metrics.jsonl
+    """
+
+    on_ready: Callable[[], None] = lambda: None
+    on_update: Callable[[RunWatch], None] = lambda _: None
+    on_line: Callable[[MetricsLine], None] = lambda _: None
+
+
+NO_EVENTS = RunEvents()
+
+
+class RunService:
+    """Coordinates one run until its end. Belongs to the event loop's thread.
+
+    Args:
+        run_key: names the run and signs for it; this node's identity if not given
+
+    Attributes:
+        ended: why, if the run has been ended by another coordinator or its operator
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedManifest,
+        dht: SwarmDHT,
+        options: RunOptions,
+        *,
+        events: RunEvents = NO_EVENTS,
+        run_key: Identity | None = None,
+    ):
+        self.resolved = resolved
+        self.manifest = resolved.manifest
+        self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
+        self.metrics = CoordinatorMetrics()
+        self.ended: str | None = None
+        self._dht = dht
+        self._options = options
+        self._events = events
+        self._run_key = run_key or dht.identity
+        self._run_id = self._run_key.peer_id
+        self._rebalancer: Rebalancer | None = None
+        self._rebalancer_term: Term | None = None
+        self._timeline, self._begun = FIRST_TIMELINE, int(time.time())
+        self._peer_metrics = PeerMetrics()
+        self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics)
+        self._known_peers = KnownPeers(options.output)
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder that the run's model is saved to at its end."""
+        return self._options.output / "model"
+
+    async def run(self) -> bool:
+        """Coordinate until the run has reached its steps and its model is saved.
+
+        Returns:
+            whether it is saved here; False if the run has been ended elsewhere
+
+        Raises:
+            UserError: the model could not be saved in that folder
+            SwarmError: the DHT process has died, or the run was ended before its model was saved
+        """
+        check_output(self._options.output)
+        metrics_file = MetricsFile(self._options.output, self._options.resume)
+        try:
+            async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
+                coordination = await self._begin(transport, metrics_file, tasks)
+                saved = False
+                while not saved and self.ended is None:
+                    await self._look_at_run(metrics_file, coordination)
+                    if coordination.acts and self._steps_are_done():
+                        saved = await self._export(transport)
+                    await anyio.sleep(0 if saved else RUN_LOOK_S)
+                tasks.cancel_scope.cancel()
+        finally:
+            metrics_file.close()
+        if not saved and coordination.acts and self._steps_are_done():
+            raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
+        return saved
+
+    async def _begin(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> Coordination:
+        """Publish the run, and start what goes on beside the looks at it."""
+        tasks.start_soon(self._dht.watch)
+        if self._options.plan.resume is not None:
+            self._timeline = await self._resume_run(self._options.plan.resume, transport, metrics_file, tasks)
+        else:
+            await self._find_timeline()
+        await self._publish_run()
+        tasks.start_soon(self._keep_published)
+        self._events.on_ready()
+        tasks.start_soon(self._directory.run_polling, range(self.resolved.num_stages))
+        lease_s = self.manifest.limits.announcement_s
+        coordination = Coordination(self._dht, self._run_key, lease_s=lease_s, waits=self._options.standby)
+        tasks.start_soon(coordination.run)
+        if self._options.plan.store is not None:
+            writer = CheckpointWriter(
+                self.resolved,
+                self._options.plan,
+                finished=lambda: self.watch.optimizer_step,
+                created_at_round=self.watch.created_at_round,
+                view=lambda: self._directory.view,
+                acts=lambda: coordination.acts,
+            )
+            tasks.start_soon(writer.run, transport)
+        tasks.start_soon(self._drop_silent_peers, transport)
+        tasks.start_soon(self._look_for_end)
+        return coordination
+
+    async def _look_at_run(self, metrics_file: MetricsFile, coordination: Coordination) -> None:
+        """Take in what the DHT says now, write it down, and move peers if this coordinator is the one that acts."""
+        for line in await self._observe():
+            if 0 < metrics_file.optimizer_step < line["optimizer_step"] - 1:
+                missing = f"{metrics_file.optimizer_step + 1} to {line['optimizer_step'] - 1}"
+                log.warning("lines_missing optimizer_steps=%s reason=no peer tells of them any more", missing)
+            if metrics_file.write(line):
+                self._events.on_line(line)
+        self._known_peers.keep(self._directory.addresses())
+        self.watch.observe_coordinator(coordination.newest)
+        await self._rebalance(coordination)
+        self.metrics.update(self.watch)
+        self._events.on_update(self.watch)
+
+    async def _observe(self) -> list[MetricsLine]:
+        try:
+            return await observe(self._dht, self._directory.view, self.watch)
+        except CallError as error:
+            log.warning("run_not_seen reason=%s", error)
+            return []
+
+    async def _rebalance(self, coordination: Coordination) -> None:
+        if self._options.rebalancing is None or not coordination.acts:
+            return  # the assignments of a coordinator stand for as long as its term is the newest
+        if self._rebalancer is None or self._rebalancer_term != coordination.term:
+            self._rebalancer_term = coordination.term
+            now_s = anyio.current_time()
+            self._rebalancer = Rebalancer(
+                self.resolved, self._options.rebalancing, begun_s=now_s, inherited=coordination.inherited
+            )
+        self._rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
+        await coordination.assign(self._rebalancer.assignments(), self._rebalancer.reason)
+        self.metrics.moves.set(self._rebalancer.num_moves)
+
+    def _steps_are_done(self) -> bool:
+        return self.watch.optimizer_step >= self.manifest.training.steps
+
+    async def _look_for_end(self) -> None:
+        self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
+
+    async def look(self, stages: Sequence[int]) -> SwarmView:
+        """Look up which peers announce these stages now."""
+        return await self._directory.refresh(stages)
+
+    async def end(self, reason: str) -> None:
+        """Tell the peers, and other coordinators, that they may go."""
+        await end_run_for(self._dht, self._run_key, self._begun, reason)
+
+    async def _find_timeline(self) -> None:
+        """Find out where and when the run began, if another coordinator began it."""
+        while True:
+            try:
+                records = await self._dht.fetch(timeline_key(self._run_id), TimelineRecord, self._run_id)
+            except CallError:
+                await anyio.sleep(RUN_LOOK_S)
+                continue
+            if (record := records.get(self._run_id)) is not None:
+                self._timeline, self._begun = record.timeline(), record.begun
+            return
+
+    async def _resume_run(
+        self, checkpoint: Checkpoint, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup
+    ) -> Timeline:
+        round_number = max(checkpoint.round_number, metrics_file.round_number) + ROUNDS_BETWEEN_TIMELINES
+        folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+        tasks.start_soon(_removed_at_end, folder)
+        resumption = Resumption(self.manifest, checkpoint, first_round=round_number, folder=folder)
+        await resumption.prepare(transport)
+        return resumption.timeline
+
+    async def _drop_silent_peers(self, transport: P2PTransport) -> None:
+        """Call peers that have missed an announcement: to wait until the last one expires would take longer."""
+        call = ListSnapshotsCall(manifest=self.manifest.hash)
+
+        async def ask(peer_id: str) -> None:
+            try:
+                await transport.call(peer_id, call, timeout_s=PROBE_TIMEOUT_S)
+            except (PeerUnreachable, CallTimeout):
+                self._directory.drop(peer_id)
+            except CallError:
+                return  # it answers
+
+        while True:
+            await anyio.sleep(RUN_LOOK_S)
+            async with anyio.create_task_group() as tasks:
+                for peer_id in self._directory.overdue():
+                    tasks.start_soon(ask, peer_id)
+
+    async def _publish_run(self) -> None:
+        """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""
+        timeline = TimelineRecord(
+            first_round=self._timeline.first_round,
+            first_optimizer_step=self._timeline.first_optimizer_step,
+            begun=self._begun,
+        )
+        await self._store_for_run(timeline_key(self._run_id), timeline, RUN_LIFETIME_S)
+        manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
+        await self._store_for_run(MANIFESTS_KEY, manifest, RUN_LIFETIME_S)
+
+    async def _store_for_run(self, key: str, record: Record, lifetime_s: float) -> None:
+        await self._dht.store(key, record, self._run_id, lifetime_s, signer=self._run_key)
+
+    async def _keep_published(self) -> None:
+        while True:
+            await anyio.sleep(PUBLISH_RUN_S)
+            await self._publish_run()
+
+    async def _export(self, transport: P2PTransport) -> bool:
+        """Save the model, if peers give their states; returns whether it is saved. The next look tries again."""
+        try:
+            states = await fetch_states(transport, self._directory, self.resolved, self.watch.round_number + 1)
+        except SwarmError as error:
+            log.warning("model_not_saved reason=%s", error)
+            return False
+        if states[0].optimizer_step < self.manifest.training.steps:
+            # Stage 0 has reported steps that were never made, or the run has just gone back.
+            log.warning("model_not_saved reason=its stages have made %d optimizer steps", states[0].optimizer_step)
+            return False
+        await anyio.to_thread.run_sync(export_states, self.resolved, states, self.model_folder, self._options.cache_dir)
+        log.info("model_saved folder=%s", self.model_folder)
+        return True
+
+
+async def _removed_at_end(folder: Path) -> None:
+    try:
+        await anyio.sleep_forever()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

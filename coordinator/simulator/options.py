@@ -1,0 +1,90 @@
+"""Options of `swarm-coordinator simulate`, as typed. Imports nothing heavy: the command line is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+RoutingName = Literal["iwrr", "uniform", "jsed", "po2"]
+Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """The stages of a simulated run.
+
+    Attributes:
+        num_stages: Pipeline stages.
+        stage_costs: One for each stage; all 1 if not given.
+        stage_memory_gb: Memory that a peer needs to serve each stage; no limit if not given.
+        state_gb: Weights and optimizer state of a stage, which a newcomer or mover downloads.
+        overhead_s: Seconds that joining or moving takes besides.
+        min_replicas: Peers that go on serving a stage when one of them moves away.
+    """
+
+    num_stages: Annotated[int, Parameter(name="--stages")]
+    stage_costs: Numbers = ()
+    stage_memory_gb: Numbers = ()
+    state_gb: float = 1.0
+    overhead_s: float = 5.0
+    min_replicas: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrivalOptions:
+    """How peers come and go.
+
+    Attributes:
+        trace: File of time_ms,add|remove,machine or date, time, live count of machines; one is drawn if not given.
+        num_peers: How many peers a drawn trace has, on the average.
+        hours: How long a drawn trace lasts.
+        mean_lifetime_s: Mean lifetime of the peers of a drawn trace.
+    """
+
+    trace: Path | None = None
+    num_peers: Annotated[int | None, Parameter(name="--peers")] = None
+    hours: float = 24.0
+    mean_lifetime_s: float = 14400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Where the peers' machines are drawn from.
+
+    Attributes:
+        speed: Work per second of a machine; a stage of cost 1 takes 1 for a sample.
+        bandwidth_mbps: Bandwidth of a machine, in Mb/s.
+        memory_gb: Memory of a machine; 0 for enough.
+        latency_s: Latency of a machine, half at either end of a link.
+    """
+
+    speed: str = "lognormal:1,0.35"
+    bandwidth_mbps: str = "constant:200"
+    memory_gb: str = "constant:0"
+    latency_s: str = "constant:0.05"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """How closely and under which policies a swarm is simulated.
+
+    Attributes:
+        rebalance: none, events (what runs live), or seconds between moves of the paper's protocol, such as 300 or 60.
+        level: flow for up to thousands of peers, microbatch for tens.
+        routing: iwrr (what runs live), uniform, jsed (shortest expected delay) or po2 (two random choices).
+        window: Microbatches in flight per stage-0 peer; if not given, by the live rule.
+        global_batch: Microbatches of a round, at whose end all is drained; without it, all goes on for ever.
+        averaging_s: From the last gradient of a round until the next one begins.
+        network: Latencies (and bandwidths) of places: a table of regions, or a matrix of round trips in seconds.
+    """
+
+    rebalance: str = "events"
+    level: Literal["flow", "microbatch"] = "flow"
+    routing: RoutingName = "iwrr"
+    window: int | None = None
+    global_batch: int | None = None
+    averaging_s: float = 0.0
+    network: Path | None = None

@@ -1,0 +1,1 @@
+"""How a run is observed: announcements and progress merged, metrics, and loggers."""

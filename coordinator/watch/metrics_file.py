@@ -1,0 +1,133 @@
+"""metrics.jsonl: what one line says of one optimizer step, and the file of all lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple, TypedDict, cast
+
+from swarm_peer.errors import UserError
+
+
+class _StepLine(TypedDict):
+    optimizer_step: int
+    loss: float
+    samples: int
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+    peers: list[int]
+    round: int
+
+
+class MetricsLine(_StepLine, total=False):
+    """One line: losses in nats per token, times in seconds, `peers` by stage; validation only where it was due.
+
+    `optimizer_step` counts the updates that the weights have had and goes back where the run does; `round` is the
+    number of the round that made the last of them and never goes back.
+    """
+
+    validation_loss: float
+    validation_samples: int
+
+
+class ValidationLoss(NamedTuple):
+    """The mean loss of held-out samples, in nats per token, and how many there were."""
+
+    loss: float
+    samples: int
+
+
+def metrics_line(
+    *,
+    optimizer_step: int,
+    round_number: int,
+    loss: float,
+    samples: int,
+    seconds: float,
+    sequence_length: int,
+    peers: list[int],
+    validation: ValidationLoss | None = None,
+) -> MetricsLine:
+    """One line of metrics.jsonl, rounded for reading."""
+    tokens = samples * sequence_length
+    line = MetricsLine(
+        optimizer_step=optimizer_step,
+        loss=round(loss, 6),
+        samples=samples,
+        tokens=tokens,
+        tokens_per_s=round(tokens / seconds, 1) if seconds else 0.0,
+        seconds=round(seconds, 4),
+        peers=peers,
+        round=round_number,
+    )
+    if validation is not None:
+        line["validation_loss"] = round(validation.loss, 6)
+        line["validation_samples"] = validation.samples
+    return line
+
+
+class MetricsFile:
+    """metrics.jsonl of a run: one line for each optimizer step, flushed at once.
+
+    Args:
+        resume: keep the lines that are there, and add only later steps
+    """
+
+    def __init__(self, folder: Path, resume: bool = False):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "metrics.jsonl"
+        self._lines = _whole_lines(self._path) if resume and self._path.exists() else []
+        self._rewrite()
+
+    @property
+    def round_number(self) -> int:
+        """The round of the last line; -1 if there is none."""
+        return self._lines[-1]["round"] if self._lines else -1
+
+    @property
+    def optimizer_step(self) -> int:
+        """The optimizer step of the last line; 0 if there is none."""
+        return self._lines[-1]["optimizer_step"] if self._lines else 0
+
+    def write(self, line: MetricsLine) -> bool:
+        """Add a line; where the run has gone back, the lines of the steps that it gave up are removed.
+
+        Returns:
+            whether the line is a new one
+        """
+        if line["round"] <= self.round_number:
+            return False
+        kept = [known for known in self._lines if known["optimizer_step"] < line["optimizer_step"]]
+        if len(kept) < len(self._lines):
+            self._file.close()
+            self._lines = kept
+            self._rewrite()
+        self._lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        return True
+
+    def close(self) -> None:
+        """Close the file; all lines are in it already."""
+        self._file.close()
+
+    def _rewrite(self) -> None:
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_text("".join(json.dumps(known) + "\n" for known in self._lines))
+        partial.replace(self._path)
+        self._file = self._path.open("a")
+
+
+def _whole_lines(path: Path) -> list[MetricsLine]:
+    """All lines but a last one that was cut off when its writer was killed."""
+    lines: list[MetricsLine] = []
+    for line in path.read_text().splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(fields, dict) or not {"optimizer_step", "round"} <= fields.keys():
+            raise UserError(f"{path} was written by another version of swarm: move it away, or name another --output")
+        lines.append(cast(MetricsLine, fields))
+    return lines

@@ -1,0 +1,156 @@
+"""A way into a live run's DHT with nothing announced, and two commands that need no more: `status` and `end`.
+
+Nothing here needs a model: transformers alone would take such a command seconds to import.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import anyio
+
+from coordinator.watch.metrics_file import MetricsLine
+from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.summary import RunSummary
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import EndRecord, ProgressRecord, TimelineRecord, end_key, progress_key, timeline_key
+
+log = logging.getLogger(__name__)
+
+# A peer finishes its microbatches in flight, and hands over its state.
+ENDING_S = 60.0
+END_POLL_S = 1.0
+# No peer may be seen for so long before the run counts as ended: one that moves is gone for a moment and comes back.
+NOBODY_S = 2.0
+END_LIFETIME_S = 3600.0
+
+
+@contextmanager
+def observer_dht(addresses: Sequence[str]) -> Iterator[SwarmDHT]:
+    """Join the DHT of these addresses (from read_addresses), with an identity of its own that is then forgotten.
+
+    Raises:
+        UserError: nobody answers
+    """
+    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
+        identity_path = Path(folder) / "identity"
+        dht = SwarmDHT.start(
+            initial_peers=addresses,
+            host_maddrs=("/ip4/0.0.0.0/tcp/0",),
+            announce_maddrs=(),
+            identity=Identity.load_or_create(identity_path),
+            identity_path=identity_path,
+            metrics=PeerMetrics(),
+        )
+        try:
+            yield dht
+        finally:
+            dht.shutdown()
+
+
+def observer_directory(manifest: RunManifest, dht: SwarmDHT, metrics: PeerMetrics | None = None) -> Directory:
+    """A directory of the run's peers for a process that looks at them and announces nothing itself."""
+    return Directory(
+        manifest=manifest, dht=dht, clock=SystemClock(), metrics=metrics or PeerMetrics(), changed=Condition()
+    )
+
+
+def look_at_run(initial_peers: Sequence[str], run_id: str | None) -> RunSummary:
+    """The summary of a live run.
+
+    Raises:
+        UserError: nobody answers, or there is no such run
+    """
+    addresses = read_addresses(initial_peers)
+    with observer_dht(addresses) as dht:
+        return run_loop(_look, dht, addresses, run_id)
+
+
+def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None] = lambda _: None) -> None:
+    """End a live run before its steps: its peers and coordinators go, each as it would upon a signal.
+
+    Args:
+        identity_path: of the run's key, which is there
+        on_left: called with the number of peers that are left, each time that it changes
+
+    Raises:
+        UserError: nobody answers, there is no such run, or some of its peers do not go
+    """
+    addresses = read_addresses(initial_peers)
+    with observer_dht(addresses) as dht:
+        run_loop(_end, dht, addresses, Identity.load_or_create(identity_path), on_left)
+
+
+async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: Callable[[int], None]) -> None:
+    run_id = run_key.peer_id
+    _, manifest = await find_manifest(dht, addresses, run_id)
+    directory = observer_directory(manifest, dht)
+    lifetime_s = manifest.limits.announcement_s
+    told, left, answered_s = False, None, anyio.current_time()
+    looks_without_any = 0
+    with anyio.move_on_after(ENDING_S + lifetime_s):
+        while looks_without_any * END_POLL_S <= NOBODY_S:
+            if told and anyio.current_time() - answered_s > lifetime_s:
+                log.warning("run_not_seen reason=no node answers any more: all have gone, or the way to them is cut")
+                return
+            with suppress(CallError):
+                timeline = (await dht.fetch(timeline_key(run_id), TimelineRecord, run_id)).get(run_id)
+                begun = int(time.time()) if timeline is None else timeline.begun
+                # Again and again: the nodes that store it may be among those that leave.
+                told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
+                view = await directory.refresh([*range(manifest.stages.count), UNDECIDED])
+                # A draining peer is about to go, and its last announcement outlives it by up to `lifetime_s`.
+                seen = sum(peer.state is not PeerState.DRAINING for peer in view.peers)
+                answered_s = anyio.current_time()
+                if seen != left:
+                    on_left(seen)
+                left = seen
+                looks_without_any = looks_without_any + 1 if told and left == 0 else 0
+            await anyio.sleep(END_POLL_S)
+        return
+    if not told:
+        raise UserError("the run was not ended: the DHT did not take it, or did not answer; see the warnings")
+    raise UserError(f"the run was told to end, and {left} peers still announce themselves: look at their logs")
+
+
+async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> RunSummary:
+    run_id, manifest = await find_manifest(dht, addresses, run_id)
+    directory = observer_directory(manifest, dht)
+    watch = RunWatch(manifest, SwarmView(manifest.stages.count))
+    await observe(dht, await directory.refresh(range(manifest.stages.count)), watch)
+    records = await dht.fetch_coordination(run_id)
+    watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))
+    return watch.summary()
+
+
+async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str) -> bool:
+    """Tell a run's peers and coordinators that they may go; returns whether the DHT has taken it."""
+    run_id = run_key.peer_id
+    record = EndRecord(reason=reason, begun=begun)
+    return await dht.store(end_key(run_id), record, run_id, END_LIFETIME_S, signer=run_key)
+
+
+async def observe(dht: SwarmDHT, view: SwarmView, watch: RunWatch) -> list[MetricsLine]:
+    """Look once at the progress of the peers in view; returns the lines of newly finished steps.
+
+    Raises:
+        CallError: no answer
+    """
+    manifest = watch.manifest
+    progress = await dht.fetch(progress_key(manifest.hash), ProgressRecord, manifest.hash)
+    return watch.observe(view, progress, anyio.current_time())

@@ -1,0 +1,196 @@
+"""Makes the state of the run, and one line for each optimizer step, of announcements and progress records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median_high, median_low
+
+from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
+from coordinator.watch.summary import RunSummary, summarise_coordinator, summarise_stages
+from swarm_peer.config import RunManifest
+from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.run_progress import Position, is_reached
+from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport
+
+# A step's line waits this long for the validation of its weights.
+VALIDATION_WAIT_S = 20.0
+# Older lines are in metrics.jsonl alone.
+LINES_KEPT = 1024
+RECENT_STEPS = 3
+# For this long after a stage-0 peer disappears, its last record is still read: it may have been killed, and its
+# stage-mate may be too new to know those steps. The record is believed only as far as peers that are there bear it out.
+AUTHORS_REMEMBERED_S = 60.0
+
+
+class RunWatch:
+    """Merges what stage-0 peers report, as far as the run's other peers bear it out (policy/run_progress.py).
+
+    Attributes:
+        view: the peers as they were seen last
+        lines: the newest lines of metrics.jsonl, one for each optimizer step, in order; a rewind takes some back
+        current_round: the round that stage-0 peers work on
+        current_samples: samples that count in it so far
+    """
+
+    def __init__(self, manifest: RunManifest, view: SwarmView):
+        self.manifest = manifest
+        self.view = view
+        self.lines: list[MetricsLine] = []
+        self.current_samples = 0
+        self.current_round = 0
+        self._coordination: tuple[Term, CoordinationRecord] | None = None
+        # Reports that have no line yet, by round, with the peers by stage and the time when they were believed.
+        self._reports: dict[int, tuple[RoundReport, list[int], float]] = {}
+        self._validations: dict[int, dict[str, tuple[int, float]]] = {}  # by round and author
+        self._authors: dict[str, float] = {}  # when each was seen last
+        self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
+
+    @property
+    def optimizer_step(self) -> int:
+        """Finished steps: updates that the weights have had."""
+        return self.lines[-1]["optimizer_step"] if self.lines else 0
+
+    def created_at_round(self, optimizer_step: int) -> int | None:
+        """The round that began with the weights of this optimizer step; None if it is not known."""
+        rounds = (line["round"] for line in self.lines if line["optimizer_step"] == optimizer_step)
+        return next((round_number + 1 for round_number in rounds), None)
+
+    def delivered(self) -> tuple[int, float]:
+        """Samples of the last few steps, and the seconds that these took."""
+        last = self.lines[-RECENT_STEPS:]
+        return sum(line["samples"] for line in last), sum(line["seconds"] for line in last)
+
+    @property
+    def round_number(self) -> int:
+        """The last finished round; -1 before the first."""
+        return self.lines[-1]["round"] if self.lines else -1
+
+    def peers_by_stage(self) -> list[int]:
+        """How many peers serve each stage."""
+        return [len(self.view.serving(stage)) for stage in range(self.manifest.stages.count)]
+
+    def observe(self, view: SwarmView, progress: Mapping[str, ProgressRecord], now: float) -> list[MetricsLine]:
+        """Take in the records of the DHT, and return the lines of steps that are complete now."""
+        self.view = view
+        authors = sorted(peer.peer_id for peer in view.in_stage(0) if peer.state is not PeerState.JOINING)
+        known = {author: progress[author] for author in authors if author in progress}
+        if known:
+            self.current_round = median_high(record.current.round_number for record in known.values())
+        self.current_samples = sum(
+            record.current.samples for record in known.values() if record.current.round_number == self.current_round
+        )
+        self._authors |= dict.fromkeys(authors, now)
+        self._authors = {author: seen for author, seen in self._authors.items() if now - seen < AUTHORS_REMEMBERED_S}
+        told = {author: progress[author] for author in sorted(self._authors) if author in progress}
+        self._believe(told, now)
+        for author, record in told.items():
+            for validation in record.validations:
+                if validation.round_number - 1 in self._reports:
+                    self._validations.setdefault(validation.round_number, {})[author] = (
+                        validation.samples,
+                        validation.loss_sum,
+                    )
+        new = []
+        while (line := self._next_line(now)) is not None:
+            new.append(line)
+            self.lines = [known for known in self.lines if known["optimizer_step"] < line["optimizer_step"]]
+            self.lines.append(line)
+            for old in self.lines[:-LINES_KEPT]:
+                self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
+            del self.lines[:-LINES_KEPT]
+        self._reports = {
+            round_number: known for round_number, known in self._reports.items() if round_number > self.round_number
+        }
+        # A line has the validation of the weights after its step.
+        self._validations = {
+            round_number: known
+            for round_number, known in self._validations.items()
+            if round_number > self.round_number + 1
+        }
+        return new
+
+    def observe_coordinator(self, newest: tuple[Term, CoordinationRecord] | None) -> None:
+        """Take in the newest term and the last record of its coordinator, for the summary."""
+        self._coordination = newest
+
+    def _believe(self, known: Mapping[str, ProgressRecord], now: float) -> None:
+        """Take over what stage-0 peers report of rounds since the last one, as far as it can be true."""
+        told: dict[str, list[Position]] = {}
+        reports: dict[Position, list[RoundReport]] = {}
+        last = Position(self.round_number + 1, self.optimizer_step)
+        if self._reports:
+            last = _reached_by(self._reports[max(self._reports)][0])
+        for author, record in known.items():
+            for report in record.finished:
+                told.setdefault(author, []).append(_reached_by(report))
+                reports.setdefault(_reached_by(report), []).append(report)
+        for position in sorted(reports):
+            if position.round_number > last.round_number and is_reached(position, told, self.view, last):
+                report = _middle(reports[position])
+                self._reports[report.round_number] = (report, self.peers_by_stage(), now)
+                last = position
+
+    def _validation(self, round_number: int) -> ValidationLoss | None:
+        shares = self._validations.get(round_number, {}).values()
+        samples = sum(count for count, _ in shares)
+        return ValidationLoss(sum(loss for _, loss in shares) / samples, samples) if samples else None
+
+    def _next_line(self, now: float) -> MetricsLine | None:
+        later = [round_number for round_number in self._reports if round_number > self.round_number]
+        if not later:
+            return None
+        report, peers, seen = self._reports[min(later)]
+        validation = self._validation(report.round_number + 1)
+        samples = 0 if validation is None else validation.samples
+        training = self.manifest.training
+        due = training.validation_every and (
+            report.optimizer_step % training.validation_every == 0 or report.optimizer_step == training.steps
+        )
+        if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
+            return None
+        return metrics_line(
+            optimizer_step=report.optimizer_step,
+            round_number=report.round_number,
+            loss=report.loss,
+            samples=report.samples,
+            seconds=report.seconds,
+            sequence_length=self.manifest.data.sequence_length,
+            peers=peers,
+            validation=validation,
+        )
+
+    def summary(self) -> RunSummary:
+        """The run as a whole, its stages and their peers, as `status` shows them."""
+        last = self.lines[-1] if self.lines else None
+        return {
+            "name": self.manifest.name,
+            "manifest": self.manifest.hash,
+            "optimizer_step": self.optimizer_step,
+            "optimizer_steps": self.manifest.training.steps,
+            "samples_in_round": self.current_samples,
+            "global_batch_size": self.manifest.training.global_batch_size,
+            "loss": last["loss"] if last else None,
+            "tokens_per_s": last["tokens_per_s"] if last else None,
+            "validation_loss": next(
+                (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line),
+                self._older_validation_loss,
+            ),
+            "coordinator": None if self._coordination is None else summarise_coordinator(*self._coordination),
+            "stages": summarise_stages(self.view, self.manifest),
+        }
+
+
+def _reached_by(report: RoundReport) -> Position:
+    return Position(report.round_number + 1, report.optimizer_step)
+
+
+def _middle(reports: Sequence[RoundReport]) -> RoundReport:
+    """The medians of all reports of one round: authors have heard of different counts, or make them up."""
+    return RoundReport(
+        round_number=reports[0].round_number,
+        optimizer_step=reports[0].optimizer_step,
+        samples=median_low(report.samples for report in reports),
+        loss=median_low(report.loss for report in reports),
+        seconds=median_low(report.seconds for report in reports),
+    )

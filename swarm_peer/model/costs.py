@@ -1,0 +1,190 @@
+"""The costs of a run's stages at each peer: parameters, compute and memory; for planning, admission and rebalancing.
+
+They are counted from the run's manifest: no weights are made. The memory that libraries keep for themselves (CUDA's
+context, MKL's workspaces) is not counted.
+
+Shapes: B samples of a microbatch, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_peer.config import OptimizerSection, codec_bytes
+from swarm_peer.model.families import Cost, Family, family_of
+from swarm_peer.model.partition import ModelCosts, StageSpec, layers_cost, model_costs, stage_cost
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.stage_memory import StageMemory
+
+# Weights, their gradients, means and sums are of this type on every device.
+FP32_BYTES = 4.0
+# A backward pass costs two forward passes: the gradients of the inputs and those of the weights (Kaplan et al.,
+# "Scaling Laws for Neural Language Models", 2020, section 2.1: 6 operations per parameter and token in all).
+BACKWARD_PER_FORWARD = 2
+# Bytes per parameter of the optimizer's state: two fp32 values, two of 8 bits with a scale for 256 each, or momentum.
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0}
+# At the head's loss: gradients of the logarithms and of the logits, in fp32.
+FP32_LOGIT_GRADIENTS = 2
+# Gradients inside a layer that its backward pass holds at once, as a share of what the layer keeps for that pass: 0.1
+# to 0.4 in all families (most where the MLP is wide), and 0.5 where eager attention sees 1024 tokens.
+BACKWARD_SHARE = 0.3
+# A peer keeps the replies of this many times `limits.max_in_flight` microbatches, for callers that ask again.
+REPLIES_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """The costs of one stage at each of its peers, apart from transfers.
+
+    Attributes:
+        parameters: number of weights
+        flops: compute of one token, forward and backward, recomputation included
+        memory: what it takes of the memory that the peer trains in
+    """
+
+    parameters: int
+    flops: int
+    memory: StageMemory
+
+
+def stage_costs(resolved: ResolvedManifest, device_type: str) -> tuple[StageCosts, ...]:
+    """Count what each stage of a run costs a peer.
+
+    Args:
+        device_type: that the peer computes on, as torch names it. On a "cpu" all is fp32, whatever the manifest says,
+            and what a peer keeps beside its trainer shares the trainer's memory.
+    """
+    costs = model_costs(resolved.config, resolved.manifest.data.sequence_length)
+    return tuple(_stage_costs(_Stage(resolved, spec, costs=costs, device_type=device_type)) for spec in resolved.specs)
+
+
+def safe_stage_memory(resolved: ResolvedManifest) -> list[float]:
+    """Bytes that each stage takes with one microbatch, on whichever kind of device it takes more.
+
+    All peers come to the same numbers, so that they place each other alike; and a peer that is moved by them to another
+    stage has room for it.
+    """
+    tables = [stage_costs(resolved, device_type) for device_type in ("cpu", "cuda")]
+    return [max(stage.memory.peak_bytes(1) for stage in stages) for stages in zip(*tables, strict=True)]
+
+
+def forward_flops(resolved: ResolvedManifest) -> list[float]:
+    """Compute of one token's forward pass in each stage, by which stages are compared."""
+    manifest = resolved.manifest
+    costs = model_costs(resolved.config, manifest.data.sequence_length)
+    return [float(stage_cost(costs, spec, manifest.model.share_layers).forward_flops) for spec in resolved.specs]
+
+
+def optimizer_bytes(optimizer: OptimizerSection) -> float:
+    """Bytes of the optimizer's state, per parameter."""
+    return 0.0 if optimizer.name == "sgd" and optimizer.momentum == 0 else OPTIMIZER_BYTES[optimizer.name]
+
+
+class _Stage:
+    """One stage, with what its costs are counted from."""
+
+    def __init__(self, resolved: ResolvedManifest, spec: StageSpec, *, costs: ModelCosts, device_type: str):
+        self.manifest = resolved.manifest
+        self.spec = spec
+        self.costs = costs
+        self.on_cpu = device_type == "cpu"
+        self.half = not self.on_cpu and self.manifest.model.precision != "fp32"
+        self.family: Family = family_of(resolved.config)
+        self.length = self.manifest.data.sequence_length
+        self.tokens = self.manifest.training.microbatch_size * self.length  # of a microbatch
+        self.shares_layers = self.manifest.model.share_layers
+        self.checkpoints = self.manifest.model.activation_checkpointing
+        self.whole: Cost = stage_cost(costs, spec, self.shares_layers)
+        self.layers: Cost = layers_cost(costs, spec, self.shares_layers)
+        self.hidden_values = self.tokens * resolved.hidden_size
+        self.hidden_bytes = FP32_BYTES * self.hidden_values
+        self.logit_bytes = FP32_BYTES * self.tokens * resolved.vocab_size
+        self.layer_bytes = [
+            self.tokens * self.family.layer_activation_bytes(index, self.length, self.half) for index in spec.layers
+        ]
+
+
+def _stage_costs(stage: _Stage) -> StageCosts:
+    flops = stage.whole.forward_flops * (1 + BACKWARD_PER_FORWARD)
+    if stage.checkpoints:
+        flops += stage.layers.forward_flops  # computed once more; the head is not
+    parameters = stage.whole.parameters
+    microbatch_bytes = _microbatch_bytes(stage)
+    return StageCosts(
+        parameters=parameters,
+        flops=flops,
+        memory=StageMemory(
+            weight_bytes=FP32_BYTES * parameters,
+            weight_gradient_bytes=FP32_BYTES * parameters,
+            optimizer_bytes=optimizer_bytes(stage.manifest.optimizer) * parameters,
+            host_bytes=_host_bytes(stage) if stage.on_cpu else 0.0,
+            working_bytes=_working_bytes(stage, microbatch_bytes),
+            update_bytes=_update_bytes(stage),
+            microbatch_bytes=microbatch_bytes,
+        ),
+    )
+
+
+def _microbatch_bytes(stage: _Stage) -> float:
+    """Memory that one microbatch keeps for its backward pass."""
+    spec, wire, half = stage.spec, stage.manifest.wire, stage.half
+    kept = stage.hidden_bytes * len(spec.layers) if stage.checkpoints else sum(stage.layer_bytes)
+    masked = {stage.family.layer_kind(i) for i in spec.layers if stage.family.is_masked(i, stage.length)}
+    kept += len(masked) * (2.0 if half else 4.0) * stage.length**2
+    if spec.has_head:
+        # The normalisation's input and output, and what leads from its product to the loss.
+        kept += stage.hidden_bytes * (1.5 if half else 2.0) + stage.logit_bytes
+        kept += stage.tokens * stage.family.cap_activation_bytes(half)
+    else:
+        kept += stage.hidden_bytes  # the stage's output
+    if half:
+        # Autocast's copies: each forward pass makes and keeps its own, of the weights that it multiplies with.
+        copied = stage.costs.head.parameters if spec.has_head else 0
+        copied += 0 if stage.checkpoints else stage.layers.parameters
+        kept += 2.0 * copied
+    if stage.on_cpu and wire.activations != "none":
+        # As they came and as they go; without a codec they are the tensors themselves.
+        kept += codec_bytes(stage.hidden_values, wire.activations) * (2 - spec.is_first - spec.is_last)
+    return kept
+
+
+def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
+    """Memory that a backward pass adds to what all microbatches keep, at the fullest of its moments."""
+    layer_bytes = max(stage.layer_bytes)
+    inside = BACKWARD_SHARE * layer_bytes + (layer_bytes if stage.checkpoints else 0.0)
+    # A parameter's gradient is whole before it is added to the accumulator; those of a layer that is applied several
+    # times are added up beside it until the last of them is there.
+    gradients = stage.layers.largest_parameter
+    if stage.shares_layers and len(stage.spec.layers) > 1:
+        gradients += stage.layers.parameters
+    moments = [inside + FP32_BYTES * gradients]
+    if stage.spec.has_head:
+        logits = stage.logit_bytes * (FP32_LOGIT_GRADIENTS + (0.5 if stage.half else 0.0))
+        moments.append(max(logits, FP32_BYTES * stage.costs.head.largest_parameter))
+    if stage.spec.has_embedding:
+        # The last moment: what the microbatch had kept is gone.
+        moments.append(FP32_BYTES * stage.costs.embedding.largest_parameter - microbatch_bytes)
+    return max(moments)
+
+
+def _update_bytes(stage: _Stage) -> float:
+    """Memory that the end of a round adds to weights, accumulator (then the copied mean) and optimizer's state."""
+    optimizer, parameters = stage.manifest.optimizer, stage.whole.parameters
+    makes_temporaries = optimizer.name == "adamw" or (optimizer.name == "sgd" and optimizer.weight_decay > 0)
+    if not stage.on_cpu:
+        # torch updates all parameters at once, and takes the roots of all second moments, or adds the decay to all.
+        return FP32_BYTES * parameters if makes_temporaries else 0.0
+    # The mean gradients; then what the averaging process receives, or two temporaries of one parameter's update.
+    temporaries = 2 * FP32_BYTES * stage.whole.largest_parameter if makes_temporaries else 0.0
+    return FP32_BYTES * parameters + max(FP32_BYTES * parameters, temporaries)
+
+
+def _host_bytes(stage: _Stage) -> float:
+    """Memory that a peer uses beside its trainer."""
+    manifest, parameters = stage.manifest, stage.whole.parameters
+    averaging = FP32_BYTES * parameters
+    # One copy of the state: a snapshot that is being written, or what a newcomer downloads.
+    state = (FP32_BYTES + optimizer_bytes(manifest.optimizer)) * parameters
+    microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
+    replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
+    return averaging + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)

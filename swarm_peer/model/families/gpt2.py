@@ -1,0 +1,73 @@
+"""GPT-2: learned positions, LayerNorms with biases, a plain MLP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from swarm_peer.model.families.base import Family
+
+
+class GPT2Family(Family):
+    """GPT-2, as transformers has it."""
+
+    config_class, model_class, layer_class = GPT2Config, GPT2LMHeadModel, GPT2Block
+    body, layers, norm = "transformer", "h", "ln_f"
+    carried_keys = frozenset({"n_ctx"})
+    fixed_values: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "add_cross_attention": (False, "there is no encoder to attend to"),
+        "scale_attn_by_inverse_layer_idx": (False, "layers must not depend on their number, since they can be shared"),
+        "reorder_and_upcast_attn": (False, "scaled-dot-product attention ignores it"),
+    }
+    activation = "activation_function"
+    shape_keys = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
+    widths = ("n_embd", "n_head", "n_inner")
+
+    @property
+    def _inner(self) -> int:
+        inner: int = 4 * self.config.hidden_size if self.config.n_inner is None else self.config.n_inner
+        return inner
+
+    def shapes(self) -> dict[str, Any]:
+        """With the MLP's size spelled out, which a config may leave to its default."""
+        return super().shapes() | {"n_inner": self._inner}
+
+    def build_embeddings(self) -> dict[str, nn.Module]:
+        """Tokens, positions, and the dropout behind their sum."""
+        return {
+            "wte": nn.Embedding(self.config.vocab_size, self.config.hidden_size),
+            "wpe": nn.Embedding(self.config.max_position_embeddings, self.config.hidden_size),
+            "drop": nn.Dropout(self.config.embd_pdrop),
+        }
+
+    def build_norm(self) -> nn.Module:
+        """A LayerNorm, with a bias."""
+        return nn.LayerNorm(self.config.hidden_size, eps=self.config.layer_norm_epsilon)
+
+    def embed(self, body: nn.Module, tokens_BT: Tensor) -> Tensor:
+        """Token ids (int64) to hidden_BTD, positions added."""
+        position_ids = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        wte, wpe, drop = (body.get_submodule(name) for name in ("wte", "wpe", "drop"))
+        hidden_BTD: Tensor = drop(wte(tokens_BT) + wpe(position_ids))
+        return hidden_BTD
+
+    def weight_std(self, name: str) -> float:
+        """Smaller for the matrices that end a residual branch."""
+        std = super().weight_std(name)
+        # Two residual branches per layer end in a c_proj (GPT-2 paper, section 2.3; modeling_gpt2.py, _init_weights).
+        return std / math.sqrt(2 * self.config.num_hidden_layers) if name.endswith("c_proj.weight") else std
+
+    def layer_activation_bytes(self, index: int, sequence_length: int, half: bool) -> float:
+        """Bytes per token that a layer keeps for its backward pass.
+
+        Inputs of both normalisations, of both first products, query, key, value and their result; the activation
+        function's input, three parts of it (fp32 under autocast, too), and its output.
+        """
+        hidden: int = self.config.hidden_size
+        return (20.0 * hidden + 16.0 * self._inner) if half else (32.0 * hidden + 20.0 * self._inner)

@@ -1,0 +1,100 @@
+"""Shared by most families of today: rotary positions, RMSNorms, grouped queries, a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from swarm_peer.model.families.base import Family
+
+
+class RotaryFamily(Family):
+    """A family whose layers are built as Llama's.
+
+    Attributes:
+        norm_class: of the last normalisation
+        rotary_class: of the rotary positions
+    """
+
+    norm_class: ClassVar[type[nn.Module]]
+    rotary_class: ClassVar[type[nn.Module]]
+    body, layers, norm = "model", "layers", "norm"
+    carried_keys = frozenset({"rope_theta", "rope_scaling"})
+    sizes = (*Family.sizes, "intermediate_size", "num_key_value_heads")
+    multiples = (*Family.multiples, ("num_attention_heads", "num_key_value_heads"))
+    activation = "hidden_act"
+    shape_keys: ClassVar[tuple[str, ...]] = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        "num_key_value_heads",
+    )
+    widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+    def rope_types(self) -> tuple[str, ...]:
+        """One, for all layers."""
+        return (self.config.rope_parameters["rope_type"],)
+
+    def build_embeddings(self) -> dict[str, nn.Module]:
+        """Tokens alone: positions are the layers' business."""
+        return {"embed_tokens": nn.Embedding(self.config.vocab_size, self.config.hidden_size, self.config.pad_token_id)}
+
+    def build_norm(self) -> nn.Module:
+        """An RMSNorm of the family's own class."""
+        return self.norm_class(self.config.hidden_size, eps=self.config.rms_norm_eps)
+
+    def build_rotary(self) -> nn.Module:
+        """The module that gives cosines and sines of positions."""
+        return self.rotary_class(self.config)
+
+    def embed(self, body: nn.Module, tokens_BT: Tensor) -> Tensor:
+        """Token ids (int64) to hidden_BTD."""
+        hidden_BTD: Tensor = body.get_submodule("embed_tokens")(tokens_BT)
+        return hidden_BTD
+
+    def layer_arguments(self, kind: str, rotary: nn.Module | None, hidden_BTD: Tensor) -> dict[str, Any]:
+        """Positions and mask of the layers of one kind."""
+        assert rotary is not None
+        position_ids_1T = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device).unsqueeze(0)
+        return {
+            "position_embeddings": self.rotate(kind, rotary, hidden_BTD, position_ids_1T),
+            "attention_mask": self._mask(kind, hidden_BTD),
+        }
+
+    def rotate(
+        self, kind: str, rotary: nn.Module, hidden_BTD: Tensor, position_ids_1T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions, in layers of one kind."""
+        cosines_1TD, sines_1TD = rotary(hidden_BTD, position_ids=position_ids_1T)
+        return cosines_1TD, sines_1TD
+
+    def _mask(self, kind: str, hidden_BTD: Tensor) -> Tensor | None:
+        """Added to attention in the layers of one kind; None where they see all tokens before and need no mask."""
+        create = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+        mask_11TT = create(config=self.config, inputs_embeds=hidden_BTD[:1], attention_mask=None, past_key_values=None)
+        assert mask_11TT is None or isinstance(mask_11TT, Tensor), "only flex attention has other masks"
+        if mask_11TT is None or mask_11TT.dtype != torch.bool:
+            return mask_11TT
+        # In the type that attention computes in: else each layer would make and keep a copy of its own.
+        device = hidden_BTD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
+        return torch.zeros_like(mask_11TT, dtype=dtype).masked_fill_(~mask_11TT, -torch.inf)
+
+    def layer_activation_bytes(self, index: int, sequence_length: int, half: bool) -> float:
+        """Bytes per token that a layer keeps for its backward pass.
+
+        Of each normalisation its input, the normalised values and its output; query and result; keys and values; the
+        gate before and after its activation function, what it multiplies, and the product.
+        """
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        attention = 2 * self.attention_width + 2 * self.kept_key_width(index, sequence_length)
+        if half:
+            return float(20 * hidden + 2 * attention + 8 * inner)
+        return float(24 * hidden + 4 * attention + 16 * inner)
+
+    def kept_key_width(self, index: int, sequence_length: int) -> int:
+        """Values of a token's keys, as the backward pass finds them: under a mask, copied for each query's head."""
+        masked = self.is_masked(index, sequence_length)
+        width: int = (self.config.num_attention_heads if masked else self.config.num_key_value_heads) * self.head_dim
+        return width

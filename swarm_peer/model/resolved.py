@@ -1,0 +1,69 @@
+"""A run's manifest together with what follows from it: its hash, its parsed model config and its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.partition import StageSpec, cut_stages
+
+
+@dataclass(frozen=True)
+class ResolvedManifest:
+    """A manifest whose model config is inline, checked and parsed once. Made by `of`.
+
+    Attributes:
+        hash: of the manifest; it rides on every call and every announcement
+        config: the model's transformers config
+        specs: which part of the model each stage holds
+    """
+
+    manifest: RunManifest
+    hash: str
+    config: PretrainedConfig
+    specs: tuple[StageSpec, ...]
+
+    @classmethod
+    def of(cls, manifest: RunManifest) -> ResolvedManifest:
+        """Resolve a manifest as a run publishes it.
+
+        Raises:
+            UserError: the model config is not inline, or see parse_model_config and cut_stages
+        """
+        if not isinstance(manifest.model.config, dict):
+            raise UserError("the run's manifest has no inline model config: its coordinator has to publish one")
+        config = parse_model_config(manifest.model.config)
+        specs = cut_stages(
+            config,
+            manifest.stages.count,
+            manifest.data.sequence_length,
+            manifest.stages.layers,
+            manifest.model.share_layers,
+        )
+        return cls(manifest, manifest.hash, config, specs)
+
+    @property
+    def inline_config(self) -> dict[str, Any]:
+        """The model config as the manifest has it: plain values that `config` was parsed from."""
+        assert isinstance(self.manifest.model.config, dict), "`of` takes no other"
+        return self.manifest.model.config
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the pipeline has, K."""
+        return len(self.specs)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that travel between stages, D."""
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the model knows, V."""
+        return int(self.config.vocab_size)

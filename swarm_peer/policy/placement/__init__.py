@@ -1,0 +1,1 @@
+"""Which stage each peer serves: capacities, the search for moves, and when a move pays."""

@@ -1,0 +1,190 @@
+"""Which stage a newcomer serves, and which peers move when the stages are out of balance."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_peer.policy.placement.capacity import Shift, fits, ideal_capacity, serving_capacity, work_per_s
+from swarm_peer.policy.placement.move_search import MovePlan, RebalancingParameters, Situation, best_plan
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """The stage that a newcomer serves, and why."""
+
+    stage: int
+    reason: str
+
+
+def choose_stage(
+    view: SwarmView, stage_costs: Sequence[float], me: str, *, stage_memory_bytes: Sequence[float] = ()
+) -> StageChoice:
+    """The stage where one more peer helps the swarm most: the one with the least capacity.
+
+    Peers may choose at the same time. Each of them places all undecided peers, in the order of their ids, on top of the
+    peers that have a stage. So all come to the same plan, and no two fill the same gap.
+
+    Args:
+        stage_costs: compute of one sample in each stage, in any one unit
+        me: this peer's id; it need not be in the view
+        stage_memory_bytes: memory that each stage takes. Only stages that fit are chosen; if none fits, the smallest.
+    """
+    stages = range(view.num_stages)
+    others = [peer for peer in view.peers if peer.peer_id != me]
+    myself = view.peer(me) or PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING)
+    work = work_per_s(others, stage_costs)
+    capacity = [0.0] * view.num_stages  # samples/s that each stage can take
+    num_peers = [0] * view.num_stages
+    for peer in others:
+        if peer.stage != UNDECIDED and peer.state is not PeerState.DRAINING:
+            capacity[peer.stage] += work[peer.peer_id] / stage_costs[peer.stage]
+            num_peers[peer.stage] += 1
+
+    undecided = [peer for peer in others if peer.stage == UNDECIDED]
+    for peer in sorted([*undecided, myself], key=lambda peer: peer.peer_id):
+        fitting = [k for k in stages if fits(peer, k, stage_memory_bytes)]
+        smallest = min(stages, key=lambda k: stage_memory_bytes[k]) if not fitting else 0
+        stage = min(fitting or [smallest], key=lambda k: (capacity[k], num_peers[k], k))
+        if peer.peer_id == me:
+            which = "the least capacity" if len(fitting) == len(stages) else "the least capacity of those that fit"
+            is_known = any(other.samples_per_s > 0 for other in others)
+            amount = f"{capacity[stage]:.3g} samples/s" if is_known else "as far as is known before anybody computes"
+            reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {amount}"
+            return StageChoice(stage, reason if fitting else f"none fits; stage {stage} takes the least memory")
+        capacity[stage] += work[peer.peer_id] / stage_costs[stage]
+        num_peers[stage] += 1
+    raise AssertionError("unreachable: this peer is among the undecided")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One peer's change from one stage to another."""
+
+    peer_id: str
+    from_stage: int
+    to_stage: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalancing:
+    """A decision: moves to make now, all at once, or none.
+
+    Attributes:
+        promised: the capacity of the slowest stage after the moves, as a share of the ideal
+        again_s: when to decide again, even if nothing has changed by then
+    """
+
+    moves: tuple[Move, ...]
+    reason: str
+    promised: float = 0.0
+    again_s: float = math.inf
+
+
+class ExchangePatience:
+    """Holds an exchange of peers back until it has seemed worthwhile for some time.
+
+    After an exchange each stage has as many peers as before, so the gain depends on measured speeds alone. On shared
+    machines these drift for minutes.
+    """
+
+    def __init__(self) -> None:
+        self._exchange: frozenset[tuple[str, int]] = frozenset()  # the one that waits: peers and their new stages
+        self._due_s = math.inf
+
+    def check(self, decision: Rebalancing, patience_s: float, now_s: float) -> Rebalancing:
+        """The decision, unless it is an exchange that has to wait."""
+        leaving = Counter(move.from_stage for move in decision.moves)
+        coming = Counter(move.to_stage for move in decision.moves)
+        exchange = frozenset((move.peer_id, move.to_stage) for move in decision.moves if leaving == coming)
+        if exchange != self._exchange:
+            self._exchange, self._due_s = exchange, now_s + patience_s
+        if not exchange or now_s >= self._due_s:
+            return decision
+        reason = f"an exchange may pay: it is made if it still does in a while; {decision.reason}"
+        return Rebalancing((), reason, again_s=self._due_s)
+
+
+def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> Rebalancing:
+    """The moves with which the swarm computes the most samples from now on.
+
+    A mover computes nothing while it downloads its new state, and the gain from its move lasts only for some time
+    (`horizon_s`). A move is made if it gains more than it costs. Peers that are joining count from their expected
+    arrival on. At any time at most one peer moves away from each stage and at most one moves to it, and `min_replicas`
+    go on serving it.
+
+    Call it whenever something has changed. It takes little time if the stages are in balance.
+    """
+    costs = params.stage_costs
+    work = work_per_s(view.peers, costs)
+    now = serving_capacity(view, work, costs)
+    arrivals, leaving_s, coming_s = [], [0.0] * view.num_stages, [0.0] * view.num_stages
+    for peer in view.peers:
+        if peer.state is PeerState.JOINING and peer.stage != UNDECIDED:
+            elapsed_s = 0.0 if peer.since_s is None else max(0.0, now_s - peer.since_s)
+            # A peer that is late may arrive at any time.
+            remaining_s = max(params.move_s(peer, peer.stage) - elapsed_s, 1.0)
+            arrivals.append(Shift(remaining_s, peer.stage, work[peer.peer_id] / costs[peer.stage]))
+            if peer.moved_from != UNDECIDED:
+                leaving_s[peer.moved_from] = max(leaving_s[peer.moved_from], remaining_s)
+                coming_s[peer.stage] = max(coming_s[peer.stage], remaining_s)
+    planned = list(now)
+    for shift in arrivals:
+        planned[shift.stage] += shift.samples_per_s
+
+    ideal, least = ideal_capacity(planned, costs), min(planned)
+    if ideal - least <= params.least_gain * ideal:
+        return Rebalancing((), f"in balance: the least stage will take {least:.3g} of at most {ideal:.3g} samples/s")
+
+    num_serving = [0] * view.num_stages
+    for peer in view.peers:
+        if peer.state is PeerState.SERVING:
+            num_serving[peer.stage] += 1
+    movers = [peer for peer in view.peers if peer.movable and peer.state is PeerState.SERVING]
+    situation = Situation(
+        now=now,
+        planned=planned,
+        arrivals=arrivals,
+        ideal=ideal,
+        leaving_s=leaving_s,
+        coming_s=coming_s,
+        num_serving=num_serving,
+        movers=movers,
+        work=[work[peer.peer_id] for peer in movers],
+    )
+    plan, rest = best_plan(situation, params)
+    return _announced(plan, rest, situation)
+
+
+def _announced(plan: MovePlan, rest: MovePlan, situation: Situation) -> Rebalancing:
+    least, after = min(rest.capacity), min(plan.capacity)
+    if not plan.moves:
+        return Rebalancing(
+            (),
+            f"no move pays: the least stage will take {least:.3g} samples/s, {situation.ideal:.3g} would be ideal, "
+            f"and a mover does nothing while it downloads",
+        )
+    moves = tuple(
+        Move(
+            move.peer.peer_id,
+            move.peer.stage,
+            move.to_stage,
+            f"stage {move.peer.stage} will take {rest.capacity[move.peer.stage]:.3g} samples/s and stage "
+            f"{move.to_stage} {rest.capacity[move.to_stage]:.3g}; the peer does {move.work_per_s:.3g} work/s and takes "
+            f"{move.arrival_s - move.start_s:.0f} s to move",
+        )
+        for move in plan.moves
+        if move.start_s <= 0
+    )
+    later = len(plan.moves) - len(moves)
+    moves_words = f"{len(plan.moves)} move{'s' * (len(plan.moves) > 1)}"
+    waiting = f"; {later} more wait{'s' * (later == 1)} for movers under way" if later else ""
+    return Rebalancing(
+        moves,
+        f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {moves_words}{waiting}",
+        after / situation.ideal,
+    )

@@ -1,0 +1,71 @@
+"""Which announced speeds are believed, and what replaces those that are not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+
+# No honest peer is this many times faster than the typical one: the ratio of a data centre's GPU to a laptop's.
+OUTLIER = 20.0
+# The run may deliver this many times what a stage announces before the announcements count as wrong: the two are means
+# over different times.
+TOLERANCE = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An announced speed that is not believed.
+
+    Attributes:
+        peer_id: the peer that announces it; empty if it is the speed of a whole stage
+    """
+
+    peer_id: str
+    reason: str
+
+
+def believed(
+    view: SwarmView, stage_costs: Sequence[float], delivered_per_s: float
+) -> tuple[SwarmView, tuple[Finding, ...]]:
+    """The view with believable speeds: outliers are capped, and no stage is slower than what has passed through it.
+
+    The speed of one peer cannot be checked from outside, since others share its stage. But a false speed is bounded:
+    from above by that of the typical peer, from below by the samples that pass through its stage.
+
+    Args:
+        stage_costs: compute of one sample in each stage, in any one unit
+        delivered_per_s: samples of the run whose gradient came back to stage 0; each has passed through every stage
+
+    Returns:
+        the view, and a finding for each speed that was changed
+    """
+    measured = [peer for peer in view.peers if peer.samples_per_s > 0 and peer.stage != UNDECIDED]
+    if not measured:
+        return view, ()
+    limit = OUTLIER * statistics.median_low(peer.samples_per_s * stage_costs[peer.stage] for peer in measured)
+    findings = []
+    speeds = {peer.peer_id: peer.samples_per_s for peer in view.peers}
+    for peer in measured:
+        most = limit / stage_costs[peer.stage]
+        if peer.samples_per_s > most:
+            speeds[peer.peer_id] = most
+            reason = f"announces {peer.samples_per_s:.3g} samples/s; more than {most:.3g} is not believed"
+            findings.append(Finding(peer.peer_id, reason))
+    for stage in range(view.num_stages):
+        announced = sum(speeds[peer.peer_id] for peer in view.in_stage(stage) if peer.state is PeerState.SERVING)
+        if 0 < announced * TOLERANCE < delivered_per_s:
+            reason = f"stage {stage} announces {announced:.3g} samples/s, and {delivered_per_s:.3g} pass through it"
+            findings.append(Finding("", reason))
+            for peer in view.in_stage(stage):
+                scaled = speeds[peer.peer_id] * (delivered_per_s / announced)
+                speeds[peer.peer_id] = min(scaled, limit / stage_costs[stage])
+    return SwarmView(view.num_stages, tuple(_with_speed(peer, speeds[peer.peer_id]) for peer in view.peers)), tuple(
+        findings
+    )
+
+
+def _with_speed(peer: PeerView, samples_per_s: float) -> PeerView:
+    return peer if peer.samples_per_s == samples_per_s else replace(peer, samples_per_s=samples_per_s)

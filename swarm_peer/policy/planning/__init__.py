@@ -1,0 +1,1 @@
+"""How fast a run would be on given peers: the performance model and the planner."""

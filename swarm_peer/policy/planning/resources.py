@@ -1,0 +1,75 @@
+"""The inputs of the performance model: the work of each stage, the groups of peers, and the settings of a step.
+
+These are plain numbers. This module knows neither models nor machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from swarm_peer.policy.stage_memory import StageMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """The work of one stage: the compute, traffic and memory that it takes at each of its peers.
+
+    Attributes:
+        layers: number of transformer layers
+        parameters: number of weights
+        flops: compute of one sample, forward and backward, recomputation included
+        activation_bytes: one sample's activations as sent to the next stage, encoded; 0 for the last stage
+        gradient_bytes: one sample's gradients as sent to the previous stage, encoded; 0 for the first stage
+        averaging_bytes: the gradients of all weights, encoded
+        memory: what it takes of a peer's memory
+    """
+
+    layers: int
+    parameters: int
+    flops: float
+    activation_bytes: float
+    gradient_bytes: float
+    averaging_bytes: float
+    memory: StageMemory
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class PeerGroup:
+    """A number of equal peers.
+
+    Attributes:
+        flops_per_s: the speed that each of them reaches, not that of its data sheet
+        memory_bytes: memory that training may use
+        latency_s: round trip to another peer
+    """
+
+    name: str
+    count: int
+    flops_per_s: float
+    memory_bytes: float = inf
+    upload_bytes_per_s: float = inf
+    download_bytes_per_s: float = inf
+    latency_s: float = 0.0
+    dollars_per_hour: float = 0.0
+    dollars_per_sent_byte: float = 0.0
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """The slower direction of the link."""
+        return min(self.upload_bytes_per_s, self.download_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """The run's settings that determine the time of a step.
+
+    Attributes:
+        max_in_flight: most microbatches that one peer holds at once
+        min_peers: the fewest peers that each stage must have
+    """
+
+    global_batch_size: int
+    microbatch_size: int
+    max_in_flight: int
+    min_peers: int = 1

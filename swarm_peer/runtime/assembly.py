@@ -1,0 +1,218 @@
+"""The composition root of a peer: makes its parts in the order in which they need each other."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from swarm_peer.model.costs import REPLIES_KEPT
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
+from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.data.slices import SliceReader, load_tokenizer, validation_samples
+from swarm_peer.runtime.host.preparation import microbatch_capacity
+from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.gossip import Gossip
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.stage_client import StageClient
+from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state.recovery import Recovery
+from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.step.averaging import GradientAverager
+from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.settlement import StageGroup
+from swarm_peer.runtime.step.step_loop import StepLoop
+
+# Stage 0 bounds itself by its window of microbatches in flight; its admission only counts them.
+UNBOUNDED = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerParts:
+    """The parts of one peer that `Peer` itself works with.
+
+    Attributes:
+        next_stage: None on the last stage
+        launcher: of stage 0 alone
+        dispatcher: answers the calls of other peers
+    """
+
+    replica: StageReplica
+    swarm: SwarmAccess
+    step_loop: StepLoop
+    recovery: Recovery
+    snapshot_keeper: SnapshotKeeper
+    next_stage: StageClient | None
+    launcher: MicrobatchLauncher | None
+    dispatcher: CallDispatcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """Makes the parts of one peer out of these.
+
+    Attributes:
+        first_timeline: where the run began, by word of the run key
+        counted: told of each microbatch that a stage-0 peer counts; for tests
+    """
+
+    context: PeerContext
+    trainer: StageTrainer
+    device_thread: DeviceThread
+    directory: Directory
+    transport: Transport
+    averager: GradientAverager
+    first_timeline: Callable[[], Awaitable[Timeline]]
+    counted: CountedHook | None = None
+
+    def assemble(self) -> PeerParts:
+        """Make all parts. None of them does anything before it is run."""
+        context, directory, spec = self.context, self.directory, self.trainer.spec
+        progress = ProgressBook(
+            context=context, is_author=directory.is_author, on_stranger=lambda _: directory.look_soon()
+        )
+        replica, next_stage = self._make_replica(progress)
+        group = StageGroup(
+            context=context,
+            stage=spec.index,
+            transport=self.transport,
+            averager=self.averager,
+            progress=progress,
+            view=lambda: directory.view,
+        )
+        leases = self._make_leases(progress) if spec.is_first else None
+        swarm = self._make_swarm_access(progress, group, leases)
+        state_server = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        handover = GradientHandover(context=context, replica=replica, swarm=swarm)
+        step_loop = StepLoop(
+            context=context,
+            replica=replica,
+            swarm=swarm,
+            group=group,
+            state_server=state_server,
+            handover=handover,
+            leases=leases,
+        )
+        recovery = Recovery(
+            context=context,
+            stage=spec.index,
+            transport=self.transport,
+            snapshots=state_server,
+            view=lambda: directory.view,
+            look=directory.refresh_surely,
+            first_timeline=self.first_timeline,
+            unreached=directory.unreached,
+        )
+        snapshot_keeper = SnapshotKeeper(
+            context=context,
+            stage=spec.index,
+            transport=self.transport,
+            state_server=state_server,
+            view=lambda: directory.view,
+        )
+        server = StageServer(context=context, replica=replica, progress=progress)
+        calls = server.calls | group.calls | state_server.calls | swarm.gossip.calls | handover.calls | step_loop.calls
+        if leases is not None:
+            calls |= leases.calls
+        return PeerParts(
+            replica=replica,
+            swarm=swarm,
+            step_loop=step_loop,
+            recovery=recovery,
+            snapshot_keeper=snapshot_keeper,
+            next_stage=next_stage,
+            launcher=None if leases is None else self._make_launcher(replica, swarm, leases, step_loop),
+            dispatcher=CallDispatcher(manifest_hash=context.resolved.hash, stage=spec.index, calls=calls),
+        )
+
+    def _make_replica(self, progress: ProgressBook) -> tuple[StageReplica, StageClient | None]:
+        context, spec, manifest = self.context, self.trainer.spec, self.context.resolved.manifest
+        capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
+        next_stage = None
+        if not spec.is_last:
+            next_stage = StageClient(
+                context=context,
+                stage=spec.index + 1,
+                transport=self.transport,
+                progress=progress,
+                view=lambda: self.directory.view,
+            )
+        executor = StageExecutor(
+            context=context,
+            trainer=self.trainer,
+            device_thread=self.device_thread,
+            next_stage=next_stage,
+            replies_kept=REPLIES_KEPT * manifest.limits.max_in_flight,
+        )
+        admission = RoundAdmission(capacity=UNBOUNDED if spec.is_first else capacity, changed=context.changed)
+        replica = StageReplica(
+            trainer=self.trainer, device_thread=self.device_thread, admission=admission, executor=executor
+        )
+        return replica, next_stage
+
+    def _make_leases(self, progress: ProgressBook) -> SliceLeases:
+        context = self.context
+        reader = SliceReader(manifest=context.resolved.manifest, cache_dir=context.options.cache_dir)
+        return SliceLeases(
+            context=context,
+            reader=reader,
+            pool=SamplePool(context=context, reader=reader),
+            transport=self.transport,
+            progress=progress,
+            view=lambda: self.directory.view,
+        )
+
+    def _make_swarm_access(self, progress: ProgressBook, group: StageGroup, leases: SliceLeases | None) -> SwarmAccess:
+        directory = self.directory
+
+        def welcome(peer_id: str) -> None:
+            group.welcome(peer_id)
+            if leases is not None:
+                leases.welcome(peer_id)
+
+        def dismiss(peer_id: str, serial: int) -> None:
+            directory.drop(peer_id, serial)
+            if leases is not None:
+                leases.forget(peer_id)
+
+        gossip = Gossip(
+            manifest_hash=self.context.resolved.hash,
+            transport=self.transport,
+            progress=progress,
+            welcome=welcome,
+            drop=dismiss,
+        )
+        return SwarmAccess(
+            transport=self.transport,
+            progress=progress,
+            gossip=gossip,
+            view=lambda: directory.view,
+            look=directory.refresh_surely,
+        )
+
+    def _make_launcher(
+        self, replica: StageReplica, swarm: SwarmAccess, leases: SliceLeases, step_loop: StepLoop
+    ) -> MicrobatchLauncher:
+        context, cache_dir = self.context, self.context.options.cache_dir
+        manifest = context.resolved.manifest
+        load_tokenizer(manifest.data, context.resolved.vocab_size, cache_dir)  # complains early
+        return MicrobatchLauncher(
+            context=context,
+            replica=replica,
+            swarm=swarm,
+            leases=leases,
+            validation=validation_samples(manifest, manifest.training.validation_samples, cache_dir),
+            timeline=lambda: step_loop.timeline,
+            counted=self.counted,
+        )

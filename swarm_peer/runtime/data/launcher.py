@@ -1,0 +1,305 @@
+"""The launcher of stage 0: draws samples, keeps microbatches in flight, and counts those whose gradient came back."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm_peer.errors import CallError, RoundClosed
+from swarm_peer.policy.data.ranges import MAX_RANGES, SampleId
+from swarm_peer.policy.in_flight_window import InFlightWindow
+from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.stage_client import Microbatch
+from swarm_peer.wire.codecs import encode_tokens
+from swarm_peer.wire.messages import Mode
+from swarm_peer.wire.records import Progress, Validation
+
+log = logging.getLogger(__name__)
+
+# A microbatch that has failed this often, each time after all tries of a hop, is dropped: it must be itself to blame.
+MAX_LAUNCHES = 20
+# Pause before a failed microbatch is launched again. The peers of later stages were tried with backoff already.
+RELAUNCH_PAUSE_S = 0.5
+# Pause between exchanges of counts while other peers finish the round.
+IDLE_PAUSE_S = 0.1
+
+
+# Called with each microbatch that has counted: (round, tokens of shape (B, T+1), the names of its samples).
+CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId]], None]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Batch:
+    """Samples that travel together, in as many launches as it takes.
+
+    Attributes:
+        generation: the generation of the leases in which the samples were drawn
+        claimed_round: the round whose global batch has room reserved for the batch
+        id: the same in all launches within a round, so that a peer which has counted the batch recognises it
+    """
+
+    tokens_BS: torch.Tensor
+    samples: tuple[SampleId, ...]
+    generation: int
+    claimed_round: int | None = None
+    id: bytes = b""
+    launches: int = 0
+
+
+class MicrobatchLauncher:
+    """Launches the microbatches of one stage-0 peer and counts them. Belongs to the event loop's thread.
+
+    Attributes:
+        current: this peer's newest progress count
+        validations: this peer's shares of the last validation losses
+        stopping: whether `stop` has been called
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        leases: SliceLeases,
+        validation: npt.NDArray[np.int32],
+        replica: StageReplica,
+        swarm: SwarmAccess,
+        timeline: Callable[[], Timeline],
+        counted: CountedHook | None = None,
+    ):
+        """Make a launcher that has launched nothing.
+
+        Args:
+            validation: held-out samples, int32 of shape (N, T+1)
+            timeline: returns the timeline that this peer is on now
+            counted: called with each microbatch that has counted; for tests
+        """
+        manifest = context.resolved.manifest
+        self._context = context
+        self._manifest = manifest
+        self._me = context.identity.peer_id
+        self._leases = leases
+        self._validation = validation
+        self._executor = replica.executor
+        self._admission = replica.admission
+        self._progress = swarm.progress
+        self._gossip = swarm.gossip
+        self._view = swarm.view
+        self._metrics = context.metrics
+        self._changed = context.changed
+        self._timeline = timeline
+        self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
+        self._counted_hook = counted
+        self._window = InFlightWindow(manifest.limits.max_in_flight)
+        context.metrics.window.set(self._window.size())
+        self._waiting: list[_Batch] = []  # to be launched again
+        self._vacated: list[int] = []  # the round of each reserved place whose batch was dropped
+        self._in_flight = 0
+        self._validated_round = -1
+        self.current = Progress(round_number=0, samples=0, claimed=0, loss_sum=0.0)
+        self.validations: deque[Validation] = deque(maxlen=8)
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Launch no more microbatches. `run` returns when those in flight have finished."""
+        self.stopping = True
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Launch microbatches until `stop`."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._leases.run)
+            tasks.start_soon(self._tell_when_idle)
+            while True:
+                await self._changed.wait_for(lambda: self.stopping or self._may_launch())
+                if self.stopping:
+                    break
+                round_number = self._admission.round_number
+                if self._validation_is_due(round_number):
+                    self._validated_round = round_number
+                    await self._validate(round_number)
+                    continue
+                batch = self._take_waiting(round_number) if self._waiting else await self._draw()
+                if batch.generation != self._leases.generation:
+                    continue  # other peers may read these slices now, and read again the samples that have not counted
+                if round_number != self._admission.round_number:  # the round ended while samples were read
+                    self._waiting.append(batch)
+                    continue
+                self._claim(batch, round_number)
+                self._in_flight += 1
+                self._metrics.in_flight.set(self._in_flight)
+                tasks.start_soon(self._train, batch, round_number)
+            await self._changed.wait_for(lambda: self._in_flight == 0)
+            tasks.cancel_scope.cancel()
+
+    async def _tell_when_idle(self) -> None:
+        """Exchange counts within stage 0 at the end of a round, when no more microbatches carry them."""
+
+        def is_idle() -> bool:
+            round_number = self._admission.round_number
+            wants_more = self._wants_samples(round_number)
+            return self._admission.is_open and wants_more and self._in_flight == 0 and not self._may_launch()
+
+        while True:
+            await self._changed.wait_for(is_idle)
+            await self._gossip.tell(peer.peer_id for peer in self._view().serving(0))
+            await anyio.sleep(IDLE_PAUSE_S)
+            self._changed.notify()  # some peer may have lost its share by its silence meanwhile
+
+    def _may_launch(self) -> bool:
+        """Whether there is a microbatch to launch, or a validation to compute, in the present round."""
+        round_number = self._admission.round_number
+        if not self._admission.is_open:
+            return False
+        if round_number == 0 and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
+            return False
+        if self._validation_is_due(round_number):
+            return True
+        if not self._wants_samples(round_number) or self._in_flight >= self._window.size():
+            return False
+        if round_number in self._vacated or any(batch.claimed_round == round_number for batch in self._waiting):
+            return True
+        live = self._progress.active((peer.peer_id for peer in self._view().serving(0)), 2 * self._timeout_s)
+        return self._progress.counter.may_claim(round_number, self._me, live, self._manifest.training.microbatch_size)
+
+    def _wants_samples(self, round_number: int) -> bool:
+        """Whether the run trains in this round, and its global batch is not full yet."""
+        trains = self._optimizer_step(round_number) < self._manifest.training.steps
+        return trains and not self._progress.counter.is_full(round_number)
+
+    def _take_waiting(self, round_number: int) -> _Batch:
+        """Take a waiting batch, first those with a place in this global batch: others may have to wait for one."""
+        batch = next((batch for batch in self._waiting if batch.claimed_round == round_number), self._waiting[0])
+        self._waiting.remove(batch)
+        return batch
+
+    async def _draw(self) -> _Batch:
+        samples = await self._leases.draw(self._manifest.training.microbatch_size)
+        # The generation is read after the wait. With an older one these samples would be discarded, and no peer would
+        # read them again.
+        generation = self._leases.generation
+        tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+        return _Batch(tokens_BS=tokens_BS, samples=tuple(sample.id for sample in samples), generation=generation)
+
+    def _claim(self, batch: _Batch, round_number: int) -> None:
+        """Give a batch a place in the global batch of the round, unless it has one already."""
+        batch.launches += 1
+        if batch.claimed_round != round_number:
+            batch.claimed_round = round_number
+            batch.id = self._context.random.token(16)
+            if round_number in self._vacated:
+                self._vacated.remove(round_number)
+            else:
+                self._count(round_number, claimed=len(batch.tokens_BS))
+
+    def _count(
+        self, round_number: int, samples: Sequence[SampleId] = (), claimed: int = 0, loss_sum: float = 0.0
+    ) -> None:
+        own = self._progress.counter.count_of(round_number, self._me)
+        ranges = self._leases.note_counted(samples, own)
+        if len(ranges) > MAX_RANGES:
+            log.error("samples_not_recorded ranges=%d reason=at most %d fit into one count", len(ranges), MAX_RANGES)
+            ranges = ranges[:MAX_RANGES]
+        grown = RoundCount(own.samples + len(samples), own.claimed + claimed, own.loss_sum + loss_sum, ranges)
+        self.current = self._progress.count_own(round_number, grown)
+
+    async def _train(self, batch: _Batch, round_number: int) -> None:
+        begin = self._context.clock.monotonic_s()
+        outcome = "counted"
+        try:
+            async with self._admission.enter(round_number):
+                microbatch = _microbatch(batch.id, batch.tokens_BS, round_number, "train")
+                result = await self._executor.run(microbatch, None, anyio.current_time() + self._timeout_s)
+                if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
+                    self._count(round_number, batch.samples, loss_sum=result.loss_sum)
+                    if self._counted_hook is not None:
+                        self._counted_hook(round_number, batch.tokens_BS, batch.samples)
+            seconds = self._context.clock.monotonic_s() - begin
+            self._metrics.round_trip_seconds.observe(seconds)
+            if speed := self._executor.samples_per_s:
+                compute_s = len(batch.tokens_BS) / speed
+                self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
+                self._metrics.window.set(self._window.size())
+        except RoundClosed as error:
+            outcome = "round_closed"
+            self._admission.saw_round(error.round_number or 0)
+            if self._admission.round_number == round_number and not self._progress.counter.is_full(round_number):
+                # Some peer knows of counts that this one has not heard of. Perhaps their author died after telling it.
+                await self._gossip.tell(peer.peer_id for peer in self._view().serving(1))
+                await anyio.sleep(RELAUNCH_PAUSE_S)
+            self._waiting.append(batch)
+        except CallError as error:
+            outcome = error.code
+            await self._launch_again(batch, round_number, error)
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.set(self._in_flight)
+            self._metrics.microbatches.labels("train", outcome).inc()
+            self._changed.notify()
+
+    async def _launch_again(self, batch: _Batch, round_number: int, error: CallError) -> None:
+        """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
+        log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
+        if batch.launches >= MAX_LAUNCHES:
+            self._metrics.lost_samples.inc(len(batch.tokens_BS))
+            log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
+            if batch.generation == self._leases.generation:
+                self._leases.give_up(batch.samples)
+            # Another batch takes its place. Otherwise the global batch would never be full.
+            self._vacated = [*(known for known in self._vacated if known >= round_number), round_number]
+            return
+        await anyio.sleep(RELAUNCH_PAUSE_S)
+        self._waiting.append(batch)
+
+    def _optimizer_step(self, round_number: int) -> int:
+        return self._timeline().optimizer_step_at(round_number)
+
+    def _validation_is_due(self, round_number: int) -> bool:
+        every, optimizer_step = self._manifest.training.validation_every, self._optimizer_step(round_number)
+        at_end = optimizer_step == self._manifest.training.steps
+        return bool(every) and round_number > self._validated_round and (optimizer_step % every == 0 or at_end)
+
+    async def _validate(self, round_number: int) -> None:
+        """Compute this peer's share of the validation loss, before its training microbatches of the round."""
+        peers = sorted({peer.peer_id for peer in self._view().serving(0)} | {self._me})
+        share = torch.from_numpy(self._validation[peers.index(self._me) :: len(peers)].copy())
+        losses: list[tuple[int, float]] = []
+        room = anyio.Semaphore(self._manifest.limits.max_in_flight)
+
+        async def evaluate(tokens_BS: torch.Tensor) -> None:
+            try:
+                async with room, self._admission.enter(round_number):
+                    microbatch = _microbatch(self._context.random.token(16), tokens_BS, round_number, "evaluate")
+                    result = await self._executor.run(microbatch, None, anyio.current_time() + self._timeout_s)
+                losses.append((len(tokens_BS), result.loss_sum))
+            except CallError as error:
+                # The round may end before a slow peer has done its share. Then the mean is over fewer samples.
+                self._metrics.microbatches.labels("evaluate", error.code).inc()
+                log.info("validation_incomplete round=%d reason=%s", round_number, error)
+
+        async with anyio.create_task_group() as tasks:
+            # torch.split would make one empty microbatch of an empty share.
+            for tokens_BS in torch.split(share, self._manifest.training.microbatch_size) if len(share) else ():
+                tasks.start_soon(evaluate, tokens_BS)
+        if losses:
+            samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)
+            optimizer_step = self._optimizer_step(round_number)
+            self.validations.append(
+                Validation(round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss_sum=loss_sum)
+            )
+        self._changed.notify()
+
+
+def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, round_number: int, mode: Mode) -> Microbatch:
+    return Microbatch(microbatch_id, round_number, mode, len(tokens_BS), encode_tokens(tokens_BS))

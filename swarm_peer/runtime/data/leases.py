@@ -1,0 +1,374 @@
+"""Stage 0 divides the data among its peers: each leases slices from its stage-mates, and keeps the sample ledger.
+
+policy/data/sample_ledger.py describes the protocol, and why no sample counts twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import anyio
+
+from swarm_peer.errors import CallError, NotServing
+from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, merge_ranges, ranges_of
+from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger, arbiter
+from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.prefetch import Sample, SamplePool
+from swarm_peer.runtime.data.slices import SliceReader
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
+from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
+from swarm_peer.wire.messages import MAX_FACTS, MAX_SLICES_ASKED, Body, LeaseCall, LeaseReply
+
+log = logging.getLogger(__name__)
+
+# Deadline for the answer to a request for leases.
+TIMEOUT_S = 5.0
+# Pause after a request that gave no slice: some stage-mate did not answer, or others wanted the same slices.
+RETRY_S = 0.5
+# In lifetimes of an announcement: the leases of a peer that vanished without a goodbye are respected for this long. It
+# may be alive, and only out of reach of this peer.
+PATIENCE = 2
+# Stage-mates that must say that a pass is over before it is believed, if there are so many.
+PASS_WITNESSES = 2
+
+
+class SliceLeases:
+    """The slices that this stage-0 peer leases, and its sample ledger. Belongs to the event loop's thread.
+
+    Attributes:
+        generation: grows whenever this peer begins anew from a ledger. Samples drawn in an earlier generation must not
+            be used: other peers may read their slices now
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        reader: SliceReader,
+        pool: SamplePool,
+        transport: Transport,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+    ):
+        """Make an object that leases nothing and has no ledger before `begin`.
+
+        Args:
+            reader: the reader that the pool reads with
+        """
+        self._clock = context.clock
+        self._threads = context.threads
+        self._hash = context.resolved.hash
+        self._reader = reader
+        self._pool = pool
+        self._transport = transport
+        self._me = transport.peer_id
+        self._progress = progress
+        self._view = view
+        self._patience_s = PATIENCE * context.resolved.manifest.limits.announcement_s
+        self._metrics = context.metrics
+        self._changed = context.changed
+        self.generation = 0
+        self._ledger: SampleLedger | None = None
+        self._held: set[SliceId] = set()  # the pool reads them, or still has samples of them
+        self._contested: set[SliceId] = set()  # held slices of which another peer counts samples, too
+        self._asking: set[SliceId] = set()  # slices that this peer is asking stage-mates for
+        self._drawn: set[SampleId] = set()  # samples in flight, which have not counted yet
+        self._given_up: list[SampleId] = []  # to be added to the next count
+        self._told: tuple[WindowRange, ...] = ()  # facts from stage-mates, not in the ledger yet
+        self._began = 0  # the round that this generation began in
+        self._timeline_first_round = 0
+        self._ended = -1  # the newest round whose counts are in the ledger
+        self._passes: dict[str, int] = {}  # the pass that each stage-mate last said it is in
+        self._seen: dict[str, float] = {}  # when each stage-mate was last known to be present
+        progress.add_listener(self._heard)
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        """The handler of stage-mates' requests for leases."""
+        return {LeaseCall: self.handle_lease}
+
+    # --- the ledger
+
+    async def begin(self, round_number: int, timeline: Timeline, data: bytes) -> None:
+        """Begin anew from the ledger of a state, without leases.
+
+        Args:
+            round_number: the round that the state begins
+            timeline: the timeline that the state belongs to
+            data: the encoded ledger; empty if nothing has counted yet
+
+        Raises:
+            UserError: the training data cannot be read
+            InvalidMessage: `data` is no ledger, or a ledger of other training data
+        """
+        num_slices = await self._threads.run(self._reader.num_slices, abandon_on_cancel=True)
+        ledger = SampleLedger(num_slices)
+        if data:
+            ledger = await self._threads.run(decode_ledger, data, num_slices)
+        for slice_id in self._held:
+            self._pool.drop(slice_id)
+        self._held.clear()
+        self._contested.clear()
+        self._drawn.clear()
+        self._given_up.clear()
+        self._pool.take_ends()
+        self._told = ()
+        self._passes.clear()
+        self._ledger = ledger
+        self._began, self._ended = round_number, round_number - 1
+        self._timeline_first_round = timeline.first_round
+        self.generation += 1
+        self._changed.notify()
+
+    def end_round(self, round_number: int) -> bytes:
+        """Add the samples that all peers have counted in a round to the ledger. Returns the encoded ledger."""
+        ledger = self._known()
+        counts = self._progress.counter.counts(round_number)
+        repeated = sum(ledger.add(self._credible(author, count.ranges)) for author, count in counts)
+        self._note_repeated(round_number, repeated)
+        ledger.add(self._told)
+        self._told = ()
+        self._ended = round_number
+        for slice_id in [known for known in self._held if ledger.is_finished(known)]:
+            self._let_go(slice_id)
+        return encode_ledger(ledger)
+
+    def _heard(self, round_number: int, author: str, before: RoundCount) -> None:
+        """Take note of a count that another peer has sent."""
+        if self._ledger is None:
+            return
+        ranges = self._progress.counter.count_of(round_number, author).ranges
+        if round_number == self._ended:
+            # One author may send many counts of a round. Each could otherwise have more slices believed empty.
+            news = self._credible(author, ranges, max_empty=0)
+            repeated = self._ledger.add(news) - sum(item.end - item.start for item in before.ranges)
+            if round_number >= self._began:  # otherwise they may have been in the ledger that `begin` was given
+                self._note_repeated(round_number, repeated)
+        if author == self._me:
+            return
+        counted_from = {item.slice_id for item in set(ranges) - set(before.ranges) if item.start < item.end}
+        for slice_id in counted_from & self._held - self._contested:
+            # The author counted before it died, and another peer says so only now; or neither peer knew of the other.
+            log.warning("slice_contested slice=%s author=%s", tuple(slice_id), author)
+            self._contested.add(slice_id)
+            self._pool.drop(slice_id)
+            self._release_contested()
+
+    def _credible(
+        self, author: str, ranges: Iterable[WindowRange], max_empty: int = MAX_UNHELD_EMPTY
+    ) -> Iterable[WindowRange]:
+        """The ranges of a count without the ends of slices that its author cannot know."""
+        return ranges if author == self._me else self._known().credible(author, ranges, self._held, max_empty)
+
+    def _note_repeated(self, round_number: int, num_samples: int) -> None:
+        if num_samples > 0:
+            self._metrics.repeated_samples.inc(num_samples)
+            log.warning("samples_repeated round=%d samples=%d", round_number, num_samples)
+
+    def _known(self) -> SampleLedger:
+        """The ledger. Raises NotServing before there is one."""
+        if self._ledger is None:
+            raise NotServing("this peer has no state yet")
+        return self._ledger
+
+    # --- samples
+
+    async def draw(self, count: int) -> list[Sample]:
+        """Wait for samples to train on, and take them.
+
+        Raises:
+            UserError: the training data cannot be read
+        """
+        samples = await self._pool.next_samples(count)
+        self._drawn.update(sample.id for sample in samples)
+        return samples
+
+    def note_counted(self, samples: Iterable[SampleId], before: RoundCount) -> tuple[WindowRange, ...]:
+        """Note that samples of this peer have counted.
+
+        Args:
+            before: this peer's count of the round so far
+
+        Returns:
+            the ranges of its count from now on: also the samples given up and the ends of slices found meanwhile
+        """
+        counted = [*samples, *self._given_up]
+        self._given_up.clear()
+        self._drawn.difference_update(counted)
+        self._release_contested()
+        return merge_ranges([*before.ranges, *ranges_of(counted), *self._pool.take_ends()])
+
+    def give_up(self, samples: Iterable[SampleId]) -> None:
+        """Let samples that no peer trains on pass for counted. Otherwise their slices would never be finished."""
+        self._given_up += samples
+
+    # --- leases
+
+    async def run(self) -> None:
+        """Lease slices as the pool needs them, until cancelled."""
+        self._pool.start()
+        try:
+            while True:
+                await self._changed.wait_for(lambda: self._ledger is not None and self._pool.wants_leases > 0)
+                if not await self._lease():
+                    await anyio.sleep(RETRY_S)
+        finally:
+            self._pool.stop()
+
+    def forget(self, peer_id: str) -> None:
+        """Free the slices of a stage-mate that has said goodbye."""
+        self._seen.pop(peer_id, None)
+        if self._ledger is not None:
+            self._ledger.release(peer_id)
+
+    async def _lease(self) -> bool:
+        """Ask stage-mates for slices. Returns whether this peer got any."""
+        ledger, generation = self._known(), self.generation
+        self._note_present()
+        count = min(self._pool.wants_leases, MAX_SLICES_ASKED)
+        wanted = ledger.wanted(self._me, count, self._live(), run_ahead=self._pool.is_read_out)
+        mates = set(self._present())
+        first = arbiter({*mates, self._me}) if wanted else self._me
+        self._asking = set(wanted)
+        try:
+            if first != self._me:
+                wanted = await self._ask({first}, wanted)
+            live = self._live()
+            asked = [slice_id for slice_id in wanted if ledger.grant(slice_id, self._me, live).granted]
+            kept = await self._ask(mates - {first}, asked) if asked else []
+        finally:
+            self._asking = set()
+        if generation != self.generation:
+            return False
+        ledger.release(self._me, set(asked) - set(kept))
+        pending = [
+            *self._progress.counter.ranges_from(self._progress.round_number),
+            *self._told,
+            *ranges_of(self._drawn),
+        ]
+        for slice_id in kept:
+            self._held.add(slice_id)
+            self._pool.add_lease(slice_id, ledger.uncounted(slice_id, pending))
+        return bool(kept)
+
+    async def _ask(self, mates: Collection[str], wanted: Sequence[SliceId]) -> list[SliceId]:
+        """Ask stage-mates for slices. Returns the slices that none of them refuses."""
+        ledger, refused = self._known(), set[SliceId]()
+
+        async def ask(peer_id: str) -> None:
+            call = LeaseCall(
+                manifest=self._hash,
+                timeline_first_round=self._timeline_first_round,
+                slices=tuple(wanted),
+                believed=tuple(ledger.leases(peer_id)[:MAX_FACTS]),
+                counts=self._progress.signed_counts(),
+            )
+            try:
+                reply = await self._transport.call(peer_id, call, timeout_s=TIMEOUT_S)
+                answer = check_body(LeaseReply, reply.body)
+                self._progress.merge(answer.counts, vouched=True)
+            except CallError as error:
+                log.info("lease_not_answered peer=%s reason=%s: %s", peer_id, error.code, error)
+                refused.update(wanted)
+                return
+            self._note_present()
+            self._note_pass(ledger, peer_id, answer.current_pass)
+            ledger.release(peer_id, answer.corrections)
+            for slice_id, owner in answer.refused:
+                refused.add(slice_id)
+                if owner is not None and owner != self._me and owner in self._live():
+                    ledger.note_lease(slice_id, owner)
+            if ledger is self._ledger:
+                self._told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
+
+        async with anyio.create_task_group() as tasks:
+            for peer_id in sorted(mates):
+                tasks.start_soon(ask, peer_id)
+        return [slice_id for slice_id in wanted if slice_id not in refused]
+
+    def _note_pass(self, ledger: SampleLedger, peer_id: str, current_pass: int) -> None:
+        """Note the pass that a stage-mate is in. It may have heard earlier than this peer that a pass is over.
+
+        If there are several stage-mates, PASS_WITNESSES of them must be ahead before this peer begins the next pass.
+        """
+        self._passes[peer_id] = current_pass
+        mates = self._present()
+        ahead = [mate for mate in mates if self._passes.get(mate, 0) > ledger.current_pass]
+        if ahead and len(ahead) >= min(PASS_WITNESSES, len(mates)):
+            ledger.begin_pass(ledger.current_pass + 1)  # this peer cannot have missed the end of more than one
+            self._passes = {mate: self._passes[mate] for mate in ahead}
+
+    async def handle_lease(self, caller: str, call: LeaseCall, tensors: Sequence[memoryview]) -> Reply:
+        """Grant or refuse slices to a stage-mate, and tell it the facts about them.
+
+        Raises:
+            NotServing: this peer has no ledger yet, is on another timeline, or does not know the caller as a stage-mate
+        """
+        ledger = self._known()
+        if call.timeline_first_round != self._timeline_first_round:
+            raise NotServing(
+                f"this peer is on the timeline that begins with round {self._timeline_first_round}, in which other "
+                f"samples have counted"
+            )
+        self._note_present()
+        if caller not in self._live():
+            raise NotServing("only peers of stage 0 read the data, and this one does not know the caller")
+        self._seen[caller] = self._clock.monotonic_s()
+        self._progress.merge(call.counts, vouched=True)
+        live, refused, facts = self._live(), [], list[WindowRange]()
+        for slice_id in dict.fromkeys(call.slices):
+            known = merge_ranges(
+                [*ledger.counted(slice_id), *(item for item in self._told if item.slice_id == slice_id)]
+            )
+            has_room = len(facts) + len(known) <= MAX_FACTS
+            grant = ledger.grant(slice_id, caller, live) if has_room else None
+            if grant is None or not grant.granted:
+                refused.append((slice_id, None if grant is None else grant.owner))
+            facts += known if has_room else ()
+        reply = LeaseReply(
+            refused=tuple(refused),
+            facts=tuple(facts),
+            current_pass=ledger.current_pass,
+            corrections=tuple(ledger.corrections(self._me, set(call.believed) - self._asking)),
+            counts=self._progress.signed_counts(),
+        )
+        return Reply(reply.model_dump())
+
+    def welcome(self, peer_id: str) -> None:
+        """Note a stage-mate that has greeted this peer. Its announcement may not have been seen yet."""
+        self._seen[peer_id] = self._clock.monotonic_s()
+
+    def _present(self) -> list[str]:
+        """The stage-mates in view that may be reading."""
+        reading = (PeerState.SERVING, PeerState.DRAINING)
+        peers = [peer.peer_id for peer in self._view().in_stage(0) if peer.state in reading]
+        return [peer_id for peer_id in peers if peer_id != self._me]
+
+    def _live(self) -> set[str]:
+        """The peers whose leases are respected: this one, and the stage-mates that were seen a short time ago."""
+        oldest = self._clock.monotonic_s() - self._patience_s
+        return {self._me, *self._present(), *(peer_id for peer_id, at in self._seen.items() if at >= oldest)}
+
+    def _note_present(self) -> None:
+        """Remember which stage-mates are in view now, and forget those last seen too long ago."""
+        now = self._clock.monotonic_s()
+        self._seen.update((peer_id, now) for peer_id in self._present())
+        self._seen = {peer_id: at for peer_id, at in self._seen.items() if now - at <= self._patience_s}
+
+    def _let_go(self, slice_id: SliceId) -> None:
+        """Stop reading a slice."""
+        self._pool.drop(slice_id)
+        self._held.discard(slice_id)
+        self._contested.discard(slice_id)
+
+    def _release_contested(self) -> None:
+        """Give up the leases of contested slices of which no sample is in flight any more."""
+        busy = {sample.slice_id for sample in self._drawn}
+        for slice_id in self._contested - busy:
+            self._let_go(slice_id)
+            self._known().release(self._me, [slice_id])

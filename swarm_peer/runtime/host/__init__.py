@@ -1,0 +1,1 @@
+"""The machine a peer runs on: processes, preemption, metrics, folders and devices."""

@@ -1,0 +1,74 @@
+"""The metrics of a peer, for Prometheus. Labels have few values: no peer id is among them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from swarm_peer import __version__
+from swarm_peer.errors import UserError
+
+# From a small model's millisecond to a large one's minute.
+SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+
+class PeerMetrics:
+    """All metrics of one peer. Each instance has a registry of its own, so that tests can have many."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"swarm_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"swarm_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"swarm_{name}", text, labels, registry=registry, buckets=SECONDS_BUCKETS)
+
+        self.microbatches = counter("microbatches", "Microbatches, by mode and outcome", "mode", "outcome")
+        self.forward_seconds = histogram("forward_duration_seconds", "Forward pass of one microbatch on the device")
+        self.backward_seconds = histogram("backward_duration_seconds", "Backward pass of one microbatch on the device")
+        self.device_busy_seconds = counter("device_busy_seconds", "Time in which the compute thread has computed")
+        self.sent_bytes = counter("sent_bytes", "Bytes sent to peers in calls and replies")
+        self.received_bytes = counter("received_bytes", "Bytes received from peers in calls and replies")
+        self.queue = gauge("queue_microbatches", "Jobs that wait for the compute thread")
+        self.in_flight = gauge("in_flight_microbatches", "Microbatches that this peer holds")
+        self.window = gauge("in_flight_window_microbatches", "Microbatches that stage 0 may keep in flight")
+        self.round_trip_seconds = histogram("round_trip_duration_seconds", "From sending activations to the gradient")
+        self.retries = counter("retries", "Tries of a hop that failed", "cause")
+        self.duplicates = counter("duplicate_microbatches", "Microbatches that arrived again", "outcome")
+        self.repeated_samples = counter(
+            "repeated_samples", "Samples that counted a second time in one pass of the data"
+        )
+        self.lost_samples = counter("lost_samples", "Samples whose gradient was accumulated and did not count")
+        self.invalid_messages = counter("invalid_messages", "Messages that arrived and were refused", "part")
+        self.lost_replies = counter("lost_replies", "Replies that their callers did not take")
+        self.handler_defects = counter("handler_defects", "Calls whose handlers failed by a defect of this program")
+        self.averaging_rounds = counter("averaging_rounds", "Averaging rounds with stage-mates", "outcome")
+        self.averaging_seconds = histogram("averaging_duration_seconds", "One averaging round, matchmaking included")
+        self.resyncs = counter("resyncs", "Times that the state was downloaded from stage-mates", "cause")
+        self.rewinds = counter("rewinds", "Times that the run went back because a stage had lost all its peers")
+        self.optimizer_step = gauge("optimizer_step", "Optimizer steps in this peer's weights")
+        self.stage = gauge("stage", "Pipeline stage that this peer serves")
+        self.loss = gauge("loss", "Training loss of the last optimizer step, nats per token")
+        self.samples_per_s = gauge("announced_samples_per_second", "Throughput that this peer announces")
+        self.dht_failures = counter("dht_failures", "DHT requests that failed or took too long", "request")
+        self.notice_failures = counter("notice_failures", "Requests for a spot notice without an answer")
+        self.event_loop_lag_seconds = gauge("event_loop_lag_seconds", "How late the event loop has recently woken up")
+        gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
+
+
+def serve_metrics(registry: CollectorRegistry, port: int) -> int:
+    """Serve a registry over HTTP and return the port.
+
+    Raises:
+        UserError: the port is taken
+    """
+    try:
+        server, _ = start_http_server(port, registry=registry)
+    except OSError as error:
+        raise UserError(
+            f"cannot serve metrics on port {port}: {error.strerror}; name another --metrics-port, or 0 for a free one"
+        ) from error
+    return int(server.server_port)

@@ -1,0 +1,334 @@
+"""Signed records in hivemind's DHT: its process, the deadlines of requests, and the check before a record is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anyio
+from hivemind.dht import DHT, DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
+from swarm_peer.policy.leadership import Term
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import die_with_parent, prepare_to_fork
+from swarm_peer.wire.identity import Identity, is_peer_id
+from swarm_peer.wire.records import (
+    MAX_STORED_BYTES,
+    STORED_KINDS,
+    AnyRecord,
+    CoordinationRecord,
+    Record,
+    coordination_key,
+    open_envelope,
+    seal,
+    unseal,
+)
+
+log = logging.getLogger(__name__)
+
+# If a request takes longer, the DHT process or the network is lost.
+REQUEST_TIMEOUT_S = 10.0
+# The start of libp2p itself takes half a second. To dial an address that does not answer takes all the time there is.
+START_TIMEOUT_S = 15.0
+# If there are several initial peers, those that do not accept a connection in this time are not dialled.
+CONNECT_TIMEOUT_S = 3.0
+# Addresses that are tried at the same time.
+MOST_CONNECTING = 32
+# libp2p sends this first, unasked.
+GREETING = b"\x13/multistream/1.0.0\n"
+# The longest lifetime of a record is a day; the hour is for clocks that differ.
+LONGEST_LIFETIME_S = 25 * 3600.0
+
+
+class NobodyAnswers(UserError):
+    """None of the initial peers answers."""
+
+
+class SignedRecordValidator(RecordValidatorBase):
+    """Lets a node store nothing but signed records, each under its author's id. Every node runs it.
+
+    Any other value would be in the way of records: a plain value replaces all records of its key, and a record does not
+    replace a value that expires later.
+    """
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the value is a record of a known kind, signed for this place by the author that it stands under."""
+        try:
+            author, envelope = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
+            kind, _, _ = open_envelope(envelope, author, _place(record.key, record.expiration_time))
+        except Exception:  # in hivemind's process any exception would end the request for all records of the key
+            return False
+        lasts_s = record.expiration_time - get_dht_time()
+        return kind in STORED_KINDS and len(envelope) <= MAX_STORED_BYTES and lasts_s <= LONGEST_LIFETIME_S
+
+
+def _place(key: bytes, expiration: float) -> bytes:
+    """The place of a record in the DHT, which its signature covers."""
+    return key + struct.pack(">d", expiration)
+
+
+class _DHTProcess(DHT):
+    """hivemind's DHT process, which shares the memory of this process and dies with it."""
+
+    def start(self) -> None:
+        prepare_to_fork()
+        super().start()
+
+    def run(self) -> None:
+        die_with_parent(self._parent_pid)
+        super().run()
+
+
+class SwarmDHT:
+    """This process's DHT node. Start it in the main thread, before the event loop and before CUDA (it forks)."""
+
+    def __init__(self, *, node: DHT, identity: Identity, metrics: PeerMetrics, addresses: Sequence[str]):
+        self.node = node
+        self.identity = identity
+        self._metrics = metrics
+        self._addresses = list(addresses)
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        initial_peers: Sequence[str],
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str],
+        identity: Identity,
+        identity_path: Path,
+        metrics: PeerMetrics,
+    ) -> SwarmDHT:
+        """Start a node and join the DHT of `initial_peers`, or begin a new one if there are none.
+
+        Raises:
+            UserError: an address is malformed, no initial peer answers, or a port is taken
+        """
+        for address in initial_peers:
+            check_peer_address(address)
+        for address in (*host_maddrs, *announce_maddrs):
+            _check_multiaddress(address)
+        for address in host_maddrs:
+            _check_port_is_free(address)
+        if len(initial_peers) > 1:
+            initial_peers = _listening(initial_peers) or initial_peers
+        node = _DHTProcess(
+            initial_peers=list(initial_peers) or None,
+            start=False,
+            host_maddrs=list(host_maddrs),
+            announce_maddrs=list(announce_maddrs) or None,
+            identity_path=str(identity_path),
+            check_if_identity_free=False,
+            record_validators=[SignedRecordValidator()],
+            # Port mapping and NAT probing are the operator's choice.
+            nat_port_map=False,
+            auto_nat=False,
+            startup_timeout=START_TIMEOUT_S,
+        )
+        try:
+            node.run_in_background(await_ready=True, timeout=START_TIMEOUT_S + 2)
+            addresses = [str(address) for address in node.get_visible_maddrs()]
+        except Exception as error:  # hivemind raises any error of its child process
+            node.kill()
+            raise _explain_start_failure(error, initial_peers) from error
+        return cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
+
+    def addresses(self) -> list[str]:
+        """The addresses that this node listens on."""
+        return self._addresses
+
+    async def p2p(self) -> P2P:
+        """Connect to the libp2p daemon of this node, from the present event loop."""
+        return await self.node.replicate_p2p()
+
+    async def connections(self) -> list[str]:
+        """Addresses that this node is connected to. If the other peer dialled, it may not listen on its address."""
+        peers: list[Any] = []
+        with anyio.move_on_after(REQUEST_TIMEOUT_S):
+            peers = await (await self.p2p()).list_peers()
+        # Other programs that use hivemind may have connected, too. The ids of peers are those of Ed25519 keys.
+        known = [(peer.peer_id.to_base58(), address) for peer in peers for address in peer.addrs]
+        return [f"{address}/p2p/{peer_id}" for peer_id, address in known if is_peer_id(peer_id)]
+
+    async def store(
+        self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
+    ) -> bool:
+        """Sign a record and store it under its author's id. A failure is counted and logged, not raised.
+
+        Args:
+            run: the run that the record belongs to
+            signer: the author; by default this peer
+
+        Returns:
+            whether the DHT has stored it
+
+        Raises:
+            UserError: the record is too large
+        """
+        signer = signer or self.identity
+        expiration = get_dht_time() + lifetime_s
+        envelope = seal(record, run, signer, _place(DHTID.generate(source=key).to_bytes(), expiration))
+        if len(envelope) > MAX_STORED_BYTES:
+            raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")
+        future = self.node.store(
+            key, subkey=signer.peer_id, value=envelope, expiration_time=expiration, return_future=True
+        )
+        try:
+            return bool(await self._request("store", key, future))
+        except CallError:
+            return False
+
+    async def fetch(self, key: str, record_type: type[AnyRecord], run: str | None) -> dict[str, AnyRecord]:
+        """All valid records under a key, by author. Invalid ones are dropped and counted.
+
+        Args:
+            run: the run that the records must belong to; None if each must belong to the run of its author's key
+
+        Raises:
+            CallError: the DHT does not answer, which says nothing about the records
+        """
+        found = await self._request("fetch", key, self.node.get(key, latest=True, return_future=True))
+        entries = found.value if found is not None else None
+        if not isinstance(entries, dict):
+            return {}
+        records: dict[str, AnyRecord] = {}
+        key_id = DHTID.generate(source=key).to_bytes()
+        for author, (envelope, expiration) in entries.items():
+            try:
+                if not isinstance(author, str):
+                    raise InvalidMessage("the author is no peer id")
+                records[author] = unseal(record_type, envelope, run or author, author, _place(key_id, expiration))
+            except InvalidMessage as error:
+                self._metrics.invalid_messages.labels("record").inc()
+                log.warning("invalid_record key=%s reason=%s", key, error)
+        return records
+
+    async def fetch_coordination(self, run_id: str) -> dict[Term, CoordinationRecord]:
+        """The records of all coordinators that hold a warrant of the run key, by term. Others are dropped and counted.
+
+        Raises:
+            CallError: the DHT does not answer
+        """
+        found: dict[Term, CoordinationRecord] = {}
+        for author, record in (await self.fetch(coordination_key(run_id), CoordinationRecord, run_id)).items():
+            try:
+                found[record.term(run_id, author)] = record
+            except InvalidMessage as error:
+                self._metrics.invalid_messages.labels("record").inc()
+                log.warning("invalid_record key=%s reason=%s", coordination_key(run_id), error)
+        return found
+
+    async def _request(self, name: str, key: str, future: Any) -> Any:
+        try:
+            with anyio.fail_after(REQUEST_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            reason = f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # hivemind passes on any error of its process
+            reason = repr(error)
+        self._metrics.dht_failures.labels(name).inc()
+        log.warning("dht_%s_failed key=%s reason=%s", name, key, reason)
+        raise CallError(f"the DHT request {name} {key} failed: {reason:.200}")
+
+    async def watch(self) -> None:
+        """Wait until the DHT process or its libp2p daemon has died, and raise SwarmError: a peer cannot go on then."""
+        await anyio.wait_readable(self.node.sentinel)
+        raise SwarmError("the DHT process has died: start the peer again (out of memory? see the kernel's log)")
+
+    def shutdown(self) -> None:
+        """End the DHT process."""
+        self.node.shutdown()
+        self.node.join(timeout=1.0)
+
+
+def _check_multiaddress(address: str) -> Multiaddr:
+    try:
+        return Multiaddr(address)
+    except Exception as error:  # the library raises many types
+        raise UserError(
+            f"{address!r} is no multiaddress ({' '.join(str(error).split()):.80}): expected one such as "
+            f"/ip4/1.2.3.4/tcp/31337"
+        ) from error
+
+
+def _check_port_is_free(address: str) -> None:
+    """Raise UserError if the port is taken: libp2p's daemon would report nothing, and never become ready."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
+            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, int(port)))
+                except OSError as error:
+                    raise UserError(
+                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
+                    ) from error
+
+
+def _listening(addresses: Sequence[str]) -> list[str]:
+    """The addresses where libp2p listens. It would dial all of them in turn, and give each silent one five seconds."""
+    with ThreadPoolExecutor(min(len(addresses), MOST_CONNECTING)) as pool:
+        return [address for address, accepts in zip(addresses, pool.map(_accepts, addresses), strict=True) if accepts]
+
+
+def _accepts(address: str) -> bool:
+    """Whether libp2p answers at the address; True if that cannot be told, since the address is not plain TCP."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, "p2p", _]:
+            try:
+                with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
+                    return connection.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
+            except (OSError, UnicodeError):  # nothing listens there, or the host is no valid name
+                return False
+    return True
+
+
+def is_tcp_address(address: str, peer_id: str) -> bool:
+    """Whether an address is one of the peer, over TCP. libp2p's daemon does not start if it is given any other form."""
+    host = "/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{1,253}"
+    return re.fullmatch(rf"{host}/tcp/[0-9]{{1,5}}/p2p/{re.escape(peer_id)}", address) is not None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can be reached from its own machine only."""
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def check_peer_address(address: str) -> str:
+    """Return the peer id at the end of an initial peer's address.
+
+    Raises:
+        UserError: the address is malformed, or does not end in a peer id
+    """
+    _check_multiaddress(address)
+    peer_id = address.rpartition("/p2p/")[2]
+    if not is_peer_id(peer_id):
+        raise UserError(
+            f"initial peer {address!r} does not end in /p2p/ and an id (12D3Koo...): copy the whole line that the "
+            f"coordinator prints"
+        )
+    return peer_id
+
+
+def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if initial_peers:
+        return NobodyAnswers(
+            f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
+            f"and its port are right, and that no firewall is between ({text[-160:]})"
+        )
+    return UserError(f"the libp2p daemon did not start: {text[-300:]}")

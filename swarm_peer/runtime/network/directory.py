@@ -1,0 +1,213 @@
+"""The directory of a peer: it announces the peer in the DHT and keeps a view of the other peers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from swarm_peer import __version__
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError
+from swarm_peer.policy.view import PeerView, SwarmView
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.context import Clock
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.dht import SwarmDHT, is_loopback, is_tcp_address
+from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
+
+log = logging.getLogger(__name__)
+
+# A peer announces itself so often within the lifetime of one announcement, since one or two may be lost.
+ANNOUNCEMENTS_PER_LIFETIME = 4
+# In intervals between announcements: a peer that has been silent for longer is overdue. Announcements may come a
+# little late.
+OVERDUE_ANNOUNCEMENTS = 1.5
+# Pauses between looks for other peers: short while peers are missing, long afterwards.
+FAST_POLL_S = 0.5
+SLOW_POLL_S = 3.0
+# Most stage-0 peers that are remembered, so that their counts are believed after they are gone.
+AUTHORS_REMEMBERED = 4096
+
+
+class Directory:
+    """The announcements of all peers of a run, as far as this peer has found them. Belongs to the event loop's thread.
+
+    Attributes:
+        serial: serial number of this peer's last announcement
+        view: the swarm as this peer knows it now
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: RunManifest,
+        dht: SwarmDHT,
+        clock: Clock,
+        metrics: PeerMetrics,
+        changed: Condition,
+        describe_self: Callable[[], PeerView] | None = None,
+        device: str = "",
+    ):
+        """Make a directory that knows no peers.
+
+        Args:
+            changed: notified at each change of the view
+            describe_self: returns this peer as of now, for each announcement; None for an observer
+            device: the device that this peer computes on, in words, for its announcements
+        """
+        self._manifest = manifest
+        self._hash = manifest.hash
+        self._dht = dht
+        self._clock = clock
+        self._device = device
+        self._describe_self = describe_self
+        self._metrics = metrics
+        self._changed = changed
+        self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time at which it arrived
+        self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
+        self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
+        self._stranger_seen = anyio.Event()
+        self.serial = 0
+        self.view = SwarmView(manifest.stages.count)
+
+    async def refresh(self, stages: Sequence[int]) -> SwarmView:
+        """Look up the peers that announce these stages; the rest of the view stays as it was.
+
+        Raises:
+            CallError: the DHT does not answer
+        """
+        try:
+            for stage in stages:
+                found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
+                for peer_id, announcement in found.items():
+                    known = self._peers.get(peer_id)
+                    fits = announcement.stage == stage and stage < self._manifest.stages.count
+                    if fits and (known is None or announcement.serial > known[0].serial):
+                        self._peers[peer_id] = (announcement, self._clock.monotonic_s())
+                        if stage == 0:
+                            self._authors.pop(peer_id, None)
+                            self._authors[peer_id] = None
+        finally:
+            self._rebuild()
+        return self.view
+
+    async def refresh_surely(self, stages: Sequence[int]) -> SwarmView:
+        """Like `refresh`, but try until the DHT answers: its silence does not mean that a stage has no peers."""
+        while True:
+            try:
+                return await self.refresh(stages)
+            except CallError:  # the DHT has logged it
+                await anyio.sleep(FAST_POLL_S)
+
+    def _rebuild(self) -> None:
+        """Forget announcements that are too old, and make a new view."""
+        oldest = self._clock.monotonic_s() - self._manifest.limits.announcement_s
+        self._peers = {peer_id: entry for peer_id, entry in self._peers.items() if entry[1] >= oldest}
+        for peer_id in list(self._authors)[:-AUTHORS_REMEMBERED]:
+            del self._authors[peer_id]
+        self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
+        peers = {
+            peer_id: announcement.view(peer_id, arrived_s)
+            for peer_id, (announcement, arrived_s) in self._peers.items()
+            if announcement.serial > self._dropped.get(peer_id, -1)
+        }
+        if self._describe_self is not None:
+            peers[self._dht.identity.peer_id] = self._describe_self()
+        self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()))
+        self._changed.notify()
+
+    def overdue(self) -> list[str]:
+        """The peers in view that should have announced themselves again by now: they may be gone."""
+        lifetime_s = self._manifest.limits.announcement_s
+        oldest = self._clock.monotonic_s() - OVERDUE_ANNOUNCEMENTS * lifetime_s / ANNOUNCEMENTS_PER_LIFETIME
+        return [peer.peer_id for peer in self.view.peers if self._peers[peer.peer_id][1] < oldest]
+
+    def unreached(self) -> list[PeerView]:
+        """The peers that were dropped because they could not be reached, by their last announcements.
+
+        A peer that has said goodbye is not among them, since its goodbye names a newer announcement than the last one
+        found; or it is shown as draining.
+        """
+        return [
+            announcement.view(peer_id, arrived_s)
+            for peer_id, (announcement, arrived_s) in self._peers.items()
+            if announcement.serial == self._dropped.get(peer_id, -1)
+        ]
+
+    def addresses(self) -> list[str]:
+        """The addresses that the peers in view announce."""
+        return [
+            address
+            for peer in self.view.peers
+            if peer.peer_id in self._peers
+            for address in self._peers[peer.peer_id][0].addresses
+            if is_tcp_address(address, peer.peer_id)  # a peer can announce any text
+        ]
+
+    def drop(self, peer_id: str, serial: int = -1) -> None:
+        """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
+
+        Args:
+            serial: serial number of its last announcement, if its goodbye names one
+        """
+        known = self._peers.get(peer_id)
+        if known is not None and self._dropped.get(peer_id, -1) < max(serial, known[0].serial):
+            log.info("peer_dropped peer=%s stage=%d", peer_id, known[0].stage)
+            self._dropped[peer_id] = max(serial, known[0].serial)
+            self._rebuild()
+
+    async def announce(self) -> None:
+        """Announce this peer as it is now."""
+        assert self._describe_self is not None, "an observer has nothing to announce"
+        me = self._describe_self()
+        self._metrics.samples_per_s.set(me.samples_per_s)
+        self.serial = int(self._clock.unix_s() * 1000)
+        record = Announcement(
+            serial=self.serial,
+            stage=me.stage,
+            state=me.state.value,
+            round_number=me.round_number,
+            optimizer_step=me.optimizer_step,
+            movable=me.movable,
+            note=me.note[:200],
+            samples_per_s=me.samples_per_s,
+            queue=me.queue,
+            version=__version__,
+            device=self._device,
+            state_s=0.0 if me.since_s is None else self._clock.monotonic_s() - me.since_s,
+            memory_bytes=me.memory_bytes,
+            bandwidth_bytes_per_s=me.bandwidth_bytes_per_s,
+            moved_from=me.moved_from,
+            formerly=me.formerly,
+            addresses=tuple(sorted(self._dht.addresses(), key=is_loopback)[:MAX_ADDRESSES]),
+        )
+        await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
+        self._rebuild()
+
+    async def run_announcing(self) -> None:
+        """Announce this peer again and again, until cancelled."""
+        while True:
+            await self.announce()
+            await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
+
+    def is_author(self, peer_id: str) -> bool:
+        """Whether a peer announces stage 0 or has announced it: its counts are valid after it is gone, too."""
+        return peer_id in self._authors
+
+    def look_soon(self) -> None:
+        """Have `run_polling` look without a long pause, since this directory does not know some peer yet."""
+        self._stranger_seen.set()
+
+    async def run_polling(self, stages: Sequence[int]) -> None:
+        """Keep the view of these stages fresh, until cancelled."""
+        while True:
+            await self.refresh_surely(stages)
+            has_begun = any(peer.round_number > 0 for peer in self.view.peers)
+            wanted = 1 if has_begun else self._manifest.stages.peers_to_start
+            all_served = all(len(self.view.serving(stage)) >= wanted for stage in stages)
+            await anyio.sleep(FAST_POLL_S)
+            self._stranger_seen = anyio.Event()
+            with anyio.move_on_after(SLOW_POLL_S if all_served else 0):
+                await self._stranger_seen.wait()

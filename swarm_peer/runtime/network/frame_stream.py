@@ -1,0 +1,128 @@
+"""One end of a stream of frames, with a deadline for each frame. Knows nothing of calls, nor of the network below."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import anyio
+import numpy as np
+
+from swarm_peer.errors import PeerUnreachable
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.frames import PREFIX, Frame, parse_frame, parse_lengths
+
+# A frame that has begun may take this long, plus the time for its bytes on the slowest link that is of any use.
+FRAME_TIMEOUT_S = 30.0
+SLOWEST_BYTES_PER_S = 64e3
+# Read and write in pieces of this size, so that no copy of a whole tensor piles up in asyncio's buffers.
+PIECE_BYTES = 1 << 18
+
+# The errors of a broken stream. TimeoutError is an OSError.
+BROKEN_STREAM: tuple[type[Exception], ...] = (OSError, EOFError)
+
+
+def num_bytes_of(tensors: Sequence[memoryview]) -> int:
+    """The bytes of some tensors together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@contextmanager
+def on_network(
+    timeout_s: float,
+    tensors: Sequence[memoryview] = (),
+    *,
+    errors: tuple[type[Exception], ...] = BROKEN_STREAM,
+    is_closing: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Raise PeerUnreachable for all errors of a stream, and if the body takes too long.
+
+    Args:
+        timeout_s: time for all but the tensors
+        tensors: they are sent or read in the body, and add to the time that it may take
+        errors: the classes of errors that mean a broken stream
+        is_closing: whether this end has closed the stream already; uvloop then raises RuntimeError. Any other
+            RuntimeError is a defect of this program, and is not mapped
+    """
+    timeout_s += num_bytes_of(tensors) / SLOWEST_BYTES_PER_S
+    try:
+        with anyio.fail_after(timeout_s):
+            yield
+    except Exception as error:
+        if isinstance(error, errors) or (isinstance(error, RuntimeError) and is_closing()):
+            raise PeerUnreachable(f"{error!r:.200} within {timeout_s:.0f} s") from error
+        raise
+
+
+class FrameStream:
+    """One end of a stream of frames. Reading and sending raise PeerUnreachable if it ends, breaks or stalls."""
+
+    def __init__(
+        self,
+        *,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        max_payload_bytes: int,
+        metrics: PeerMetrics,
+    ):
+        self._reader = reader
+        self._writer = writer
+        self._turn = asyncio.Lock()
+        self._max_payload_bytes = max_payload_bytes
+        self._metrics = metrics
+
+    def _on_network(self, timeout_s: float, tensors: Sequence[memoryview] = ()) -> AbstractContextManager[None]:
+        return on_network(timeout_s, tensors, is_closing=self._writer.is_closing)
+
+    async def read_head(self) -> Frame:
+        """Wait for the next frame and read its header. Its tensors are filled by `read_tensors`."""
+        with self._on_network(math.inf):
+            prefix = await self._reader.readexactly(PREFIX.size)
+        header_bytes, payload_bytes = parse_lengths(prefix, self._max_payload_bytes)
+        with self._on_network(FRAME_TIMEOUT_S):
+            header = await self._reader.readexactly(header_bytes)
+        self._metrics.received_bytes.inc(PREFIX.size + header_bytes)
+        # Unlike a bytearray's, this memory is taken only as it is filled, so an announced length alone takes none.
+        return parse_frame(header, bytes_of(np.empty(payload_bytes, np.uint8)))
+
+    async def read_tensors(self, frame: Frame) -> None:
+        """Fill the tensors of the frame whose header has just been read."""
+        with self._on_network(FRAME_TIMEOUT_S, frame.tensors):
+            for tensor in frame.tensors:
+                for start in range(0, tensor.nbytes, PIECE_BYTES):
+                    piece = tensor[start : start + PIECE_BYTES]
+                    piece[:] = await self._reader.readexactly(piece.nbytes)
+        self._metrics.received_bytes.inc(num_bytes_of(frame.tensors))
+
+    async def send(
+        self, head: bytes, tensors: Sequence[memoryview] = (), wanted: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Write a whole frame, or close the stream if that fails.
+
+        Args:
+            wanted: asked when the frame's turn comes
+
+        Returns:
+            False if the frame was not wanted any more, and nothing was written
+        """
+        async with self._turn:
+            if not wanted():
+                return False
+            with ExitStack() as unless_whole, self._on_network(FRAME_TIMEOUT_S, tensors):
+                unless_whole.callback(self.close)
+                self._writer.write(head)
+                for tensor in tensors:
+                    for start in range(0, tensor.nbytes, PIECE_BYTES):
+                        self._writer.write(tensor[start : start + PIECE_BYTES])
+                        await self._writer.drain()
+                await self._writer.drain()
+                unless_whole.pop_all()
+        self._metrics.sent_bytes.inc(len(head) + num_bytes_of(tensors))
+        return True
+
+    def close(self) -> None:
+        """Close at once. To write buffered bytes first would take for ever if the other peer does not read."""
+        self._writer.transport.abort()

@@ -1,0 +1,154 @@
+"""The progress counts of the current rounds: signs this peer's own count, checks and merges those of other peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.wire.messages import SignedCount
+from swarm_peer.wire.records import Progress, open_envelope, parse, seal
+
+# A count of a round further ahead than this is not honest: it would only fill memory.
+MAX_COUNTED_ROUNDS_AHEAD = 2
+
+
+class ProgressBook:
+    """The progress counter of a peer, with a signature for each count. Belongs to the event loop's thread.
+
+    Attributes:
+        counter: the counts
+        round_number: the round that this peer is in; counts of rounds before the previous one are forgotten
+        newest_round_seen: the newest round that a stage-mate has been in
+    """
+
+    def __init__(self, *, context: PeerContext, is_author: Callable[[str], bool], on_stranger: Callable[[str], None]):
+        """Make a book without counts.
+
+        Args:
+            is_author: whether a peer announces stage 0 or has announced it
+            on_stranger: called with each peer whose message or count arrived before its announcement was seen
+        """
+        self.counter = ProgressCounter(context.resolved.manifest.training.global_batch_size)
+        self.round_number = 0
+        self.newest_round_seen = 0
+        self._listeners: list[Callable[[int, str, RoundCount], None]] = []
+        self._context = context
+        self._run = context.resolved.hash
+        self._identity = context.identity
+        self._is_author = is_author
+        self._on_stranger = on_stranger
+        self._metrics = context.metrics
+        self._changed = context.changed
+        self._signed: dict[int, dict[str, bytes]] = {}
+        self._entered_at = self._context.clock.monotonic_s()
+        self._heard_at: dict[str, float] = {}  # when an author's count last grew, in this round
+
+    def count_own(self, round_number: int, count: RoundCount) -> Progress:
+        """Set this stage-0 peer's own count of a round. All calls and replies carry it from now on."""
+        record = Progress(
+            round_number=round_number,
+            samples=count.samples,
+            claimed=count.claimed,
+            loss_sum=count.loss_sum,
+            ranges=count.ranges,
+        )
+        if self.counter.merge(round_number, self._identity.peer_id, count):
+            self._keep(round_number, self._identity.peer_id, seal(record, self._run, self._identity))
+        return record
+
+    def signed_counts(self) -> tuple[SignedCount, ...]:
+        """All counts of this peer's round, and of the previous one, which some peers may not have closed yet."""
+        return tuple(
+            (author, envelope)
+            for round_number in (self.round_number - 1, self.round_number)
+            for author, envelope in sorted(self._signed.get(round_number, {}).items())
+        )
+
+    def merge(self, counts: Iterable[SignedCount], *, vouched: bool = False) -> None:
+        """Take over the new ones of the counts that came with a message.
+
+        Only peers that announce stage 0 or have announced it are believed. If this peer has not seen the author's
+        announcement yet, the count is dropped: it comes again with the next message, and `on_stranger` has the
+        directory look for the author. A peer that has started anew within a round gets its own counts back from other
+        peers, and goes on from them.
+
+        Args:
+            vouched: a stage-mate passes the counts on, which has seen the announcements of their authors; this peer
+                may never see them, if the authors have died since
+
+        Raises:
+            InvalidMessage: a count is malformed, or not signed by its author
+        """
+        for author, envelope in counts:
+            if envelope in self._signed_values(author):
+                continue
+            if author != self._identity.peer_id and not (vouched or self._is_author(author)):
+                self._on_stranger(author)
+                self._metrics.invalid_messages.labels("count").inc()
+                continue
+            kind, run, body = open_envelope(envelope, author)
+            if kind != Progress.kind or run != self._run:
+                raise InvalidMessage(f"a {kind:.20} of run {run:.40} where a progress count was expected")
+            record = parse(Progress, body, "progress count")
+            # Claims stop when the global batch is full. Peers that hear of others' claims late may add a few.
+            if not record.samples <= record.claimed <= 2 * self.counter.global_batch_size:
+                raise InvalidMessage(f"a progress count of {record.samples} samples, {record.claimed} claimed")
+            # The ranges also hold samples that were given up, so they may exceed the count.
+            windows = sum(item.end - item.start for item in record.ranges)
+            if windows > 2 * self.counter.global_batch_size:
+                raise InvalidMessage(f"a progress count of {record.samples} samples with ranges of {windows}")
+            in_reach = self.round_number - 1 <= record.round_number <= self.round_number + MAX_COUNTED_ROUNDS_AHEAD
+            before = self.counter.count_of(record.round_number, author)
+            if in_reach and self.counter.merge(record.round_number, author, record.count()):
+                self._keep(record.round_number, author, envelope)
+                self._heard_at[author] = self._context.clock.monotonic_s()
+                for listener in self._listeners:
+                    listener(record.round_number, author, before)
+
+    def active(self, peers: Iterable[str], patience_s: float) -> set[str]:
+        """The peers whose counts have grown within the last `patience_s`; at the start of a round, all of `peers`.
+
+        Some peer may announce stage 0 and never count anything, since its data cannot be read or no other peer can
+        reach it. It must not keep its share of the global batch for ever.
+        """
+        oldest = self._context.clock.monotonic_s() - patience_s
+        return {peer for peer in peers if max(self._heard_at.get(peer, 0.0), self._entered_at) >= oldest}
+
+    def enter(self, round_number: int) -> None:
+        """Go on to a round, and forget the counts of all rounds before the previous one."""
+        self.round_number = round_number
+        self._entered_at = self._context.clock.monotonic_s()
+        self._heard_at.clear()
+        self.counter.forget_before(round_number - 1)
+        for old in [known for known in self._signed if known < round_number - 1]:
+            del self._signed[old]
+        self._changed.notify()
+
+    async def wait_until_over(self, round_number: int) -> None:
+        """Wait until the global batch of the round is full, or a stage-mate is in a later round."""
+        await self._changed.wait_for(
+            lambda: self.counter.is_full(round_number) or self.newest_round_seen > round_number
+        )
+
+    def saw_round(self, round_number: int) -> None:
+        """Note that a stage-mate is in this round."""
+        if round_number > self.newest_round_seen:
+            self.newest_round_seen = round_number
+            self._changed.notify()
+
+    def saw_stranger(self, peer_id: str) -> None:
+        """Note that a peer exists which the directory does not know, so that the directory looks for it soon."""
+        self._on_stranger(peer_id)
+
+    def add_listener(self, listener: Callable[[int, str, RoundCount], None]) -> None:
+        """Have a function called for each new count that a message brings: (round, author, the author's old count)."""
+        self._listeners.append(listener)
+
+    def _signed_values(self, author: str) -> Iterable[bytes]:
+        return [counts[author] for counts in self._signed.values() if author in counts]
+
+    def _keep(self, round_number: int, author: str, envelope: bytes) -> None:
+        self._signed.setdefault(round_number, {})[author] = envelope
+        self._changed.notify()

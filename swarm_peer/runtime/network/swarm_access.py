@@ -1,0 +1,31 @@
+"""The ways in which a peer's parts reach the other peers of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.network.gossip import Gossip
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmAccess:
+    """The means to find other peers and to talk to them.
+
+    Attributes:
+        view: returns the swarm as this peer knows it now
+        look: looks up the peers that announce some stages; waits until the DHT answers
+    """
+
+    transport: Transport
+    progress: ProgressBook
+    gossip: Gossip
+    view: Callable[[], SwarmView]
+    look: Callable[[Sequence[int]], Awaitable[SwarmView]]
+
+    def stage_mates(self, stage: int) -> list[str]:
+        """Ids of the other peers that serve a stage."""
+        return [peer.peer_id for peer in self.view().serving(stage) if peer.peer_id != self.transport.peer_id]

@@ -1,0 +1,132 @@
+"""Admits microbatches of this peer's round, holds those of the next round, and turns away those of earlier ones.
+
+Owns how many microbatches are inside the round. Must not know what they compute, or why a round ends (step_loop.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from swarm_peer.errors import Busy, NotServing, RoundClosed
+from swarm_peer.runtime.condition import Condition
+
+# Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
+MAX_ROUNDS_HELD = 1
+
+
+class RoundAdmission:
+    """Decides which microbatches are inside the present round. Belongs to the event loop's thread.
+
+    Args:
+        capacity: number of microbatches that may be inside or held at once
+
+    Attributes:
+        round_number: the present round
+        admitted: number of microbatches that are inside it
+        held: number of microbatches that wait to get in
+    """
+
+    def __init__(self, *, capacity: int, changed: Condition):
+        self.round_number = 0
+        self.capacity = capacity
+        self.admitted = 0
+        self.held = 0
+        self._newest_asked = 0
+        self._open = False
+        self._serving = False
+        self._left = False
+        self._changed = changed
+
+    def open(self, round_number: int) -> None:
+        """Begin a round and admit its microbatches."""
+        self.round_number = round_number
+        self._open = self._serving = not self._left
+        self._changed.notify()
+
+    def close(self) -> None:
+        """Admit no more microbatches of this round; hold those of the next one."""
+        self._open = False
+        self._changed.notify()
+
+    def leave(self) -> None:
+        """Admit no more microbatches of any round: this peer is draining."""
+        self._left = True
+        self._open = self._serving = False
+        self._changed.notify()
+
+    @asynccontextmanager
+    async def enter(self, round_number: int, *, always: bool = False) -> AsyncIterator[None]:
+        """Keep a microbatch inside a round for as long as the context lasts; wait for the round if it comes next.
+
+        Args:
+            always: admit it beyond the capacity, too
+
+        Raises:
+            RoundClosed: this peer is past that round, or has closed it
+            Busy: as many microbatches are inside or held as may be
+            NotServing: this peer is draining, or far behind that round
+        """
+        if self.admitted + self.held >= self.capacity and not always:
+            raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
+        self.held += 1
+        try:
+            await self._wait_for(round_number)
+            self.admitted += 1
+        finally:
+            self.held -= 1
+        try:
+            yield
+        finally:
+            self.admitted -= 1
+            self._changed.notify()
+
+    async def reach(self, round_number: int) -> None:
+        """Wait until a round has begun, without getting in: the round may end without waiting for the caller.
+
+        Raises:
+            RoundClosed: this peer is past that round
+            NotServing: this peer is draining, or far behind that round
+        """
+        self.saw_round(round_number)
+        if round_number > self.round_number + MAX_ROUNDS_HELD:
+            raise NotServing(f"this peer is in round {self.round_number}, too far behind round {round_number}")
+        await self._changed.wait_for(lambda: round_number <= self.round_number or not self._serving)
+        if not self._serving:
+            raise NotServing("not serving, or draining")
+        if round_number < self.round_number:
+            raise self._closed(round_number)
+
+    async def _wait_for(self, round_number: int) -> None:
+        await self.reach(round_number)
+        if not self._open:
+            raise self._closed(round_number)
+
+    def _closed(self, round_number: int) -> RoundClosed:
+        return RoundClosed(
+            f"round {round_number} is closed here; this peer is in round {self.round_number}", self.round_number
+        )
+
+    async def drained(self) -> None:
+        """Wait until no microbatch is inside."""
+        await self._changed.wait_for(lambda: self.admitted == 0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether microbatches of the present round may come in."""
+        return self._open
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a caller has named a later round since `forget_later_rounds`: a hint that this peer is behind."""
+        return self._newest_asked > self.round_number
+
+    def saw_round(self, round_number: int) -> None:
+        """Note that another peer has named this round."""
+        if round_number > self._newest_asked:
+            self._newest_asked = round_number
+            self._changed.notify()
+
+    def forget_later_rounds(self) -> None:
+        """Forget the later rounds that callers have named, since one of the callers may have lied."""
+        self._newest_asked = 0

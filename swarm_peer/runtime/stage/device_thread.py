@@ -1,0 +1,132 @@
+"""The one thread that uses the device: runs jobs by priority, and measures how fast they go.
+
+Backward passes go before forward passes, since they free memory and end microbatches. Must not know what the jobs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import anyio
+
+from swarm_peer.runtime.context import Clock, Threads
+from swarm_peer.runtime.host.metrics import PeerMetrics
+
+Result = TypeVar("Result")
+
+# Weight of a new measurement in the smoothed time per sample.
+_SMOOTHING = 0.1
+# A device's first passes load kernels and allocate memory, and may take a hundred times as long as later ones.
+# Smoothed, a slow one would distort the throughput for forty passes. So only the fastest of the first passes counts,
+# and there is no throughput before they are over.
+_FIRST_PASSES = 3
+
+
+class Priority(IntEnum):
+    """The priority of a job; the smallest value goes first."""
+
+    STEP = 0
+    BACKWARD = 1
+    FORWARD = 2
+    EVALUATE = 3
+    QUERY = 4
+
+
+class DeviceThread:
+    """Runs jobs one at a time, by priority and then by age. `run` belongs to the event loop's thread."""
+
+    def __init__(self, *, clock: Clock, threads: Threads, metrics: PeerMetrics):
+        self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._clock = clock
+        self._metrics = metrics
+        self._trained_at = -math.inf
+        self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
+        self._passes = {Priority.FORWARD: 0, Priority.BACKWARD: 0}
+        self._join = threads.start(self._work, "device")
+
+    async def run(self, priority: Priority, job: Callable[[], Result], num_samples: int = 0) -> Result:
+        """Run a job in the thread and return its result.
+
+        If the caller is cancelled while the job waits, the job is not run. If the caller is cancelled while the job
+        runs, it gets the cancellation only when the job has finished, so the job's effects are never in doubt.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        turn = threading.Lock()  # taken by the device thread when it runs the job, or by a cancellation
+        self._jobs.put((priority, next(self._order), (job, num_samples, loop, future, turn)))
+        self._metrics.queue.set(self._jobs.qsize())
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not turn.acquire(blocking=False):
+                # A cancelled scope of anyio cancels its tasks again and again. That must not cut the wait short.
+                while not future.done():
+                    with suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
+                        await asyncio.wait([future])
+                future.exception()  # retrieved, so that asyncio does not warn: the outcome is dropped on purpose
+            raise
+
+    @property
+    def samples_per_s(self) -> float:
+        """Measured throughput of a forward and a backward pass together; 0 until the first few of both are over."""
+        seconds = sum(self._seconds_per_sample.values())
+        return 1 / seconds if seconds and min(self._passes.values()) >= _FIRST_PASSES else 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last forward or backward pass in training."""
+        return self._clock.monotonic_s() - self._trained_at
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Let the present job finish, and end the thread."""
+        self._jobs.put((-1, next(self._order), None))
+        self._join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            priority, _, item = self._jobs.get()
+            if item is None:
+                return
+            job, num_samples, loop, future, turn = item
+            if not turn.acquire(blocking=False):
+                continue
+            begin = self._clock.monotonic_s()
+            try:
+                outcome, error = job(), None
+            except Exception as caught:
+                outcome, error = None, caught
+            self._measure(Priority(priority), self._clock.monotonic_s() - begin, num_samples if error is None else 0)
+            loop.call_soon_threadsafe(_settle, future, outcome, error)
+
+    def _measure(self, priority: Priority, seconds: float, num_samples: int) -> None:
+        self._metrics.device_busy_seconds.inc(seconds)
+        self._metrics.queue.set(self._jobs.qsize())
+        if priority in self._seconds_per_sample:
+            self._trained_at = self._clock.monotonic_s()
+        if priority not in self._seconds_per_sample or not num_samples:
+            return
+        histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds
+        histogram.observe(seconds)
+        self._passes[priority] += 1
+        known = self._seconds_per_sample[priority] or math.inf
+        new = seconds / num_samples
+        smoothed = min(known, new) if self._passes[priority] <= _FIRST_PASSES else known + _SMOOTHING * (new - known)
+        self._seconds_per_sample[priority] = smoothed
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(outcome)

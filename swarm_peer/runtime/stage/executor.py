@@ -1,0 +1,266 @@
+"""Runs a microbatch through this stage and all later ones: forward here, the rest of the pipeline, backward here.
+
+Owns which microbatches the gradient accumulator holds. Must not know which round admits a microbatch (admission.py), or
+which peer of the next stage takes it (stage_client.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import anyio
+import torch
+
+from swarm_peer.config import Codec
+from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed
+from swarm_peer.model.training import ForwardPass, StageTrainer
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
+from swarm_peer.wire.codecs import decode, decode_tokens, encode
+
+log = logging.getLogger(__name__)
+
+# Share of its time that a device in training may spend on queries. Though queries have the lowest priority, they slow
+# training down: a job is never interrupted, and peers that share a machine compete for its cores.
+QUERY_SHARE = 0.1
+# The pause is never longer than this, or the callers would give up. After very long passes, queries may therefore take
+# more than their share.
+LONGEST_QUERY_PAUSE_S = 10.0
+# A device that has not trained for so long has nothing to train: the run waits, averages, or is over.
+IDLE_S = 5.0
+
+_OUT_OF_MEMORY = "this stage ran out of device memory: lower --max-memory, so that it takes fewer microbatches at once"
+
+
+def query_pause_s(last_s: float, idle_s: float) -> float:
+    """How long the device is left to training after a query, in seconds.
+
+    Args:
+        last_s: time that the query took
+        idle_s: time since the device last trained
+    """
+    return 0.0 if idle_s >= IDLE_S else min(last_s * (1 / QUERY_SHARE - 1), LONGEST_QUERY_PAUSE_S)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The result of the forward job: encoded activations for the next stage, or the loss or logits of the last one."""
+
+    graph: ForwardPass | None = None
+    hidden: memoryview | None = None
+    loss_sum: float = 0.0
+    logits: memoryview | None = None
+
+
+class StageExecutor:
+    """Computes this stage's part of microbatches. Belongs to the event loop's thread; jobs run in the device thread.
+
+    Args:
+        next_stage: None on the last stage
+        replies_kept: number of counted microbatches whose gradients are kept, for callers that lost the reply
+
+    Attributes:
+        counted: the microbatches in this round's accumulator, with their samples by id
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        trainer: StageTrainer,
+        device_thread: DeviceThread,
+        next_stage: StageClient | None,
+        replies_kept: int,
+    ):
+        assert (next_stage is None) == trainer.spec.is_last, "all stages but the last have a next one"
+        self._clock = context.clock
+        self._manifest = context.resolved.manifest
+        self._trainer = trainer
+        self._device_thread = device_thread
+        self._next_stage = next_stage
+        self._metrics = context.metrics
+        self._replies_kept = replies_kept
+        self.counted: dict[bytes, int] = {}
+        self._replies: OrderedDict[bytes, HopResult] = OrderedDict()
+        self._query_turn = anyio.Lock()
+        self._query_seconds = 0.0  # that the last query took of the device thread
+        self._query_ended = -math.inf
+        self._weights = (-1, -1)  # the present round, and the version of its weights
+
+    @property
+    def samples_per_s(self) -> float:
+        """Measured throughput of this stage; see DeviceThread."""
+        return self._device_thread.samples_per_s
+
+    def counted_reply(self, microbatch_id: bytes) -> HopResult | None:
+        """The result of a microbatch that is counted in this round already; None if it is not.
+
+        Raises:
+            HopFailed: it is counted, but its gradient is not kept any more
+        """
+        if microbatch_id not in self.counted:
+            return None
+        reply = self._replies.get(microbatch_id)
+        self._metrics.duplicates.labels("answered" if reply else "forgotten").inc()
+        if reply is None:
+            raise HopFailed("this microbatch is counted here already, and its gradient is gone")
+        return reply
+
+    def forget_round(self) -> None:
+        """Forget all counted microbatches; to be called when the accumulator is emptied."""
+        self.counted.clear()
+        self._replies.clear()
+
+    def note_round(self, round_number: int) -> None:
+        """Note that the trainer holds the weights of this round; to be called while no job changes them."""
+        self._weights = (round_number, self._trainer.weights_version)
+
+    async def run(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        """Run a microbatch through this stage and all later ones.
+
+        A training microbatch is counted if this returns, and not counted if this raises.
+
+        Args:
+            hidden: encoded activations from the stage before; None on stage 0
+            deadline: on the clock of anyio.current_time
+
+        Returns:
+            the loss, and in training the encoded gradient with respect to `hidden` (None on stage 0)
+
+        Raises:
+            InvalidMessage: the tokens or `hidden` are malformed or not finite
+            RoundClosed: the weights of the microbatch's round are gone
+            CallError: a later stage failed
+        """
+        if microbatch.mode != "train":
+            return await self._run_forward(microbatch, hidden, deadline)
+        passed = await self._device_thread.run(
+            Priority.FORWARD, lambda: self._forward(microbatch, hidden), microbatch.num_samples
+        )
+        result = HopResult(passed.loss_sum)
+        if self._next_stage is not None:
+            assert passed.hidden is not None
+            result = await self._next_stage.send(microbatch, passed.hidden, deadline)
+        try:
+            return await self._device_thread.run(
+                Priority.BACKWARD, lambda: self._backward(microbatch, passed, result), microbatch.num_samples
+            )
+        except InvalidMessage as error:
+            # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
+            assert self._next_stage is not None
+            self._metrics.invalid_messages.labels("gradient").inc()
+            reason = f"the next stage returned a gradient that cannot be used: {error}"
+            self._next_stage.refuse(result, reason)
+            raise HopFailed(reason) from error
+
+    async def _run_forward(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        if microbatch.is_query:
+            passed = await self._forward_in_turn(microbatch, hidden)
+        else:
+            passed = await self._device_thread.run(Priority.EVALUATE, lambda: self._forward(microbatch, hidden))
+        if self._next_stage is None:
+            return HopResult(passed.loss_sum, logits=passed.logits)
+        assert passed.hidden is not None
+        return await self._next_stage.send(microbatch, passed.hidden, deadline)
+
+    async def _forward_in_turn(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+        """Compute a query, after a pause that leaves the device to training."""
+
+        def job() -> _Pass:
+            begin = self._clock.monotonic_s()
+            try:
+                return self._forward(microbatch, hidden)
+            finally:
+                self._query_ended = self._clock.monotonic_s()
+                self._query_seconds = self._query_ended - begin
+
+        async with self._query_turn:
+            pause_s = query_pause_s(self._query_seconds, self._device_thread.idle_s)
+            await anyio.sleep(max(self._query_ended + pause_s - self._clock.monotonic_s(), 0.0))
+            return await self._device_thread.run(Priority.QUERY, job)
+
+    # The rest runs in the device thread.
+
+    def _shape(self, microbatch: Microbatch) -> tuple[int, int, int]:
+        return microbatch.hidden_shape(self._manifest, self._trainer.module.config.hidden_size)
+
+    def _forward(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+        trainer, wire = self._trainer, self._manifest.wire
+        # The round may have ended since this microbatch came: no round waits for queries, and a rewind for nothing.
+        if self._weights != (microbatch.round_number, trainer.weights_version):
+            raise RoundClosed(
+                f"the weights of round {microbatch.round_number} have changed", microbatch.round_number + 1
+            )
+        shape = num_samples, length, _ = self._shape(microbatch)
+        num_tokens = length + (microbatch.mode != "predict")
+        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), trainer.module.config.vocab_size)
+        hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
+        graph: ForwardPass | None = None
+        try:
+            if microbatch.mode == "train":
+                graph = trainer.forward(tokens_BS, hidden_BTD)
+                output = graph.losses_B if trainer.spec.is_last else graph.output
+            elif microbatch.mode == "predict":
+                output = trainer.predict(tokens_BS, hidden_BTD)
+            else:
+                output = trainer.evaluate(tokens_BS, hidden_BTD)
+        except torch.OutOfMemoryError as error:
+            raise HopFailed(_OUT_OF_MEMORY) from error
+        assert output is not None
+        if not trainer.spec.is_last:
+            return _Pass(graph, self._encode(output, wire.activations))
+        if microbatch.mode == "predict":
+            return _Pass(logits=self._encode(output, "none"))
+        loss_sum = float(output.sum())
+        if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
+            raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
+        return _Pass(graph, loss_sum=loss_sum)
+
+    def _backward(self, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
+        """Compute the gradient of the stage's input, and count the microbatch.
+
+        Raises:
+            InvalidMessage: the gradient that came back from the next stage cannot be used
+        """
+        trainer, codec = self._trainer, self._manifest.wire.gradients
+        assert passed.graph is not None
+        grad_BTD = None
+        if not trainer.spec.is_last:
+            assert result.grad is not None
+            grad_BTD = decode(result.grad, self._shape(microbatch), codec)
+        try:
+            input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
+        except torch.OutOfMemoryError as error:
+            # Half of a gradient may have been in the accumulator, so the trainer has emptied it.
+            self._lose_round()
+            raise HopFailed(_OUT_OF_MEMORY) from error
+        try:
+            encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec)
+        except HopFailed:
+            # The gradient is not finite, so the accumulator is not finite any more either.
+            trainer.discard_gradients()
+            self._lose_round()
+            raise
+        # The accumulator holds the microbatch now, so nothing may fail before it is counted.
+        self.counted[microbatch.id] = microbatch.num_samples
+        reply = HopResult(result.loss_sum, encoded)
+        if encoded is not None:
+            self._replies[microbatch.id] = reply
+            while len(self._replies) > self._replies_kept:
+                self._replies.popitem(last=False)
+        return reply
+
+    def _lose_round(self) -> None:
+        self._metrics.lost_samples.inc(sum(self.counted.values()))
+        self.forget_round()
+
+    @staticmethod
+    def _encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
+        try:
+            return encode(tensor, codec)
+        except OverflowError as error:
+            raise HopFailed(f"what this stage computed cannot be sent: {error}") from error

@@ -1,0 +1,34 @@
+"""One stage's weights in this peer, with the parts that compute with them and admit microbatches to them.
+
+Names these parts for others, and does nothing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.executor import StageExecutor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReplica:
+    """The parts of one replica that other parts of the peer work with.
+
+    Attributes:
+        trainer: weights, gradient accumulator and optimizer; used in the device thread only
+        admission: admits microbatches of the present round
+        executor: runs microbatches, and knows which of them the accumulator holds
+    """
+
+    trainer: StageTrainer
+    device_thread: DeviceThread
+    admission: RoundAdmission
+    executor: StageExecutor
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage in the pipeline, from 0."""
+        return self.trainer.spec.index

@@ -1,0 +1,226 @@
+"""Sends microbatches to peers of the next stage: chooses a peer, tries others if it fails, and learns from the outcome.
+
+Owns the speeds and failures of these peers; policy/routing.py chooses. Must not know what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, PeerUnreachable, RoundClosed
+from swarm_peer.policy.peer_backoff import PeerBackoff
+from swarm_peer.policy.routing import Router
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Reply, Transport, check_body
+from swarm_peer.wire.codecs import encoded_bytes
+from swarm_peer.wire.messages import QUERIES, MicrobatchCall, MicrobatchReply, Mode
+
+log = logging.getLogger(__name__)
+
+# Pause before the next try when every peer of the stage was busy or has failed; doubled each time, with jitter.
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Samples that travel through the pipeline together, without their hidden states.
+
+    Attributes:
+        id: 16 bytes, the same on every try and at every stage
+        mode: train, evaluate, score or predict; see MicrobatchCall
+        tokens: encoded (B, T+1), or (B, T) to predict
+        length: T of a query that is shorter than the run's sequences; None for the run's own length
+    """
+
+    id: bytes
+    round_number: int
+    mode: Mode
+    num_samples: int
+    tokens: memoryview
+    length: int | None = None
+
+    @property
+    def is_query(self) -> bool:
+        """Whether an observer sent it, so that no round waits for it."""
+        return self.mode in QUERIES
+
+    def hidden_shape(self, manifest: RunManifest, hidden_size: int) -> tuple[int, int, int]:
+        """The shape (B, T, D) of its hidden states."""
+        return self.num_samples, self.length or manifest.data.sequence_length, hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class HopResult:
+    """The result of a microbatch at one stage and all later ones.
+
+    Attributes:
+        grad: in training, the encoded gradient (B, T, D) with respect to the stage's input
+        logits: in mode predict, encoded (B, V), fp32
+        peer_id: the peer of the next stage that replied; None if this peer computed the result
+    """
+
+    loss_sum: float
+    grad: memoryview | None = None
+    logits: memoryview | None = None
+    peer_id: str | None = None
+
+
+class StageClient:
+    """Sends microbatches to the peers of one stage. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        transport: Transport,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+    ):
+        self.stage = stage
+        self._leaving = False
+        self._clock = context.clock
+        self._manifest = context.resolved.manifest
+        self._hash = context.resolved.hash
+        self._hidden_size = context.resolved.hidden_size
+        self._vocab_size = context.resolved.vocab_size
+        self._transport = transport
+        self._progress = progress
+        self._view = view
+        self._metrics = context.metrics
+        self._rng = context.random.stream(f"routes to stage {stage}")
+        self._router = Router(self._rng)
+        self._backoff = PeerBackoff()
+        # The reply of a refused peer looks like a success until it is decoded. So no reply clears this record, only
+        # time does.
+        self._refused = PeerBackoff()
+        # A query may wait for an idle device in vain, which does not mean that the peer trains badly.
+        self._query_router = Router(self._rng)
+        self._query_backoff = PeerBackoff()
+
+    def stop_waiting(self) -> None:
+        """Fail microbatches at once while the stage has no peers: this peer leaves, and perhaps all others do, too."""
+        self._leaving = True
+
+    @property
+    def timeout_s(self) -> float:
+        """Time for one try, in seconds: one hop for this stage and one for each stage after it."""
+        return self._manifest.limits.hop_timeout_s * (self._manifest.stages.count - self.stage)
+
+    async def send(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        """Run a microbatch through this stage and all later ones.
+
+        Args:
+            hidden: encoded activations (B, T, D); None for stage 0
+            deadline: of all tries together, on the clock of anyio.current_time
+
+        Raises:
+            RoundClosed: the callee has ended the round, so the microbatch belongs to a later one
+            HopFailed: no peer succeeded within the tries and the time
+        """
+        router, backoff = self._router, self._backoff
+        if microbatch.is_query:
+            router, backoff = self._query_router, self._query_backoff
+        tried: set[str] = set()
+        failures = 0
+        backoff_s = FIRST_BACKOFF_S
+        reason = "no try was made"
+        while failures < self._manifest.limits.hop_tries:
+            remaining_s = deadline - anyio.current_time()
+            if remaining_s <= 0:
+                reason = f"out of time, last: {reason}"
+                break
+            serving = self._view().serving(self.stage)
+            router.update(serving)
+            now = self._clock.monotonic_s()
+            avoided = backoff.avoided(now) | self._backoff.avoided(now) | self._refused.avoided(now)
+            route = router.choose(microbatch.num_samples, avoided | tried)
+            if route.peer_id is None:
+                reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
+                if self._leaving and not serving:
+                    break
+                await anyio.sleep(min(backoff_s * (0.5 + self._rng.random()), max(remaining_s, 0)))
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+                tried.clear()
+                continue
+            try:
+                timeout_s = min(remaining_s, self.timeout_s)
+                result, samples_per_s = await self._call(route.peer_id, microbatch, hidden, timeout_s)
+                backoff.succeeded(route.peer_id)
+                router.observe(route.peer_id, samples_per_s)
+                return result
+            except RoundClosed:
+                raise
+            except CallError as error:
+                reason = f"{error.code}: {error}"
+                self._metrics.retries.labels(error.code).inc()
+                if error.avoid:
+                    self._avoid(route.peer_id, backoff, reason)
+                tried.add(route.peer_id)
+                failures += not isinstance(error, Busy)
+        raise HopFailed(f"stage {self.stage} after {failures} failed tries: {reason:.300}")
+
+    def refuse(self, result: HopResult, reason: str) -> None:
+        """Avoid the peer that sent an unusable result: a good peer checks its results before it sends them."""
+        assert result.peer_id is not None
+        self._metrics.retries.labels("refused").inc()
+        self._avoid(result.peer_id, self._refused, reason)
+
+    def _avoid(self, peer_id: str, backoff: PeerBackoff, reason: str) -> None:
+        pause_s = backoff.failed(peer_id, self._clock.monotonic_s())
+        log.info("peer_avoided peer=%s seconds=%.0f reason=%s", peer_id, pause_s, reason)
+
+    async def _call(
+        self, peer_id: str, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
+    ) -> tuple[HopResult, float]:
+        body = MicrobatchCall(
+            manifest=self._hash,
+            round_number=microbatch.round_number,
+            stage=self.stage,
+            microbatch=microbatch.id,
+            mode=microbatch.mode,
+            num_samples=microbatch.num_samples,
+            length=microbatch.length or self._manifest.data.sequence_length,
+            # The callee gets less time than this peer has, so that it can still reply that a later stage is to blame.
+            timeout_s=0.95 * timeout_s,
+            counts=self._progress.signed_counts(),
+        )
+        tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
+        deadline = anyio.current_time() + timeout_s
+        try:
+            reply = await self._transport.call(peer_id, body, tensors, timeout_s=timeout_s)
+        except PeerUnreachable:
+            # The reply may have been lost on the way. So ask the same peer again: it knows the microbatch's id and does
+            # not count it twice, as another peer would. If it cannot be reached now, it is gone, and its gradient, too.
+            self._metrics.retries.labels("reconnect").inc()
+            reply = await self._transport.call(
+                peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
+            )
+        return self._check(peer_id, reply, microbatch)
+
+    def _check(self, peer_id: str, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
+        body = check_body(MicrobatchReply, reply.body)
+        self._progress.merge(body.counts)
+        if microbatch.mode == "train":
+            shape = microbatch.hidden_shape(self._manifest, self._hidden_size)
+            grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
+            return HopResult(body.loss_sum, grad, peer_id=peer_id), body.samples_per_s
+        if microbatch.mode == "predict":
+            logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._vocab_size), "none"))
+            return HopResult(body.loss_sum, logits=logits, peer_id=peer_id), body.samples_per_s
+        return HopResult(body.loss_sum, peer_id=peer_id), body.samples_per_s
+
+
+def _only_tensor(reply: Reply, num_bytes: int) -> memoryview:
+    if len(reply.tensors) != 1 or reply.tensors[0].nbytes != num_bytes:
+        sizes = [tensor.nbytes for tensor in reply.tensors]
+        raise InvalidMessage(f"reply with tensors of {sizes} bytes; one of {num_bytes} is right")
+    return reply.tensors[0]

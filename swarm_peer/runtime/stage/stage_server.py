@@ -1,0 +1,131 @@
+"""Answers calls with microbatches: checks them, has them admitted and run, and replies.
+
+Makes sure that a repeated call does not run twice. Must not know how a microbatch is computed (executor.py), or when a
+round begins and ends. Calls for states are answered by state/state_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import anyio
+
+from swarm_peer.errors import Busy, CallTimeout, InvalidMessage
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
+from swarm_peer.wire.codecs import encoded_bytes
+from swarm_peer.wire.messages import MAX_LOGITS_BYTES, QUERIES, Body, MicrobatchCall, MicrobatchReply
+
+log = logging.getLogger(__name__)
+
+# Queries that a peer holds at once: one computes while the next one arrives, and more would only wait.
+MAX_QUERIES = 2
+
+
+class StageServer:
+    """Answers the stage before, which sends microbatches, and observers, which send queries.
+
+    Belongs to the event loop's thread.
+
+    A round does not wait for queries (evaluation and sampling by observers). If it ends first, a query's weights are
+    gone. Queries do not take room from training microbatches, and they get the device's idle moments.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        replica: StageReplica,
+        progress: ProgressBook,
+    ):
+        self._manifest = context.resolved.manifest
+        self._hidden_size = context.resolved.hidden_size
+        self._vocab_size = context.resolved.vocab_size
+        self._admission = replica.admission
+        self._executor = replica.executor
+        self._progress = progress
+        self._metrics = context.metrics
+        self._running: dict[bytes, asyncio.Event] = {}
+        self._num_queries = 0
+        self.calls: dict[type[Body], Handler] = {MicrobatchCall: self.handle}
+
+    async def handle(self, caller: str, call: MicrobatchCall, tensors: Sequence[memoryview]) -> Reply:
+        """Run a microbatch through this stage and all later ones; count it once, however often the call is repeated."""
+        self._progress.merge(call.counts)
+        self._check_sizes(call, tensors)
+        microbatch = Microbatch(
+            call.microbatch, call.round_number, call.mode, call.num_samples, tensors[0], call.length
+        )
+        hidden = None if call.stage == 0 else tensors[1]
+        outcome = "failed"
+        limits, stages = self._manifest.limits, self._manifest.stages
+        timeout_s = min(call.timeout_s, limits.hop_timeout_s * stages.count)
+        try:
+            with anyio.fail_after(timeout_s):
+                result = await self._run_once(microbatch, hidden, anyio.current_time() + timeout_s)
+            outcome = "done"
+        except TimeoutError:
+            raise CallTimeout(f"not done within {timeout_s:.1f} s") from None
+        except Exception as error:
+            outcome = getattr(error, "code", "defect")
+            raise
+        finally:
+            self._metrics.microbatches.labels(call.mode, outcome).inc()
+        body = MicrobatchReply(
+            loss_sum=result.loss_sum,
+            samples_per_s=self._executor.samples_per_s,
+            counts=self._progress.signed_counts(),
+        )
+        return Reply(body.model_dump(), [tensor for tensor in (result.grad, result.logits) if tensor is not None])
+
+    async def _query(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        if self._num_queries >= MAX_QUERIES:
+            raise Busy(f"{self._num_queries} queries are under way")
+        self._num_queries += 1
+        try:
+            await self._admission.reach(microbatch.round_number)
+            return await self._executor.run(microbatch, hidden, deadline)
+        finally:
+            self._num_queries -= 1
+
+    async def _run_once(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+        if microbatch.is_query:
+            return await self._query(microbatch, hidden, deadline)
+        if microbatch.mode != "train":
+            async with self._admission.enter(microbatch.round_number):
+                return await self._executor.run(microbatch, hidden, deadline)
+        # The same microbatch can come again while it runs, from a caller that lost its connection.
+        while (other := self._running.get(microbatch.id)) is not None:
+            await other.wait()
+        done = self._running[microbatch.id] = asyncio.Event()
+        try:
+            async with self._admission.enter(microbatch.round_number):
+                self._metrics.in_flight.set(self._admission.admitted)
+                known = self._executor.counted_reply(microbatch.id)
+                return known or await self._executor.run(microbatch, hidden, deadline)
+        finally:
+            self._metrics.in_flight.set(self._admission.admitted)
+            del self._running[microbatch.id]
+            done.set()
+
+    def _check_sizes(self, call: MicrobatchCall, tensors: Sequence[memoryview]) -> None:
+        if call.num_samples > self._manifest.training.microbatch_size:
+            most = self._manifest.training.microbatch_size
+            raise InvalidMessage(f"microbatch of {call.num_samples} samples; at most {most} are allowed")
+        longest = self._manifest.data.sequence_length
+        if call.length > longest or (call.mode not in QUERIES and call.length != longest):
+            raise InvalidMessage(f"{call.mode} with {call.length} tokens a sample; the run's samples have {longest}")
+        if call.mode == "predict" and encoded_bytes((call.num_samples, self._vocab_size), "none") > (MAX_LOGITS_BYTES):
+            raise InvalidMessage(f"logits for {call.num_samples} samples are more than {MAX_LOGITS_BYTES} bytes")
+        expected = [4 * call.num_samples * (call.length + (call.mode != "predict"))]
+        if call.stage > 0:
+            shape = (call.num_samples, call.length, self._hidden_size)
+            expected.append(encoded_bytes(shape, self._manifest.wire.activations))
+        sizes = [tensor.nbytes for tensor in tensors]
+        if sizes != expected:
+            raise InvalidMessage(f"tensors of {sizes} bytes where tokens and activations of {expected} were expected")

@@ -1,0 +1,193 @@
+"""Downloads the states and updates that this peer takes over: when it joins, falls behind, or goes back.
+
+Owns which peers to ask, and which answers to accept. Must not change anything in this peer: step/step_loop.py loads
+what was downloaded. The peers that are asked answer with state_server.py; transfer.py moves the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+import torch
+
+from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.recovery import SnapshotRef, Timeline, last_credible_round
+from swarm_peer.policy.view import PeerState
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.index import StageState, extend_history
+from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.transfer import fetch_state
+from swarm_peer.wire.messages import StateIndexCall
+
+log = logging.getLogger(__name__)
+
+# Pause before the next try when no stage-mate gave its state.
+RETRY_PAUSE_S = 1.0
+DOWNLOAD_TRIES = 30
+
+
+class StateDownloads:
+    """Downloads states and updates of this peer's stage from other peers. Belongs to the event loop's thread.
+
+    Attributes:
+        bytes_per_s: speed of the last download of a state; 0 before the first
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        shapes: Sequence[torch.Size],
+        swarm: SwarmAccess,
+        snapshots: SnapshotStore,
+    ):
+        """Make downloads for one stage.
+
+        Args:
+            shapes: of the stage's gradients, in the order of its parameters
+            snapshots: the snapshots that this peer keeps itself
+        """
+        self._clock = context.clock
+        self._threads = context.threads
+        self._rng = context.random.stream("downloads")
+        self._hash = context.resolved.hash
+        self._num_stages = context.resolved.num_stages
+        self._max_state_bytes = max_state_bytes(context.resolved, stage)
+        self._stage = stage
+        self._shapes = list(shapes)
+        self._swarm = swarm
+        self._snapshots = snapshots
+        self.bytes_per_s = 0.0
+
+    async def take_newest(
+        self,
+        donors: Sequence[str],
+        min_round: int,
+        take: Callable[[StageState], Awaitable[None]],
+        tries: int = DOWNLOAD_TRIES,
+    ) -> None:
+        """Download the newest state that a stage-mate gives, and take it over.
+
+        Args:
+            donors: peers to ask first; later tries ask the peers that serve the stage by then
+            min_round: the earliest round whose state is of use
+            take: loads the state; if it raises InvalidMessage, the next try asks for another one
+
+        Raises:
+            CallError: no peer gave such a state
+        """
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_round=min_round)
+        view, donors = self._swarm.view(), list(donors)
+        for attempt in range(1, tries + 1):
+            serving = [peer.round_number for peer in view.peers if peer.state is PeerState.SERVING]
+            began_s = self._clock.monotonic_s()
+            try:
+                state = await fetch_state(
+                    self._swarm.transport,
+                    donors,
+                    call,
+                    max_bytes=self._max_state_bytes,
+                    max_round=last_credible_round(serving),
+                    rng=self._rng,
+                )
+                seconds = max(self._clock.monotonic_s() - began_s, 1e-9)
+                await take(state)
+            except CallError as error:
+                if attempt == tries:
+                    raise
+                log.warning("state_not_found stage=%d round=%d reason=%s", self._stage, min_round, error)
+                await anyio.sleep(RETRY_PAUSE_S)
+                view = await self._swarm.look(range(self._num_stages))
+                donors = self._swarm.stage_mates(self._stage) or donors
+            else:
+                self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
+                return
+
+    async def update_after(
+        self, donors: Sequence[str], round_number: int, history_hash: str, timeline: Timeline
+    ) -> StageState:
+        """Download the update that ended a round at the stage-mates; its tensors are the averaged gradients.
+
+        Args:
+            round_number: the round that begins with this peer's weights
+            history_hash: of these weights
+            timeline: the timeline of these weights
+
+        Raises:
+            CallError: no peer has the update, or it does not continue this peer's history
+        """
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, kind="update", min_round=round_number)
+        max_bytes = 4 * sum(shape.numel() for shape in self._shapes)
+        update = await fetch_state(self._swarm.transport, donors, call, max_bytes=max_bytes, rng=self._rng)
+        gradients = list(update.tensors.values())
+        # The history hash covers bytes and not types: read as another type, the same bytes are other gradients.
+        is_fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
+        fits = is_fp32 and [gradient.shape for gradient in gradients] == self._shapes
+        if not fits or update.timeline != timeline:
+            raise InvalidMessage("an update that does not fit this stage")
+        # The next barrier compares history hashes and nothing else, so this one must be that of these gradients.
+        if await self._threads.run(extend_history, history_hash, gradients) != update.history_hash:
+            raise InvalidMessage("an update that does not belong to its history hash")
+        return update
+
+    async def snapshot_of(self, timeline: Timeline) -> StageState:
+        """Get the snapshot that a timeline begins with: this peer's own, or else one that another peer keeps.
+
+        Raises:
+            CallError: no peer gave it
+        """
+        own = await self._threads.run(self._snapshots.load_snapshot, self._stage, timeline.created_at_round)
+        if own is not None:
+            return own
+        # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
+        # that have moved elsewhere since: so ask all.
+        view = await self._swarm.look(range(self._num_stages))
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, created_at_round=timeline.created_at_round)
+        return await fetch_state(
+            self._swarm.transport,
+            [peer.peer_id for peer in view.peers if peer.peer_id != self._swarm.transport.peer_id],
+            call,
+            max_bytes=self._max_state_bytes,
+            optimizer_step=timeline.first_optimizer_step,
+            rng=self._rng,
+        )
+
+
+async def fetch_snapshot(
+    wanted: SnapshotRef,
+    holders: Sequence[str],
+    *,
+    context: PeerContext,
+    transport: Transport,
+    snapshots: SnapshotStore,
+    rng: random.Random,
+) -> StageState:
+    """Get a snapshot of any stage: this peer's own, or else one that a holder gives away.
+
+    Args:
+        holders: other peers that may have it
+        snapshots: the snapshots that this peer keeps itself
+
+    Raises:
+        CallError: no peer gave it
+    """
+    own = await context.threads.run(snapshots.load_snapshot, wanted.stage, wanted.created_at_round)
+    if own is not None:
+        return own
+    manifest = context.resolved.hash
+    call = StateIndexCall(manifest=manifest, of_stage=wanted.stage, created_at_round=wanted.created_at_round)
+    return await fetch_state(
+        transport,
+        holders,
+        call,
+        max_bytes=max_state_bytes(context.resolved, wanted.stage),
+        optimizer_step=wanted.optimizer_step,
+        rng=rng,
+    )

@@ -1,0 +1,363 @@
+"""Recovers a stage that has lost all its peers: finds where it begins again, and takes the other stages back to there.
+
+Owns the questions to other peers and the waits for them; policy/recovery.py decides. Must not change anything in this
+peer: step/step_loop.py loads the state or rewinds. Snapshots are taken by snapshot_keeper.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+
+from swarm_peer.errors import CallError
+from swarm_peer.policy.recovery import (
+    Claim,
+    SnapshotRef,
+    Standing,
+    Timeline,
+    choose_mover,
+    choose_rewind,
+    credible,
+    find_standing,
+    find_standing_by_snapshots,
+    missed,
+)
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.context import Clock, PeerContext
+from swarm_peer.runtime.network.transport import Transport, check_body
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.joining import fetch_snapshot
+from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+# Pause between reminders to peers that have not gone back yet.
+PAUSE_S = 2.0
+# A new timeline begins so many rounds above the highest round known, so that a peer that is ahead of that is behind the
+# new timeline, too.
+ROUNDS_BETWEEN_TIMELINES = 4
+# The following waits are in lifetimes of an announcement.
+# A stage has to be without peers for this long before a peer moves there on its own. A coordinator is quicker, and
+# chooses the peer better.
+RESCUE_PATIENCE = 2
+# Another peer has this long to take the same stage over. If it comes later, nothing is lost: both find the same start.
+RIVAL_PATIENCE = 4
+# A peer that could not be reached has this long to announce itself again: it may still serve, behind a closed port.
+UNREACHED_PATIENCE = 4
+# A peer that joins a lost stage has this long, since it downloads a snapshot, before another one moves there.
+JOINER_PATIENCE = 20
+# Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
+INTERVALS_FROM_SCRATCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a peer that finds no stage-mate begins.
+
+    Attributes:
+        state: the state of its stage; None for the run's initial weights
+        rewound: whether the other stages have to go back to the timeline
+    """
+
+    timeline: Timeline
+    state: StageState | None
+    rewound: bool
+    reason: str
+
+
+class _Wait:
+    """A wait for other peers that ends after `patience_s`, and begins anew once there was no reason to wait."""
+
+    def __init__(self, clock: Clock, patience_s: float):
+        self._clock = clock
+        self._patience_s = patience_s
+        self._since: float | None = None
+
+    def check(self, reasons: Sequence[str]) -> None:
+        """Refuse to go on while there are reasons to wait and the time is not over.
+
+        Raises:
+            CallError: with the first of the reasons
+        """
+        if not reasons:
+            self._since = None
+            return
+        now = self._clock.monotonic_s()
+        if self._since is None:
+            self._since = now
+        if now < self._since + self._patience_s:
+            raise CallError(reasons[0])
+
+
+class Recovery:
+    """Finds a start for a lost stage, and has the other stages follow. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        transport: Transport,
+        snapshots: SnapshotStore,
+        view: Callable[[], SwarmView],
+        look: Callable[[Sequence[int]], Awaitable[SwarmView]],
+        first_timeline: Callable[[], Awaitable[Timeline]],
+        unreached: Callable[[], Sequence[PeerView]],
+    ):
+        """Make a recovery for one stage.
+
+        Args:
+            snapshots: the snapshots that this peer keeps itself
+            look: looks up the peers that announce some stages now
+            first_timeline: the run's first timeline, signed by the run key
+            unreached: peers with a recent announcement that could not be reached, and are not in the view for that
+                reason
+        """
+        manifest = context.resolved.manifest
+        self._clock = context.clock
+        self._manifest = manifest
+        self._hash = context.resolved.hash
+        self._stage = stage
+        self._run_id = context.run_id
+        self._transport = transport
+        self._me = transport.peer_id
+        self._snapshots = snapshots
+        self._fetch = partial(
+            fetch_snapshot,
+            context=context,
+            transport=transport,
+            snapshots=snapshots,
+            rng=context.random.stream("recovery"),
+        )
+        self._view = view
+        self._look = look
+        self._first_timeline = first_timeline
+        self._unreached = unreached
+        self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
+        self._for_unreached = _Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
+
+    async def find_start(self) -> Start:
+        """Find where to begin, now that no peer serves this peer's stage.
+
+        Raises:
+            CallError: this peer has to wait, for the reason that the message gives
+        """
+        view = self._view()
+        self._wait_for_unreached(view)
+        first = await self._first_timeline()
+        # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
+        asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(first.first_optimizer_step)
+        replies = await self._list_snapshots(asked)
+        claims = _claims_of(view, replies)
+        believed = _believable(claims)
+        standing = self._find_standing(first, believed, replies)
+        liars = claims.keys() - believed.keys()
+        snapshots = self._snapshots_on(
+            standing.timeline, {peer: reply for peer, reply in replies.items() if peer not in liars}
+        )
+        if standing.round_number <= standing.timeline.first_round:
+            return await self._begin_timeline(standing.timeline, snapshots)
+        self._wait_for_rivals(view, anybody_serves=bool(claims))
+        return await self._rewind(standing, snapshots)
+
+    def _wait_for_unreached(self, view: SwarmView) -> None:
+        missing = missed(view, self._stage, self._unreached())
+        self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
+
+    def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
+        """Let peers with smaller ids go first."""
+        # If no peer serves any stage, the first one to serve decides where all the others begin.
+        peers = view.in_stage(self._stage) if anybody_serves else view.peers
+        rivals = [peer for peer in peers if peer.state is PeerState.JOINING and peer.peer_id < self._me]
+        self._for_rivals.check([f"peer {peer.peer_id} is taking stage {peer.stage} over" for peer in rivals])
+
+    def _find_standing(
+        self, first: Timeline, claims: Mapping[str, Claim], replies: Mapping[str, ListSnapshotsReply]
+    ) -> Standing:
+        """How far the run has come: by the claims of serving peers, or without any by the snapshots that are left."""
+        if claims:
+            return find_standing(first, claims.values())
+        left = [(SnapshotRef(*known), _timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
+        left += self._snapshots.snapshots()
+        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every)
+
+    def _snapshots_on(
+        self, timeline: Timeline, replies: Mapping[str, ListSnapshotsReply]
+    ) -> dict[str, list[SnapshotRef]]:
+        """The snapshots that the timeline has not given up, by the peer that holds them."""
+        snapshots = {
+            peer_id: [
+                SnapshotRef(*known)
+                for known in reply.snapshots
+                if _is_on_timeline(_timeline_of(reply), known[1], timeline)
+            ]
+            for peer_id, reply in replies.items()
+        }
+        # This peer may have moved here with the only snapshot that is left.
+        snapshots[self._me] = [
+            known
+            for known, own in self._snapshots.snapshots()
+            if _is_on_timeline(own, known.created_at_round, timeline)
+        ]
+        return snapshots
+
+    async def _begin_timeline(self, timeline: Timeline, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> Start:
+        """Begin where the timeline began: no peer has computed anything since."""
+        wanted = SnapshotRef(self._stage, timeline.created_at_round, timeline.first_optimizer_step)
+        holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
+        state = await self._fetch(wanted, holders) if timeline.first_optimizer_step else None
+        return Start(timeline, state, False, "nothing was computed since the run's beginning")
+
+    async def _rewind(self, standing: Standing, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> Start:
+        """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
+
+        Raises:
+            CallError: there is no such state, or no peer gave this stage's snapshot of it
+        """
+        rewind = choose_rewind(
+            snapshots,
+            self._manifest.stages.count,
+            self._stage,
+            standing.optimizer_step,
+            INTERVALS_FROM_SCRATCH * self._manifest.recovery.snapshot_every,
+        )
+        if rewind.optimizer_step is None:
+            raise CallError(rewind.reason)
+        wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
+        state = await self._fetch(wanted, rewind.holders) if rewind.optimizer_step else None
+        first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES
+        timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
+        return Start(timeline, state, True, rewind.reason)
+
+    async def _list_snapshots(self, peers: Sequence[str]) -> dict[str, ListSnapshotsReply]:
+        replies: dict[str, ListSnapshotsReply] = {}
+
+        async def ask(peer_id: str) -> None:
+            try:
+                reply = await self._transport.call(
+                    peer_id, ListSnapshotsCall(manifest=self._hash), timeout_s=CALL_TIMEOUT_S
+                )
+                replies[peer_id] = check_body(ListSnapshotsReply, reply.body)
+            except CallError as error:
+                log.info("snapshots_unknown peer=%s reason=%s: %s", peer_id, error.code, error)
+
+        async with anyio.create_task_group() as tasks:
+            for peer_id in sorted(set(peers) - {self._me}):
+                tasks.start_soon(ask, peer_id)
+        return replies
+
+    async def have_all_go_back(self, timeline: Timeline) -> None:
+        """Tell the peers of all other stages to go back to a timeline, until none is in an earlier round."""
+        call = RewindCall(
+            manifest=self._hash,
+            lost_stage=self._stage,
+            first_round=timeline.first_round,
+            first_optimizer_step=timeline.first_optimizer_step,
+            created_at_round=timeline.created_at_round,
+        )
+        told: set[str] = set()
+
+        async def tell(peer_id: str) -> None:
+            try:
+                reply = await self._transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
+                check_body(RewindReply, reply.body)
+                told.add(peer_id)
+            except CallError as error:
+                log.warning("rewind_refused peer=%s reason=%s: %s", peer_id, error.code, error)
+
+        while True:
+            view = await self._look(range(self._manifest.stages.count))
+            behind = [
+                peer
+                for peer in view.peers
+                if peer.stage != self._stage
+                and peer.state is PeerState.SERVING
+                and peer.round_number < timeline.first_round
+            ]
+            others = {peer.peer_id for peer in behind} - told
+            if not others:
+                return
+            async with anyio.create_task_group() as tasks:
+                for peer_id in sorted(others):
+                    tasks.start_soon(tell, peer_id)
+            await anyio.sleep(PAUSE_S)
+
+    async def watch_stages(self) -> int:
+        """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
+        patience_s = self._manifest.limits.announcement_s
+        empty_since: dict[int, float] = {}
+        joining_since: dict[str, float] = {}
+        reported: dict[int, str] = {}
+        while True:
+            await anyio.sleep(patience_s / 4)
+            view = await self._look(range(self._manifest.stages.count))
+            now = self._clock.monotonic_s()
+            empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
+            empty_since = {stage: empty_since.get(stage, now) for stage in empty}
+            reported = {stage: reason for stage, reason in reported.items() if stage in empty}
+            joining = [peer.peer_id for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]
+            joining_since = {peer_id: joining_since.get(peer_id, now) for peer_id in joining}
+            stuck = [peer_id for peer_id in joining if now >= joining_since[peer_id] + JOINER_PATIENCE * patience_s]
+            movable = [peer.peer_id for peer in view.peers if peer.movable]
+            for stage in empty:
+                if now < empty_since[stage] + RESCUE_PATIENCE * patience_s:
+                    continue
+                mover = choose_mover(view, stage, movable, stuck)
+                if reported.get(stage) != mover.reason:
+                    log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
+                    reported[stage] = mover.reason
+                if mover.peer_id == self._me:
+                    return stage
+
+
+def _timeline_of(reply: ListSnapshotsReply) -> Timeline:
+    return Timeline(reply.timeline_first_round, reply.timeline_first_optimizer_step, reply.timeline_created_at_round)
+
+
+def _claims_of(view: SwarmView, replies: Mapping[str, ListSnapshotsReply]) -> dict[str, Claim]:
+    """The claims of all serving peers that replied.
+
+    Raises:
+        CallError: there are serving peers, and none of them replied
+    """
+    serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
+    claims = {
+        peer.peer_id: Claim(peer.stage, replies[peer.peer_id].round_number, _timeline_of(replies[peer.peer_id]))
+        for peer in serving
+        if peer.peer_id in replies
+    }
+    if serving and not claims:
+        raise CallError(f"none of the {len(serving)} serving peers can be reached")
+    return claims
+
+
+def _believable(claims: Mapping[str, Claim]) -> dict[str, Claim]:
+    """The claims that are credible.
+
+    Raises:
+        CallError: there are claims, and none of them is credible
+    """
+    believed = credible(claims)
+    liars = claims.keys() - believed.keys()
+    if liars:
+        log.warning("claims_not_believed peers=%s", ",".join(sorted(liars)))
+    if claims and not believed:
+        raise CallError(f"the {len(claims)} serving peers claim to be in rounds that cannot be")
+    return believed
+
+
+def _is_on_timeline(own: Timeline, created_at_round: int, timeline: Timeline) -> bool:
+    """Whether a timeline may go on from weights that a peer on timeline `own` created in a round.
+
+    A peer that has not gone back yet holds weights that the timeline has given up. A peer that has gone back further
+    than most holds weights from before both.
+    """
+    return own == timeline or created_at_round <= max(
+        timeline.created_at_round, own.created_at_round if own > timeline else 0
+    )

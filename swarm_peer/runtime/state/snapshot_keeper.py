@@ -1,0 +1,114 @@
+"""Keeps snapshots at regular intervals of updates: of this peer's stage, and copies of the next stage's.
+
+A stage that loses all its peers goes on from the copies that the stage before keeps. Owns when snapshots are taken.
+Must not know how they are stored (store.py), or how a run goes back to them (recovery.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import anyio
+
+from swarm_peer.errors import CallError
+from swarm_peer.policy.recovery import SnapshotRef
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.joining import fetch_snapshot
+from swarm_peer.runtime.state.state_server import StateServer
+
+log = logging.getLogger(__name__)
+
+# Tries to copy a snapshot of the next stage, whose peers take it at the same time as this peer takes its own.
+GUARD_TRIES = 6
+# Pause after the first try; doubled after each further one.
+GUARD_PAUSE_S = 0.2
+
+
+class SnapshotKeeper:
+    """Takes and copies snapshots for as long as it runs. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        transport: Transport,
+        state_server: StateServer,
+        view: Callable[[], SwarmView],
+    ):
+        self._manifest = context.resolved.manifest
+        self._changed = context.changed
+        self._next_stage = (stage + 1) % self._manifest.stages.count
+        self._state_server = state_server
+        self._view = view
+        self._fetch = partial(
+            fetch_snapshot,
+            context=context,
+            transport=transport,
+            snapshots=state_server,
+            rng=context.random.stream("snapshots"),
+        )
+        self._last_snapshot: StageState | None = None  # without its tensors
+
+    async def run(self) -> None:
+        """Keep a snapshot of this stage, and one of the next, every `recovery.snapshot_every` updates."""
+        every = self._manifest.recovery.snapshot_every
+        if not every:
+            return
+        async with anyio.create_task_group() as tasks:
+            if self._manifest.stages.count > 1:
+                tasks.start_soon(self._run_guarding)
+            while True:
+                await self._changed.wait_for(partial(self._snapshot_is_due, every))
+                self._last_snapshot = current = self._state_server.current
+                assert current is not None
+                if not await self._state_server.take_snapshot(current.round_number):
+                    log.warning(
+                        "snapshot_missed optimizer_step=%d reason=the round was over already", current.optimizer_step
+                    )
+                self._changed.notify()
+
+    def _snapshot_is_due(self, every: int) -> bool:
+        current = self._state_server.current
+        if current is None or not current.optimizer_step or current.optimizer_step % every:
+            return False
+        return self._last_snapshot is None or self._last_snapshot.round_number != current.round_number
+
+    def _has_other_snapshot(self, than: StageState | None) -> bool:
+        return self._last_snapshot is not than
+
+    async def _run_guarding(self) -> None:
+        """After each snapshot of this stage, copy the next stage's snapshot of the same optimizer step."""
+        guarded: StageState | None = None
+        while True:
+            await self._changed.wait_for(partial(self._has_other_snapshot, guarded))
+            assert self._last_snapshot is not None
+            guarded = self._last_snapshot
+            wanted = SnapshotRef(self._next_stage, guarded.created_at_round, guarded.optimizer_step)
+            for attempt in range(GUARD_TRIES):
+                if await self._copy(wanted, is_last_try=attempt == GUARD_TRIES - 1):
+                    break
+                with anyio.move_on_after(GUARD_PAUSE_S * 2**attempt):
+                    await self._changed.wait_for(partial(self._has_other_snapshot, guarded))
+                    break
+
+    async def _copy(self, wanted: SnapshotRef, *, is_last_try: bool) -> bool:
+        peers = [peer.peer_id for peer in self._view().serving(wanted.stage)]
+        try:
+            await self._state_server.store_snapshot(wanted.stage, await self._fetch(wanted, peers))
+        except CallError as error:
+            # The first tries often fail, since the other peers are still taking their snapshots.
+            log.log(
+                logging.WARNING if is_last_try else logging.DEBUG,
+                "snapshot_not_there stage=%d optimizer_step=%d reason=%s",
+                wanted.stage,
+                wanted.optimizer_step,
+                error,
+            )
+            return False
+        return True

@@ -1,0 +1,226 @@
+"""Downloads a state or an update from several donors at once, in chunks, and checks each chunk by its hash.
+
+If a donor dies, stalls or lies, the others give the chunks that it owes. hivemind's own download would not do: it takes
+everything from one donor, checks nothing, and returns None if no donor answers. Must not know why a state is wanted:
+joining.py does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import torch
+
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.runtime.network.transport import Transport, unpack_fields
+from swarm_peer.runtime.state.index import StageState, assemble, num_bytes, timeline_of
+from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
+
+log = logging.getLogger(__name__)
+
+# Donors that one newcomer takes chunks from at once. With more, several newcomers would burden the same donors.
+MAX_DONORS = 3
+# Chunks in flight from each donor: enough to fill a link of 1 Gb/s with a round trip of 100 ms.
+CHUNKS_IN_FLIGHT = 4
+CALL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    entry: int
+    number: int
+    size: int
+    sha256: bytes
+
+
+async def fetch_state(
+    transport: Transport,
+    donors: Sequence[str],
+    call: StateIndexCall,
+    *,
+    max_bytes: int,
+    max_round: int = MAX_ROUND,
+    optimizer_step: int | None = None,
+    rng: random.Random,
+) -> StageState:
+    """Download the state or update that `call` asks for.
+
+    Args:
+        donors: peers that may have it, in any order
+        max_bytes: refuse an index of more bytes
+        max_round: refuse an index of a later round
+        optimizer_step: refuse an index of weights of another one, if given
+
+    Raises:
+        CallError: no donor gave it whole; the message has each donor's answer
+    """
+    check = partial(_check_index, call=call, max_bytes=max_bytes, max_round=max_round, optimizer_step=optimizer_step)
+    waiting = list(donors)
+    rng.shuffle(waiting)
+    reasons: list[str] = []
+
+    def failed(donor: str, error: CallError) -> None:
+        # A donor that does not have the state yet, or not any more, has done nothing wrong.
+        level = logging.DEBUG if isinstance(error, NotServing) else logging.WARNING
+        log.log(level, "download_failed donor=%s reason=%s: %s", donor, error.code, error)
+        reasons.append(f"{donor}: {error}")
+
+    while waiting:
+        asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
+        found = await _ask_index(transport, asked, call, check, failed)
+        by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
+        # A donor that claims to be ahead of all others must not keep this peer from asking them.
+        for name, (index, agreeing) in reversed(by_age):
+            state = await _download(transport, name, index, agreeing, call.manifest, failed)
+            if state is not None:
+                return state
+    what = f"{call.kind} of stage {call.of_stage}"
+    raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
+
+
+def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:
+    """Sort key of an index: prefer later rounds, and within a round the index that most donors give.
+
+    For a snapshot the round does not count, since weights created in one round can begin several: see Timeline.
+    """
+    return (index.round_number if call.created_at_round is None else call.created_at_round, len(donors), min(donors))
+
+
+async def _ask_index(
+    transport: Transport,
+    donors: Sequence[str],
+    call: StateIndexCall,
+    check: Callable[[StateIndex], None],
+    failed: Callable[[str, CallError], None],
+) -> dict[bytes, tuple[StateIndex, list[str]]]:
+    """Ask donors for their index. Returns each index with the donors that gave it, by the index's hash."""
+    found: dict[bytes, tuple[StateIndex, list[str]]] = {}
+
+    async def ask(donor: str) -> None:
+        try:
+            reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
+            if len(reply.tensors) != 1:
+                raise InvalidMessage("the index is missing")
+            packed = bytes(reply.tensors[0])
+            index = unpack_fields(StateIndex, memoryview(packed))
+            check(index)
+            found.setdefault(hashlib.sha256(packed).digest(), (index, []))[1].append(donor)
+        except CallError as error:
+            failed(donor, error)
+
+    async with anyio.create_task_group() as tasks:
+        for donor in donors:
+            tasks.start_soon(ask, donor)
+    return found
+
+
+def _check_index(
+    index: StateIndex, call: StateIndexCall, max_bytes: int, max_round: int, optimizer_step: int | None
+) -> None:
+    total_bytes = sum(num_bytes(entry) for entry in index.entries)
+    timeline = timeline_of(index)
+    created_at_round, claimed = (
+        timeline.creation_round(index.round_number),
+        timeline.optimizer_step_at(index.round_number),
+    )
+    fits = index.round_number >= call.min_round if call.kind == "state" else index.round_number == call.min_round
+    if (
+        (index.stage, index.kind) != (call.of_stage, call.kind)
+        or not fits
+        or not timeline.allows_round(index.round_number)
+        or call.created_at_round not in (None, created_at_round)
+        or total_bytes > max_bytes
+    ):
+        wanted_round = "any round" if call.created_at_round is None else f"round {call.created_at_round}"
+        raise InvalidMessage(
+            f"offered {total_bytes} bytes, {index.kind} of stage {index.stage} at round {index.round_number}, "
+            f"created in round {created_at_round}; wanted at most {max_bytes} bytes, {call.kind} of stage "
+            f"{call.of_stage} at round {call.min_round}, created in {wanted_round}"
+        )
+    if index.round_number > max_round:
+        raise InvalidMessage(
+            f"offered a state of round {index.round_number}, and the run cannot be beyond {max_round} yet"
+        )
+    if optimizer_step not in (None, claimed):
+        raise InvalidMessage(
+            f"offered weights of optimizer step {claimed}; wanted those of optimizer step {optimizer_step}"
+        )
+
+
+async def _fetch_chunk(
+    transport: Transport, donor: str, call: StateChunkCall, chunk: _Chunk, tensor_name: str
+) -> memoryview:
+    reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
+    if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
+        raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
+    if hashlib.sha256(reply.tensors[0]).digest() != chunk.sha256:
+        raise InvalidMessage(f"a chunk of {tensor_name:.100} does not match its hash")
+    return reply.tensors[0]
+
+
+async def _download(
+    transport: Transport,
+    name: bytes,
+    index: StateIndex,
+    donors: Sequence[str],
+    manifest_hash: str,
+    failed: Callable[[str, CallError], None],
+) -> StageState | None:
+    begin = anyio.current_time()
+    sizes = [num_bytes(entry) for entry in index.entries]
+    buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    missing = deque(
+        _Chunk(number, chunk, min(STATE_CHUNK_BYTES, sizes[number] - chunk * STATE_CHUNK_BYTES), sha256)
+        for number, entry in enumerate(index.entries)
+        for chunk, sha256 in enumerate(entry.chunks)
+    )
+    alive = set(donors)
+
+    async def take_chunks(donor: str) -> None:
+        while missing and donor in alive:
+            chunk = missing.popleft()
+            try:
+                call = StateChunkCall(manifest=manifest_hash, index=name, entry=chunk.entry, chunk=chunk.number)
+                data = await _fetch_chunk(transport, donor, call, chunk, index.entries[chunk.entry].name)
+            except CallError as error:
+                missing.append(chunk)
+                if donor in alive:
+                    alive.discard(donor)
+                    failed(donor, error)
+                return
+            offset = chunk.number * STATE_CHUNK_BYTES
+            bytes_of(buffers[chunk.entry])[offset : offset + chunk.size] = data
+
+    # A task that finds no chunk left ends. If another one fails after that, its chunk is still missing: hence the loop.
+    while missing and alive:
+        async with anyio.create_task_group() as tasks:
+            for donor in sorted(alive):
+                for _ in range(CHUNKS_IN_FLIGHT):
+                    tasks.start_soon(take_chunks, donor)
+    if missing:
+        return None
+    try:
+        state = assemble(index, buffers)
+    except InvalidMessage as error:
+        for donor in sorted(alive):
+            failed(donor, error)
+        return None
+    log.info(
+        "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f",
+        index.kind,
+        index.stage,
+        index.round_number,
+        sum(sizes),
+        len(donors),
+        anyio.current_time() - begin,
+    )
+    return state

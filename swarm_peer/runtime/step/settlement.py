@@ -1,0 +1,361 @@
+"""The end of a round in one stage: stage-mates wait for each other, average their gradients, and vote on the result.
+
+Owns three exchanges among stage-mates, the first and the last of them over our own transport:
+
+1. ready: each peer asks its stage-mates until they, too, have finished their microbatches of the round. This is the
+   barrier. It also spreads the progress counts, and shows which stage-mates are alive and hold the same weights.
+2. the averaging round, over hivemind, among the peers that are ready.
+3. vote: each peer asks the others for their result; policy/agreement.py decides what follows from the votes.
+
+Each call is short: a callee that is not ready yet says so, and its caller asks again. So a caller can tell a stage-mate
+that has stalled from one that still computes.
+
+Must not know where the gradients come from, or how they are applied: step_loop.py does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio
+import torch
+
+from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.policy.agreement import Verdict, Vote, agree
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
+from swarm_peer.runtime.state.index import extend_history
+from swarm_peer.runtime.step.averaging import START_TIMEOUT_S, AveragingFailed, GradientAverager
+from swarm_peer.runtime.step.membership import StageMates
+from swarm_peer.wire.messages import Body, ReadyCall, ReadyReply, VoteCall, VoteReply
+
+log = logging.getLogger(__name__)
+
+# A callee that is not ready keeps a call for so long before it says that it is not.
+POLL_S = 2.0
+# A stage-mate whose answer takes this much longer has stalled, and is left out.
+STALL_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a round ended for this peer.
+
+    Attributes:
+        verdict: COMMIT, with the gradients to apply; or RESYNC, with the peers that hold the state to download
+        history_hash: digest of all updates, this one included
+        samples: number of samples in the gradients
+        holders: in case of RESYNC, the peers that hold the state
+    """
+
+    verdict: Verdict
+    gradients: Sequence[torch.Tensor] = ()
+    history_hash: str = ""
+    samples: int = 0
+    holders: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class _LeftBehind(Exception):
+    """At least as many stage-mates (`holders`) are in a later round already as are ready for this one."""
+
+    def __init__(self, holders: list[str]):
+        super().__init__(holders)
+        self.holders = holders
+
+
+class StageGroup:
+    """Ends rounds together with this peer's stage-mates. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        transport: Transport,
+        averager: GradientAverager,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+    ):
+        manifest = context.resolved.manifest
+        self._clock = context.clock
+        self._threads = context.threads
+        self._manifest = manifest
+        self._hash = context.resolved.hash
+        self._stage = stage
+        self._me = transport.peer_id
+        self._transport = transport
+        self._averager = averager
+        self._progress = progress
+        self._metrics = context.metrics
+        self._changed = context.changed
+        limits, averaging = manifest.limits, manifest.averaging
+        self._barrier_timeout_s = (
+            limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
+        )
+        self._mates = StageMates(
+            clock=context.clock,
+            stage=stage,
+            announcement_s=limits.announcement_s,
+            barrier_timeout_s=self._barrier_timeout_s,
+            view=view,
+        )
+        self._round_number = 0
+        self._history_hash = ""
+        self._samples = 0  # that this peer brings to the averaging round
+        self._ready_attempt: int | None = None  # the try that this peer is ready for; None while microbatches run
+        self._left = False
+        self._votes: dict[int, Vote] = {}  # this peer's newest votes on this round and on the one before, by round
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        """The calls that this part answers."""
+        return {ReadyCall: self.handle_ready, VoteCall: self.handle_vote}
+
+    @property
+    def history_hash(self) -> str:
+        """Digest of the updates that led to this peer's weights."""
+        return self._history_hash
+
+    def enter(self, round_number: int, history_hash: str) -> None:
+        """Begin a round with the weights that `history_hash` names."""
+        self._round_number, self._history_hash = round_number, history_hash
+        self._ready_attempt = None
+        self._mates.refresh()
+        self._votes = {known: vote for known, vote in self._votes.items() if known >= round_number - 1}
+        self._changed.notify()
+
+    def leave(self) -> None:
+        """End no more rounds, and say so to stage-mates that wait for this peer."""
+        self._left = True
+        self._changed.notify()
+
+    def welcome(self, peer_id: str) -> None:
+        """Expect a stage-mate that has made itself known, until its announcement is sure to be in the view.
+
+        Raises:
+            NotServing: this peer has seen no announcement of it for this stage; it may ask again soon
+        """
+        self._mates.refresh()
+        if not self._mates.is_known(peer_id):
+            self._progress.saw_stranger(peer_id)
+            raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
+        self._mates.welcome(peer_id)
+
+    async def settle(self, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
+        """End this round together with the stage-mates.
+
+        Args:
+            gradients: means over this peer's samples, CPU and fp32
+            samples: number of these samples; may be 0
+        """
+        round_number, attempt = self._round_number, 0
+        self._samples = samples
+        while True:
+            self._ready_attempt = attempt
+            self._changed.notify()
+            try:
+                members = await self._gather_ready(attempt)
+            except _LeftBehind as behind:
+                return self._resync(behind.holders, f"{len(behind.holders)} stage-mates have left round {round_number}")
+            by_history = agree(
+                self._me, {peer: Vote(0, reply.history_hash) for peer, reply in members.items()}, may_retry=False
+            )
+            if by_history.verdict is Verdict.RESYNC:
+                return self._resync(by_history.holders, "other stage-mates hold different weights")
+            peers = set(by_history.holders)
+            newest = max(reply.attempt or 0 for reply in members.values())
+            if newest > attempt:
+                attempt = newest
+                continue
+            shares = {peer: members[peer].samples for peer in peers}
+            vote, result = await self._average(gradients, samples, attempt, shares)
+            self._votes[round_number] = vote
+            self._changed.notify()
+            votes = await self._gather_votes(round_number, attempt, peers)
+            agreement = agree(self._me, votes, may_retry=attempt < self._manifest.averaging.max_tries)
+            if agreement.verdict is Verdict.COMMIT:
+                assert vote.checksum is not None
+                if len(agreement.holders) < len(votes):
+                    log.warning("round_disputed round=%d reason=%s", round_number, agreement.reason)
+                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, reason=agreement.reason)
+            if agreement.verdict is Verdict.RESYNC:
+                return self._resync(agreement.holders, agreement.reason)
+            log.warning("round_retried round=%d attempt=%d reason=%s", round_number, attempt, agreement.reason)
+            attempt += 1
+
+    def _resync(self, holders: Sequence[str], reason: str) -> Settlement:
+        log.warning("resync_needed round=%d reason=%s", self._round_number, reason)
+        return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
+
+    async def _average(
+        self, gradients: Sequence[torch.Tensor], samples: int, attempt: int, members: Mapping[str, int]
+    ) -> tuple[Vote, Sequence[torch.Tensor]]:
+        """Run one averaging round.
+
+        Args:
+            members: its members, with the number of samples that each brings
+
+        Returns:
+            this peer's vote on the result, and the averages; without any if the averaging round has failed
+        """
+        last_try = attempt >= self._manifest.averaging.max_tries
+        if len(members) == 1 or last_try:
+            # If averaging does not work among these peers, each offers its own gradients, and the vote chooses those of
+            # the most samples for all. That loses the others' work, but no peer goes on with weights of its own.
+            outcome = "alone" if len(members) == 1 else "given_up"
+            self._metrics.averaging_rounds.labels(outcome).inc()
+            digest = await self._threads.run(extend_history, self._history_hash, gradients)
+            return Vote(attempt, digest, samples), gradients
+        begin = self._clock.monotonic_s()
+        try:
+            averages = await self._averager.average(
+                gradients, samples, round_number=self._round_number, attempt=attempt, members=sorted(members)
+            )
+        except AveragingFailed as error:
+            self._metrics.averaging_rounds.labels("failed").inc()
+            log.warning("round_failed round=%d attempt=%d reason=%s", self._round_number, attempt, error)
+            return Vote(attempt, None), ()
+        self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - begin)
+        self._metrics.averaging_rounds.labels("done").inc()
+        digest = await self._threads.run(extend_history, self._history_hash, averages)
+        return Vote(attempt, digest, sum(members.values())), averages
+
+    async def _gather_ready(self, attempt: int) -> dict[str, ReadyReply]:
+        """Wait until all stage-mates are ready for an averaging round.
+
+        Returns:
+            the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out
+
+        Raises:
+            _LeftBehind: this peer has to follow stage-mates that are in a later round
+        """
+        members = {
+            self._me: ReadyReply(attempt=attempt, history_hash=self._history_hash, samples=self._samples, counts=())
+        }
+        ahead: list[str] = []
+        asked = {self._me}
+        while to_ask := self._mates.expected() - asked:
+            asked |= to_ask
+            async with anyio.create_task_group() as tasks:
+                # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
+                tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
+                for peer_id in sorted(to_ask):
+                    tasks.start_soon(self._ask_ready, peer_id, attempt, members, ahead)
+            if tasks.cancel_scope.cancelled_caught:
+                log.warning("barrier_timeout round=%d ready=%d asked=%d", self._round_number, len(members), len(asked))
+                for peer_id in to_ask - members.keys():
+                    self._mates.was_late(peer_id)
+        # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
+        # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
+        # other.
+        if len(ahead) >= len(members):
+            raise _LeftBehind(sorted(ahead))
+        if ahead:
+            log.warning("some_are_ahead round=%d ready=%d ahead=%d", self._round_number, len(members), len(ahead))
+        return members
+
+    async def _ask_ready(self, peer_id: str, attempt: int, members: dict[str, ReadyReply], ahead: list[str]) -> None:
+        while True:
+            body = ReadyCall(
+                manifest=self._hash,
+                stage=self._stage,
+                round_number=self._round_number,
+                attempt=attempt,
+                counts=self._progress.signed_counts(),
+            )
+            try:
+                reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
+                answer = check_body(ReadyReply, reply.body)
+                self._progress.merge(answer.counts, vouched=True)
+            except RoundClosed:
+                ahead.append(peer_id)
+                return
+            except CallError as error:
+                log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
+                if isinstance(error, PeerUnreachable):
+                    self._mates.was_unreachable(peer_id)
+                return
+            if answer.attempt is not None:
+                members[peer_id] = answer
+                self._mates.was_ready(peer_id)
+                return
+
+    async def _gather_votes(self, round_number: int, attempt: int, peers: set[str]) -> dict[str, Vote]:
+        votes = {self._me: self._votes[round_number]}
+        async with anyio.create_task_group() as tasks:
+            tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
+            for peer_id in sorted(peers - {self._me}):
+                tasks.start_soon(self._ask_vote, peer_id, round_number, attempt, votes)
+        return votes
+
+    async def _ask_vote(self, peer_id: str, round_number: int, attempt: int, votes: dict[str, Vote]) -> None:
+        body = VoteCall(manifest=self._hash, stage=self._stage, round_number=round_number, attempt=attempt)
+        while True:
+            try:
+                reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
+                answer = check_body(VoteReply, reply.body)
+            except CallError as error:
+                log.info("vote_missing peer=%s reason=%s: %s", peer_id, error.code, error)
+                return
+            if answer.attempt is not None:
+                votes[peer_id] = Vote(answer.attempt, answer.checksum, answer.samples)
+                return
+
+    async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
+        """Say whether this peer is ready for the caller's averaging round, after a short wait for it."""
+        self._mates.refresh()
+        is_mate = self._mates.is_known(caller)
+        self._progress.merge(call.counts, vouched=is_mate)
+        if is_mate:
+            # One round ahead is enough for this peer to look for itself; a false number does not last beyond that.
+            self._progress.saw_round(min(call.round_number, self._round_number + 1))
+        else:
+            self._progress.saw_stranger(caller)
+        if is_mate and call.round_number >= self._round_number:
+            # Before the wait, since this peer may become ready during it and must not go on without the caller.
+            self._mates.welcome(caller)
+            self._mates.was_ready(caller)
+
+        def is_ready() -> bool:
+            # Never tell a stranger, or it would average with members that do not expect it. It asks again.
+            return is_mate and self._is_ready(call)
+
+        with anyio.move_on_after(POLL_S):
+            await self._changed.wait_for(lambda: self._left or call.round_number < self._round_number or is_ready())
+        if self._left:
+            raise NotServing("this peer has left")
+        if call.round_number < self._round_number:
+            raise RoundClosed(f"round {call.round_number} is over in this stage", self._round_number)
+        attempt = self._ready_attempt if is_ready() else None
+        counts = self._progress.signed_counts()
+        reply = ReadyReply(attempt=attempt, history_hash=self._history_hash, samples=self._samples, counts=counts)
+        return Reply(reply.model_dump())
+
+    def _is_ready(self, call: ReadyCall) -> bool:
+        return (
+            self._round_number == call.round_number
+            and self._ready_attempt is not None
+            and self._ready_attempt >= call.attempt
+        )
+
+    async def handle_vote(self, caller: str, call: VoteCall, tensors: Sequence[memoryview]) -> Reply:
+        """Give this peer's vote on an averaging round, after a short wait for it."""
+
+        def known() -> Vote | None:
+            vote = self._votes.get(call.round_number)
+            return vote if vote is not None and vote.attempt >= call.attempt else None
+
+        with anyio.move_on_after(POLL_S):
+            await self._changed.wait_for(lambda: known() is not None or call.round_number < self._round_number)
+        vote = known()
+        if vote is not None:
+            reply = VoteReply(attempt=vote.attempt, checksum=vote.checksum, samples=vote.samples)
+            return Reply(reply.model_dump())
+        if call.round_number < self._round_number:
+            raise RoundClosed(f"round {call.round_number} is over in this stage", self._round_number)
+        return Reply(VoteReply(attempt=None).model_dump())

@@ -1,0 +1,393 @@
+"""Takes a replica from round to round: wait until the global batch is full, drain, average, apply the update.
+
+If stage-mates have gone on without this peer, it downloads their state. If a lost stage makes the run rewind, it loads
+a snapshot. Owns the present round and timeline: no other part changes them, or has the weights changed. Must not know
+how stage-mates agree on an update (settlement.py) or how states travel (state/).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+import torch
+
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.state.index import StageState, extend_history
+from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.settlement import Settlement, StageGroup
+from swarm_peer.wire.messages import Body, RewindCall, RewindReply
+from swarm_peer.wire.records import MAX_REPORTS, RoundReport
+
+log = logging.getLogger(__name__)
+
+# Each peer tells so many peers of the next stage that the global batch is full. They tell their stage-mates at the
+# barrier.
+PEERS_TOLD = 4
+# Callers may be a round ahead for as long as the slowest hop takes. A peer that is behind for longer has missed news.
+BEHIND_S = 3.0
+# A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
+# peer may be behind that.
+MAX_ROUNDS_OF_REWIND = 2 * MAX_ROUNDS_AHEAD
+# Tries to catch up with stage-mates. A newcomer that is still behind afterwards serves all the same, and finds out at
+# the end of the round.
+CATCH_UP_TRIES = 4
+
+
+class StepLoop:
+    """Takes this peer's replica from round to round. Belongs to the event loop's thread.
+
+    Attributes:
+        round_number: the present round
+        timeline: the unbroken line of updates that led to the present weights
+        reports: the rounds that ended here lately; of stage 0 alone
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        replica: StageReplica,
+        swarm: SwarmAccess,
+        group: StageGroup,
+        state_server: StateServer,
+        handover: GradientHandover,
+        leases: SliceLeases | None,
+    ):
+        """Make a loop that has no weights yet: call `begin` or `join` first.
+
+        Args:
+            leases: the slices of data that this peer reads; None but at stage 0
+        """
+        self._context = context
+        self._clock = context.clock
+        self._manifest = context.resolved.manifest
+        self._hash = context.resolved.hash
+        self._trainer = replica.trainer
+        self._device_thread = replica.device_thread
+        self._executor = replica.executor
+        self._admission = replica.admission
+        self._group = group
+        self._state_server = state_server
+        self._progress = swarm.progress
+        self._handover = handover
+        self._leases = leases
+        self._transport = swarm.transport
+        self._gossip = swarm.gossip
+        self._view = swarm.view
+        self._look_again = swarm.look
+        self._metrics = context.metrics
+        self._changed = context.changed
+        self._rng = context.random.stream("rounds")
+        self._stage = replica.stage
+        self._downloads = StateDownloads(
+            context=context,
+            stage=replica.stage,
+            shapes=[parameter.shape for parameter in replica.trainer.module.parameters()],
+            swarm=swarm,
+            snapshots=state_server,
+        )
+        self._began = self._clock.monotonic_s()
+        self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
+        self._rewind_to: Timeline | None = None
+        self.round_number = 0
+        self.timeline = FIRST_TIMELINE
+        self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        """The calls that this part answers."""
+        return {RewindCall: self.handle_rewind}
+
+    @property
+    def optimizer_step(self) -> int:
+        """How many updates this peer's weights have had."""
+        return self.timeline.optimizer_step_at(self.round_number)
+
+    @property
+    def download_bytes_per_s(self) -> float:
+        """Speed of the last download of a state; 0 if there was none."""
+        return self._downloads.bytes_per_s
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's last optimizer step is done."""
+        return self.optimizer_step >= self._manifest.training.steps
+
+    async def begin(self, timeline: Timeline, state: StageState | None) -> None:
+        """Start at the beginning of a timeline, with a snapshot or with the run's initial weights.
+
+        Args:
+            state: the snapshot; None for the initial weights
+
+        Raises:
+            UserError: the initial weights cannot be read
+        """
+        if state is not None:
+            await self._take_over(state, timeline.first_round, timeline)
+            return
+        await self._device_thread.run(Priority.STEP, self._trainer.restart)
+        # Another version of torch may make other initial weights. So the history hash, which stage-mates compare,
+        # begins with a digest of them.
+        weights = await self._device_thread.run(Priority.STEP, self._trainer.state)
+        history_hash = await self._context.threads.run(extend_history, self._hash, list(weights.values()))
+        await self._begin_to_read(timeline.first_round, timeline, b"")
+        self._enter(timeline.first_round, history_hash, timeline, b"")
+
+    async def join(self, donors: list[str]) -> None:
+        """Take over the newest state of stage-mates. Asks each of them once.
+
+        Raises:
+            CallError: none of them gave it
+        """
+        await self._catch_up_by_state(donors, min_round=0, tries=1)
+
+    async def catch_up(self, stage_mates: list[str]) -> None:
+        """Greet the stage-mates, apply the updates that they made since this peer's state, and serve.
+
+        From the greeting on they wait for this peer at the end of each round, so it does catch up.
+        """
+        for _ in range(CATCH_UP_TRIES):
+            newest = await self._gossip.greet(self._stage, stage_mates)
+            if newest <= self.round_number:
+                break
+            if not await self._replay(stage_mates):
+                await self._catch_up_by_state(stage_mates, min_round=self.round_number + 1)
+        self._admit()
+
+    async def run(self) -> None:
+        """End one round after the other, and rewind when a lost stage makes the run do so. Never returns.
+
+        Raises:
+            CallError: stage-mates went on without this peer, and none of them gives its state
+        """
+        failures: list[CallError] = []
+
+        async def run_rounds() -> None:
+            try:
+                await self._run_rounds()
+            except CallError as error:
+                failures.append(error)
+                self._changed.notify()
+
+        while True:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_rounds)
+                tasks.start_soon(self._look_when_behind)
+                await self._changed.wait_for(lambda: self._rewind_to is not None or bool(failures))
+                tasks.cancel_scope.cancel()
+            if failures:
+                raise failures[0]
+            await self._rewind()
+
+    async def _look_when_behind(self) -> None:
+        """When callers have named later rounds for a while, ask stage-mates whether they have left this peer behind."""
+        while True:
+            await self._changed.wait_for(lambda: self._admission.is_behind)
+            round_number = self.round_number
+            await anyio.sleep(BEHIND_S)
+            if self.round_number == round_number and self._admission.is_open:
+                mates = [peer.peer_id for peer in self._view().serving(self._stage)]
+                if await self._gossip.greet(self._stage, mates) > round_number:
+                    self._progress.saw_round(round_number + 1)
+            self._admission.forget_later_rounds()
+
+    async def _run_rounds(self) -> None:
+        while not self.finished:
+            round_number = self.round_number
+            await self._progress.wait_until_over(round_number)
+            async with self._ending:
+                await self._end(round_number)
+            self._admit()
+        log.info(
+            "run_finished optimizer_step=%d: the coordinator saves the model now, and ends the run", self.optimizer_step
+        )
+
+    async def leave(self) -> None:
+        """Hand this peer's gradient to a stage-mate, or end the round with them. Call `RoundAdmission.leave` first."""
+        await self._admission.drained()
+        while True:
+            async with self._ending:
+                round_number = self.round_number
+                if await self._handover.hand_over(round_number):
+                    return self._group.leave()
+            await self._changed.wait_for(partial(self._is_past, round_number))
+
+    def _is_past(self, round_number: int) -> bool:
+        return self.round_number > round_number
+
+    async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
+        """Rewind to the caller's timeline: it says that it took over a stage without peers, from a snapshot."""
+        target = Timeline(call.first_round, call.first_optimizer_step, call.created_at_round)
+        if call.first_round > self.round_number and target != self._rewind_to:
+            view = await self._look_again([call.lost_stage])
+            others = [peer for peer in view.serving(call.lost_stage) if peer.peer_id != caller]
+            known = view.peer(caller)
+            if known is None or known.stage != call.lost_stage or call.lost_stage == self._stage:
+                raise NotServing("only a peer that has taken over another stage rewinds the run")
+            if any(peer.round_number < call.first_round for peer in others):
+                raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
+            if call.first_round > self.round_number + MAX_ROUNDS_OF_REWIND:
+                raise InvalidMessage(f"the run is in round {self.round_number} and cannot go on in {call.first_round}")
+            if call.first_optimizer_step > self.optimizer_step:
+                raise InvalidMessage(
+                    f"the run has made {self.optimizer_step} updates and cannot go back to {call.first_optimizer_step}"
+                )
+            if self._rewind_to is None or call.first_round > self._rewind_to.first_round:
+                self._rewind_to = target
+                self._changed.notify()
+        return Reply(RewindReply(round_number=self.round_number).model_dump())
+
+    async def _rewind(self) -> None:
+        target = self._rewind_to
+        assert target is not None
+        log.warning(
+            "run_rewound stage=%d optimizer_step=%d to=%d round=%d",
+            self._stage,
+            self.optimizer_step,
+            target.first_optimizer_step,
+            target.first_round,
+        )
+        self._metrics.rewinds.inc()
+        self._admission.close()
+        self._metrics.lost_samples.inc(self._trainer.num_samples)
+        async with self._ending:
+            state = await self._downloads.snapshot_of(target) if target.first_optimizer_step else None
+            if state is not None:
+                await self._take_over(state, target.first_round, target)
+            else:
+                await self.begin(target, None)
+        # These may not have been published yet.
+        still_true = [report for report in self.reports if report.optimizer_step <= target.first_optimizer_step]
+        self.reports.clear()
+        self.reports.extend(still_true)
+        self._admit()
+
+    async def _end(self, round_number: int) -> None:
+        self._admission.close()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._tell_next_stage)
+            await self._admission.drained()
+            gradients, samples = await self._device_thread.run(Priority.STEP, self._share)
+            settlement = await self._group.settle(gradients, samples)
+            tasks.cancel_scope.cancel()
+        if settlement.verdict is Verdict.COMMIT:
+            await self._commit(settlement)
+        else:
+            self._metrics.resyncs.labels("left_behind").inc()
+            self._metrics.lost_samples.inc(samples)
+            await self._catch_up_by_state(list(settlement.holders), min_round=round_number + 1)
+
+    def _share(self) -> tuple[list[torch.Tensor], int]:
+        return self._trainer.mean_gradients(), self._trainer.num_samples
+
+    async def _commit(self, settlement: Settlement) -> None:
+        round_number = self.round_number
+        counter = self._progress.counter
+        samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
+        counted = b"" if self._leases is None else self._leases.end_round(round_number)
+        self._state_server.retain_update(settlement.gradients, settlement.history_hash, counted)
+        result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
+        if result.skipped:
+            log.error("update_skipped round=%d reason=the averaged gradient is not finite", round_number)
+        seconds = self._clock.monotonic_s() - self._began
+        loss = loss_sum / samples if samples else 0.0
+        optimizer_step = self.optimizer_step + 1
+        if self._stage == 0:
+            report = RoundReport(
+                round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss=loss, seconds=seconds
+            )
+            self.reports.append(report)
+            if settlement.samples != samples:
+                log.warning("samples_differ round=%d counted=%d averaged=%d", round_number, samples, settlement.samples)
+        self._metrics.loss.set(loss)
+        log.info(
+            "step_done optimizer_step=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
+            optimizer_step,
+            loss,
+            settlement.samples,
+            seconds,
+            result.grad_norm,
+            result.learning_rate,
+        )
+        self._enter(round_number + 1, settlement.history_hash, self.timeline, counted)
+
+    def _enter(self, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
+        self.round_number = round_number
+        self.timeline = timeline
+        if self._rewind_to is not None and self._rewind_to.first_round <= round_number:
+            self._rewind_to = None  # but keep a newer one
+        self._began = self._clock.monotonic_s()
+        self._executor.forget_round()
+        self._handover.enter(round_number)
+        self._metrics.optimizer_step.set(self.optimizer_step)
+        self._group.enter(round_number, history_hash)
+        self._progress.enter(round_number)
+        self._state_server.enter(round_number, history_hash, timeline, ledger)
+
+    def _admit(self) -> None:
+        self._executor.note_round(self.round_number)
+        self._admission.open(self.round_number)
+        self._changed.notify()
+
+    async def _catch_up_by_state(self, donors: Sequence[str], min_round: int, tries: int = DOWNLOAD_TRIES) -> None:
+        """Take over the newest state that a stage-mate gives.
+
+        Raises:
+            CallError: nobody gave one
+        """
+
+        async def take(state: StageState) -> None:
+            await self._take_over(state, state.round_number, state.timeline)
+
+        await self._downloads.take_newest(donors, min_round, take, tries)
+
+    async def _take_over(self, state: StageState, round_number: int, timeline: Timeline) -> None:
+        await self._begin_to_read(round_number, timeline, state.ledger)
+        await self._device_thread.run(
+            Priority.STEP, lambda: self._trainer.load_state(state.tensors, state.optimizer_step)
+        )
+        self._enter(round_number, state.history_hash, timeline, state.ledger)
+
+    async def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: bytes) -> None:
+        if self._leases is not None:
+            await self._leases.begin(round_number, timeline, ledger)
+
+    async def _replay(self, donors: Sequence[str]) -> bool:
+        """Apply the updates that stage-mates made since this peer's state.
+
+        Returns:
+            whether there was any
+        """
+        before = self.round_number
+        while True:
+            try:
+                update = await self._downloads.update_after(
+                    donors, self.round_number, self._group.history_hash, self.timeline
+                )
+            except CallError as error:
+                log.info("replayed rounds=%d until=%d reason=%s", self.round_number - before, self.round_number, error)
+                return self.round_number > before
+            await self._begin_to_read(self.round_number + 1, self.timeline, update.ledger)
+            await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
+            self._enter(self.round_number + 1, update.history_hash, self.timeline, update.ledger)
+
+    async def _tell_next_stage(self) -> None:
+        """Tell peers of the next stage that the global batch is full: no more microbatches come to tell them."""
+        if not self._trainer.spec.is_last:
+            peers = [peer.peer_id for peer in self._view().serving(self._stage + 1)]
+            await self._gossip.tell(self._rng.sample(peers, min(PEERS_TOLD, len(peers))))

@@ -1,0 +1,88 @@
+"""Frames: how one message and its tensors travel on a stream.
+
+A frame is `[header length: u32][payload length: u64][header: msgpack][payload: the tensors, one after the other]`. It
+states its length because a dropped libp2p stream reads as a plain end of stream: a shorter frame was cut off.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from swarm_peer.errors import InvalidMessage
+
+PREFIX = struct.Struct("!IQ")
+# The largest part of a header is the progress counts of some hundred stage-0 peers.
+MAX_HEADER_BYTES = 2**20
+MAX_TENSORS = 8
+
+
+class FrameType(IntEnum):
+    """The kinds of frames, by their number on the wire."""
+
+    CALL = 0
+    REPLY = 1
+    ERROR = 2
+    CANCEL = 3
+
+
+@dataclass(slots=True)
+class Frame:
+    """One message on a stream. `op` names the operation of a call; replies and errors carry the id of their call."""
+
+    type: FrameType
+    call_id: int
+    op: str = ""
+    body: dict[str, Any] | None = None
+    tensors: Sequence[memoryview] = ()
+
+    def head(self) -> bytes:
+        """All bytes of the frame but its tensors."""
+        sizes = [tensor.nbytes for tensor in self.tensors]
+        header = msgpack.packb([int(self.type), self.call_id, self.op, self.body, sizes])
+        return bytes(PREFIX.pack(len(header), sum(sizes)) + header)
+
+
+def parse_lengths(prefix: bytes, max_payload_bytes: int) -> tuple[int, int]:
+    """The lengths of header and payload, checked before anything is allocated.
+
+    Raises:
+        InvalidMessage: one of them is too long
+    """
+    header_bytes, payload_bytes = PREFIX.unpack(prefix)
+    if header_bytes > MAX_HEADER_BYTES or payload_bytes > max_payload_bytes:
+        raise InvalidMessage(
+            f"frame of {header_bytes} + {payload_bytes} bytes; at most {MAX_HEADER_BYTES} + {max_payload_bytes} go"
+        )
+    return header_bytes, payload_bytes
+
+
+def parse_frame(header: bytes, payload: memoryview) -> Frame:
+    """Build a frame from its two parts; the tensors are views of the payload.
+
+    Raises:
+        InvalidMessage: the header is malformed, or its sizes do not add up to the payload
+    """
+    try:
+        fields = msgpack.unpackb(header, use_list=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise InvalidMessage(f"header is no msgpack: {error}") from error
+    match fields:
+        case [int() as kind, int() as call_id, str() as op, dict() | None as body, tuple() as sizes] if (
+            0 <= kind <= FrameType.CANCEL
+            and len(sizes) <= MAX_TENSORS
+            and all(isinstance(size, int) and size >= 0 for size in sizes)
+            and sum(sizes) == len(payload)
+        ):
+            tensors, offset = [], 0
+            for size in sizes:
+                tensors.append(payload[offset : offset + size])
+                offset += size
+            return Frame(FrameType(kind), call_id, op, body, tensors)
+        case _:
+            raise InvalidMessage("header is not [type, id, op, body, sizes that add up to the payload]")

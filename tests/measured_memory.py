@@ -1,0 +1,178 @@
+"""Measures what real training steps of a stage add to this process's memory.
+
+`python -m tests.measured_memory` runs all CASES, prints a table, and as its last line the figures as JSON. Each case
+has a process of its own, forked after the imports and before anything is computed.
+
+What is measured is the peak of the resident set above the level after a warm-up. It follows what is allocated, because
+blocks of more than MMAP_THRESHOLD bytes are mapped and unmapped one by one: glibc would keep freed ones for later, and
+the peak would depend on the order of allocations. One thread computes, since MKL's workspaces grow with threads. Freed
+small blocks are trimmed before the start. The resident set has an error of some megabytes, hence stages of 150 MB and
+more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from swarm_peer.config import RunManifest
+from swarm_peer.model.costs import stage_costs
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import ForwardPass, StageTrainer
+from swarm_peer.wire.codecs import decode, encode
+
+MMAP_THRESHOLD = 64 * 1024
+M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4  # mallopt(3)
+TOKENS = {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = TOKENS | {"model_type": "gpt2", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+GPT2 |= {"vocab_size": 256, "n_positions": 1024, "n_embd": 64, "n_head": 4}
+LLAMA = TOKENS | {"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 1024, "hidden_size": 64}
+LLAMA |= {"intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class Case(NamedTuple):
+    """One stage of a model, and how it is trained.
+
+    Attributes:
+        layers: of each stage
+        in_flight: microbatches that have gone forward and wait
+    """
+
+    name: str
+    config: dict[str, Any]
+    layers: list[int]
+    stage: int
+    length: int
+    in_flight: int
+    checkpointing: bool = False
+    share_layers: bool = False
+    codec: str = "none"
+    precision: str = "fp32"
+
+    @property
+    def title(self) -> str:
+        """The shape, and whether it is trained with activation checkpointing."""
+        return self.name + (", checkpointing" if self.checkpointing else "")
+
+    def resolved(self) -> ResolvedManifest:
+        """The manifest of a run with such stages."""
+        model = {"config": self.config | {"num_hidden_layers": sum(self.layers)}, "share_layers": self.share_layers}
+        return ResolvedManifest.of(
+            RunManifest.model_validate(
+                {
+                    "name": "memory",
+                    "model": model | {"activation_checkpointing": self.checkpointing, "precision": self.precision},
+                    "stages": {"count": len(self.layers), "layers": self.layers},
+                    "data": {"sequence_length": self.length},
+                    "training": {"steps": 9, "global_batch_size": 2 * self.in_flight, "microbatch_size": 2},
+                    "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+                    "wire": {"activations": self.codec, "gradients": self.codec},
+                }
+            )
+        )
+
+
+LARGE_VOCABULARY = GPT2 | {"vocab_size": 16384, "n_embd": 256}
+DEEP = LLAMA | {"hidden_size": 192, "intermediate_size": 512}
+LONG = LLAMA | {"hidden_size": 128, "intermediate_size": 1024}
+SHAPES = (
+    Case("GPT-2, large vocabulary, first", LARGE_VOCABULARY, [1, 1], 0, 128, 3),
+    Case("GPT-2, large vocabulary, last", LARGE_VOCABULARY, [1, 1], 1, 128, 3, codec="fp16"),
+    Case("Llama, many layers", DEEP, [1, 12, 1], 1, 128, 3),
+    Case("Llama, long sequence, wide", LONG, [1, 2, 1], 1, 1024, 2, codec="fp16"),
+)
+CASES = (
+    *(case._replace(checkpointing=checkpointing) for case in SHAPES for checkpointing in (False, True)),
+    Case("Llama, one layer for all", DEEP | {"hidden_size": 512}, [1, 8, 1], 1, 64, 2, share_layers=True),
+)
+
+
+def measure(case: Case) -> tuple[float, float]:
+    """Bytes that this process's resident set grows by at most: predicted, and measured."""
+    torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+    libc.mallopt(M_MMAP_MAX, 2**20)
+    small = GPT2 if case.config["model_type"] == "gpt2" else LLAMA
+    _train(case._replace(config=small, layers=[1] * len(case.layers), length=64, in_flight=1))
+    gc.collect()
+    libc.malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM (proc(5))
+    before = _status_bytes("VmRSS")
+    _train(case)
+    measured = _status_bytes("VmHWM") - before
+    return stage_costs(case.resolved(), "cpu")[case.stage].memory.peak_bytes(case.in_flight), measured
+
+
+def _train(case: Case) -> None:
+    """Two rounds of a peer on a CPU, with what it holds beside its trainer."""
+    resolved = case.resolved()
+    trainer = StageTrainer(resolved, resolved.specs[case.stage])
+    shapes = [parameter.shape for parameter in trainer.module.parameters()]
+    averaging = [torch.ones(shape).share_memory_() for shape in shapes]  # as GradientAverager has them
+    for _ in range(2):
+        replies: list[memoryview] = []
+        waiting = [_forward(trainer) for _ in range(case.in_flight)]
+        snapshot = trainer.state() if trainer.optimizer_step else None
+        for _ in range(case.in_flight):
+            _backward(trainer, waiting.pop(), replies)
+            waiting.append(_forward(trainer))  # as many wait as before, and there are gradients now
+        while waiting:
+            _backward(trainer, waiting.pop(), replies)
+        means = trainer.mean_gradients()
+        received = [mean.clone() for mean in means]  # the averaging process holds the averages before it hands them on
+        for buffer, average in zip(averaging, received, strict=True):
+            buffer.copy_(average)
+        del received, average
+        trainer.apply(averaging)
+        del means, snapshot
+
+
+def _forward(trainer: StageTrainer) -> tuple[ForwardPass, Any, Any]:
+    """As StageExecutor has it: a pass, and its activations as they came and as they go."""
+    manifest, config = trainer.manifest, trainer.module.config
+    samples, length, codec = manifest.training.microbatch_size, manifest.data.sequence_length, manifest.wire.activations
+    tokens_BS = torch.randint(config.vocab_size, (samples, length + 1))
+    if trainer.spec.is_first:
+        passed, came = trainer.forward(tokens_BS), None
+    else:
+        came = encode(torch.randn(samples, length, config.hidden_size), codec)
+        passed = trainer.forward(tokens_BS, decode(came, (samples, length, config.hidden_size), codec))
+    return passed, came, None if passed.output is None else encode(passed.output, codec)
+
+
+def _backward(trainer: StageTrainer, waiting: tuple[ForwardPass, Any, Any], replies: list[memoryview]) -> None:
+    passed, codec = waiting[0], trainer.manifest.wire.gradients
+    grad_BTD = None if passed.output is None else torch.randn(passed.output.shape)
+    input_grad_BTD = trainer.backward(passed, grad_BTD)
+    if input_grad_BTD is not None:
+        replies.append(encode(input_grad_BTD, codec))
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
+
+
+def main() -> None:
+    """Measure the cases whose names contain the first argument, all by default."""
+    cases = [case for case in CASES if len(sys.argv) == 1 or sys.argv[1] in case.title]
+    # One process, replaced after each case: what one has left of the allocator's state must not be the next one's.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        figures = pool.map(measure, cases, chunksize=1)
+    for case, (predicted, measured) in zip(cases, figures, strict=True):
+        print(
+            f"| {case.title} | {predicted / 1e6:.0f} MB | {measured / 1e6:.0f} MB | {predicted / measured - 1:+.1%} |"
+        )
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+import math
+import random
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
+
+
+def count(samples, claimed=None):
+    return RoundCount(samples, samples if claimed is None else claimed, 2.0 * samples)
+
+
+# Counts as honest peers report them: each peer's only grow.
+grown_counts = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6).map(
+    lambda steps: [
+        RoundCount(sum(s for s, _ in steps[:n]), sum(s + c for s, c in steps[:n]), float(sum(s for s, _ in steps[:n])))
+        for n in range(1, len(steps) + 1)
+    ]
+)
+
+
+def contents(ledger, round_number=0):
+    return list(ledger.counts(round_number))
+
+
+# --- a grow-only counter ----------------------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), grown_counts, max_size=4), st.randoms(use_true_random=False))
+def test_order_and_repetition_of_messages_do_not_matter(history, rng):
+    messages = [(peer, c) for peer, counts in history.items() for c in counts]
+    in_order, shuffled = ProgressCounter(100), ProgressCounter(100)
+    for peer, c in messages:
+        in_order.merge(0, peer, c)
+    again = messages + rng.choices(messages, k=len(messages)) if messages else []
+    rng.shuffle(again)
+    for peer, c in again:
+        shuffled.merge(0, peer, c)
+    assert contents(shuffled) == contents(in_order)
+    assert in_order.samples(0) == sum(counts[-1].samples for counts in history.values())
+    assert in_order.loss_sum(0) == sum(counts[-1].loss_sum for counts in history.values())
+
+
+def test_merge_tells_what_is_news():
+    ledger = ProgressCounter(10)
+    assert not ledger.knows(0, "a", count(2))
+    assert ledger.merge(0, "a", count(2))
+    assert ledger.knows(0, "a", count(2))
+    assert not ledger.merge(0, "a", count(2))
+    assert not ledger.merge(0, "a", count(1)), "an old count"
+    assert ledger.merge(0, "a", count(2, claimed=4)), "a claim is news"
+    assert ledger.merge(0, "a", count(4))
+    assert contents(ledger) == [("a", count(4))]
+
+
+def test_a_round_is_full_when_its_samples_are_counted_and_not_when_they_are_claimed():
+    ledger = ProgressCounter(4)
+    ledger.merge(0, "a", count(2, claimed=4))
+    assert not ledger.is_full(0)
+    ledger.merge(0, "b", count(1))
+    assert not ledger.is_full(0)
+    ledger.merge(0, "b", count(2))
+    assert ledger.is_full(0)
+    assert not ledger.is_full(1), "steps are counted apart"
+
+
+def test_counts_come_sorted_so_that_all_peers_sum_in_the_same_order():
+    ledger = ProgressCounter(4)
+    for peer in "cab":
+        ledger.merge(0, peer, count(1))
+    assert [peer for peer, _ in ledger.counts(0)] == ["a", "b", "c"]
+
+
+def test_old_rounds_are_forgotten():
+    ledger = ProgressCounter(4)
+    for round_number in range(4):
+        ledger.merge(round_number, "a", count(1))
+    ledger.forget_before(2)
+    assert [ledger.samples(round_number) for round_number in range(4)] == [0, 0, 1, 1]
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+class Claimants:
+    """Stage-0 peers that see each other's claims at once."""
+
+    def __init__(self, global_batch_size, num_samples, peers):
+        self.num_samples = num_samples
+        self.ledger = ProgressCounter(global_batch_size)
+        self.own = dict.fromkeys(peers, RoundCount())
+        self.live = set(peers)
+
+    def try_to_claim(self, peer):
+        if not self.ledger.may_claim(0, peer, self.live - {peer}, self.num_samples):
+            return False
+        self.tell(peer, claimed=self.num_samples)
+        return True
+
+    def tell(self, peer, claimed=0, counted=0):
+        own = self.own[peer]
+        self.own[peer] = RoundCount(own.samples + counted, own.claimed + claimed)
+        self.ledger.merge(0, peer, self.own[peer])
+
+    def claim_all(self, rng):
+        """Have all live peers ask in a random order until nobody may claim any more."""
+        while True:
+            asking = sorted(self.live)
+            rng.shuffle(asking)
+            if sum(self.try_to_claim(peer) for peer in asking) == 0:
+                return
+
+    @property
+    def charged(self):
+        return sum(c.claimed if peer in self.live else c.samples for peer, c in self.own.items())
+
+
+sizes = st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 7))
+
+
+@given(sizes, st.randoms(use_true_random=False))
+def test_together_they_claim_exactly_the_global_batch(size, rng):
+    global_batch_size, num_samples, num_peers = size
+    peers = Claimants(global_batch_size, num_samples, [f"p{n}" for n in range(num_peers)])
+    peers.claim_all(rng)
+    assert peers.charged == math.ceil(global_batch_size / num_samples) * num_samples
+
+
+@given(sizes, st.data())
+def test_some_peer_may_claim_while_something_remains(size, data):
+    """However unequal their speeds: of those that ask at all times, some never get a turn before the others."""
+    global_batch_size, num_samples, num_peers = size
+    names = [f"p{n}" for n in range(num_peers)]
+    peers = Claimants(global_batch_size, num_samples, names)
+    while peers.charged < global_batch_size:
+        able = [p for p in names if peers.ledger.may_claim(0, p, peers.live, num_samples)]
+        assert able, f"stalled with {peers.charged} of {global_batch_size} claimed"
+        assert peers.try_to_claim(data.draw(st.sampled_from(able)))
+    assert not any(peers.ledger.may_claim(0, p, peers.live, num_samples) for p in names)
+
+
+@given(sizes, st.randoms(use_true_random=False), st.data())
+def test_what_a_peer_had_under_way_when_it_vanished_is_claimed_by_others(size, rng, data):
+    global_batch_size, num_samples, num_peers = size
+    names = [f"p{n}" for n in range(num_peers + 1)]
+    peers = Claimants(global_batch_size, num_samples, names)
+    for peer in data.draw(st.lists(st.sampled_from(names), max_size=20)):
+        peers.try_to_claim(peer)
+    for peer in names:
+        done = data.draw(st.integers(0, peers.own[peer].claimed // num_samples))
+        peers.tell(peer, counted=done * num_samples)
+    peers.live -= set(data.draw(st.lists(st.sampled_from(names), max_size=num_peers, unique=True)))
+    gone = sum(c.samples for peer, c in peers.own.items() if peer not in peers.live)
+    claimed_before = peers.charged - gone
+    peers.claim_all(rng)
+    to_claim = max(math.ceil((global_batch_size - gone) / num_samples) * num_samples, 0)
+    assert peers.charged - gone == max(to_claim, claimed_before)
+
+
+def test_shares_are_kept_for_slow_peers():
+    peers = Claimants(12, 1, ["fast", "slow", "slower"])
+    for _ in range(100):
+        peers.try_to_claim("fast")
+    assert peers.own["fast"].claimed == 8, "the last two microbatches of each of the others are theirs"
+    for _ in range(2):
+        assert peers.try_to_claim("slow")
+        assert peers.try_to_claim("slower")
+    assert not peers.try_to_claim("slow")
+
+
+def test_a_peer_alone_takes_all():
+    peers = Claimants(10, 4, ["alone"])
+    peers.claim_all(random.Random(0))
+    assert peers.own["alone"].claimed == 12
+
+
+def test_no_peer_claims_in_a_full_round():
+    ledger = ProgressCounter(4)
+    ledger.merge(0, "gone", count(4))
+    assert not ledger.may_claim(0, "me", {"me"}, 1)
+    assert ledger.may_claim(1, "me", {"me"}, 1)
+
+
+@pytest.mark.parametrize("order", list(permutations(["a", "b", "c"])))
+def test_claims_do_not_depend_on_the_order_in_which_live_peers_are_named(order):
+    ledger = ProgressCounter(4)
+    ledger.merge(0, "a", count(0, claimed=2))
+    assert ledger.may_claim(0, "b", list(order), 1)
+    assert not ledger.may_claim(0, "a", list(order), 1), "its share is two of four: one each are left to the others"

@@ -1,0 +1,69 @@
+"""What a run's manifest may read on a peer's machine: what lies below --data-dir, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_peer.config import DataSection, RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.data.allowed_files import check_data_files
+
+
+def manifest_of(dataset: str, *files: str) -> RunManifest:
+    section = DataSection(dataset=dataset, files=files, sequence_length=8)
+    return RunManifest.model_construct(data=section)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with private texts, and public ones beside, in which the peer works."""
+    for name in ("private", "home/public"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text("some text")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home" / "public")
+    (tmp_path / "home" / "public" / "link").symlink_to(tmp_path / "private")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize(
+    "data", [("text", "a.txt"), ("text", "~/public/*.txt"), (".",), ("./",), ("HOME/public",), ("~/public",)]
+)
+def test_what_lies_below_the_data_dir_may_be_read(home: Path, data: Any) -> None:
+    manifest = manifest_of(*(part.replace("HOME", str(home)) for part in data))
+    for data_dir in (home / "public", home, Path()):
+        check_data_files(manifest, data_dir)
+    for other in (None, home / "pub", home / "public" / "sub"):
+        with pytest.raises(UserError, match=r"the run wants to read .* on this machine: allow it with --data-dir"):
+            check_data_files(manifest, other)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ("text", "/etc/passwd"),
+        ("text", "~/secrets"),
+        ("text", "../../private/a.txt"),
+        ("text", "*/../../../private/a.txt"),
+        ("text", "link/a.txt"),
+        ("text", "*/a.txt"),
+        ("text", "**/a.txt"),
+        ("/etc",),
+        ("~",),
+        ("../../private",),
+        ("./link",),
+        ("some/where/else",),
+    ],
+)
+def test_no_way_leads_out_of_the_data_dir(home: Path, data: Any) -> None:
+    with pytest.raises(UserError, match="--data-dir") as caught:
+        check_data_files(manifest_of(*data), home / "public" if data[0] != "some/where/else" else home / "other")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [("embedded",), ("wikitext",), ("someone/texts",), ("hf://datasets/someone/texts",)])
+def test_what_is_not_on_this_machine_needs_no_data_dir(data: Any) -> None:
+    check_data_files(manifest_of(*data), None)

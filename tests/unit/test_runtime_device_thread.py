@@ -1,0 +1,200 @@
+import asyncio
+import threading
+
+import anyio
+import pytest
+
+from swarm_peer.runtime.host.machine import SystemClock, SystemThreads
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+
+
+class Jobs:
+    """Jobs that note when they run; those that are `held` wait for `release` in the device thread."""
+
+    def __init__(self, device_thread):
+        self.device_thread = device_thread
+        self.log = []
+        self._release = {}
+
+    def job(self, name):
+        return lambda: self.log.append(name)
+
+    async def hold(self, name, priority=Priority.FORWARD):
+        """Have a job occupy the thread, and return when it does."""
+        loop, running = asyncio.get_running_loop(), asyncio.Event()
+        self._release[name] = threading.Event()
+
+        def held():
+            loop.call_soon_threadsafe(running.set)
+            assert self._release[name].wait(10)
+            self.log.append(name)
+            return name
+
+        task = asyncio.ensure_future(self.device_thread.run(priority, held))
+        await running.wait()
+        return task
+
+    def release(self, name):
+        self._release[name].set()
+
+
+def after_turns(loop, num_turns, callback):
+    """Call back after some turns of the event loop."""
+    if num_turns:
+        loop.call_soon(after_turns, loop, num_turns - 1, callback)
+    else:
+        callback()
+
+
+@pytest.fixture
+def device_thread():
+    thread = DeviceThread(clock=SystemClock(), threads=SystemThreads(), metrics=PeerMetrics())
+    yield thread
+    thread.stop()
+    assert not any(other.name == "device" for other in threading.enumerate())
+
+
+@pytest.fixture
+def jobs(device_thread):
+    jobs = Jobs(device_thread)
+    yield jobs
+    for event in jobs._release.values():
+        event.set()
+
+
+async def test_results_and_exceptions_come_back(device_thread):
+    assert await device_thread.run(Priority.FORWARD, lambda: threading.current_thread().name) == "device"
+    error = ValueError("broken")
+
+    def fail():
+        raise error
+
+    with pytest.raises(ValueError, match="broken") as caught:
+        await device_thread.run(Priority.FORWARD, fail)
+    assert caught.value is error
+    assert await device_thread.run(Priority.FORWARD, lambda: 1) == 1, "the thread has outlived it"
+
+
+async def test_backward_goes_before_forward_and_old_before_new(device_thread, jobs):
+    held = await jobs.hold("held")
+    order = [
+        ("evaluate", Priority.EVALUATE),
+        ("forward 1", Priority.FORWARD),
+        ("backward 1", Priority.BACKWARD),
+        ("forward 2", Priority.FORWARD),
+        ("backward 2", Priority.BACKWARD),
+        ("step", Priority.STEP),
+    ]
+    waiting = [asyncio.ensure_future(device_thread.run(priority, jobs.job(name))) for name, priority in order]
+    await anyio.wait_all_tasks_blocked()
+    jobs.release("held")
+    await asyncio.gather(held, *waiting)
+    assert jobs.log == ["held", "step", "backward 1", "backward 2", "forward 1", "forward 2", "evaluate"]
+
+
+async def test_a_job_that_is_cancelled_before_its_turn_is_not_run(device_thread, jobs):
+    held = await jobs.hold("held")
+    waiting = asyncio.ensure_future(device_thread.run(Priority.BACKWARD, jobs.job("cancelled")))
+    await anyio.wait_all_tasks_blocked()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not held.done(), "the cancellation has not waited for its turn"
+    jobs.release("held")
+    await held
+    await device_thread.run(Priority.EVALUATE, jobs.job("last"))
+    assert jobs.log == ["held", "last"]
+
+
+async def test_a_job_that_is_cancelled_while_it_runs_is_finished_first(device_thread, jobs):
+    held = await jobs.hold("held")
+    held.cancel()
+    await anyio.wait_all_tasks_blocked()
+    assert not held.done()
+    jobs.release("held")
+    with pytest.raises(asyncio.CancelledError):
+        await held
+    assert jobs.log == ["held"]
+
+
+async def test_a_second_cancellation_does_not_cut_the_wait_short(device_thread, jobs):
+    held = await jobs.hold("held")
+    for _ in range(3):
+        held.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert not held.done()
+    jobs.release("held")
+    with pytest.raises(asyncio.CancelledError):
+        await held
+
+
+async def test_a_cancelled_scope_does_not_end_before_the_job_that_runs(device_thread, jobs):
+    """A cancelled scope of anyio's cancels again and again whatever its tasks wait for."""
+    loop, running, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def job():
+        loop.call_soon_threadsafe(running.set)
+        assert release.wait(10)
+        jobs.log.append("done")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(device_thread.run, Priority.BACKWARD, job)
+        await running.wait()
+        tasks.cancel_scope.cancel()
+        after_turns(loop, 20, release.set)
+    assert jobs.log == ["done"]
+
+
+async def test_what_a_cancelled_job_raises_is_dropped(device_thread):
+    loop, running, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def fail():
+        loop.call_soon_threadsafe(running.set)
+        assert release.wait(10)
+        raise ValueError("dropped")
+
+    task = asyncio.ensure_future(device_thread.run(Priority.FORWARD, fail))
+    await running.wait()
+    task.cancel()
+    await anyio.wait_all_tasks_blocked()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def measure(device_thread, priority, *seconds):
+    for last in seconds:
+        device_thread._measure(priority, 4 * last, 4)
+
+
+async def test_throughput_is_that_of_forward_and_backward_together(device_thread):
+    measure(device_thread, Priority.FORWARD, 0.25, 0.25, 0.25, 0.25)
+    measure(device_thread, Priority.BACKWARD, 0.75, 0.75)
+    assert device_thread.samples_per_s == 0.0, "not before both were measured"
+    measure(device_thread, Priority.BACKWARD, 0.75)
+    assert device_thread.samples_per_s == pytest.approx(1.0)
+    measure(device_thread, Priority.EVALUATE, 100.0)
+    device_thread._measure(Priority.STEP, 100.0, 0)
+    device_thread._measure(Priority.FORWARD, 100.0, 0)
+    assert device_thread.samples_per_s == pytest.approx(1.0), "nothing else counts"
+
+
+@pytest.mark.parametrize("seconds", [(50.0, 1.0, 1.5), (1.0, 50.0, 50.0), (2.0, 1.5, 1.0)])
+async def test_slow_passes_among_the_first_do_not_count(device_thread, seconds):
+    measure(device_thread, Priority.FORWARD, *seconds)
+    measure(device_thread, Priority.BACKWARD, 1.0, 1.0, 1.0)
+    assert device_thread.samples_per_s == pytest.approx(1 / 2)
+    measure(device_thread, Priority.FORWARD, 11.0)
+    assert device_thread.samples_per_s == pytest.approx(1 / (2 + 0.1 * (11 - 1))), "later ones are smoothed"
+
+
+async def test_a_failed_job_is_not_measured(device_thread):
+    def fail():
+        raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        await device_thread.run(Priority.FORWARD, fail, num_samples=5)
+    assert device_thread._seconds_per_sample[Priority.FORWARD] == 0.0
+    await device_thread.run(Priority.FORWARD, lambda: None, num_samples=5)
+    assert device_thread._seconds_per_sample[Priority.FORWARD] > 0.0

@@ -1,0 +1,329 @@
+"""The pool of samples that are read ahead: a real thread, over slices that are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from contexts import FixedRandom, make_context, unparsed
+from made_up_slices import DEADLINE_S, FakeReader
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange, ranges_of
+from swarm_peer.policy.data.sample_ledger import SampleLedger
+from swarm_peer.runtime.data import prefetch as samples
+from swarm_peer.runtime.data.prefetch import SAMPLES_AHEAD, Sample, SamplePool
+from swarm_peer.runtime.data.slices import ALL_WINDOWS, OPEN_SLICES, SliceReader
+
+
+@asynccontextmanager
+async def pool_of(reader: FakeReader | SliceReader, seed: int = 0) -> AsyncIterator[SamplePool]:
+    pool = SamplePool(context=make_context(unparsed("0" * 32), random=FixedRandom(seed)), reader=reader)  # type: ignore[arg-type]
+    pool.start()
+    try:
+        with anyio.fail_after(DEADLINE_S):
+            yield pool
+    finally:
+        pool.stop()
+
+
+async def until(pool: SamplePool, condition: Callable[[], bool]) -> None:
+    await pool._changed.wait_for(condition)
+
+
+async def in_thread(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, DEADLINE_S)
+
+
+def ids(some: list[Sample]) -> list[SampleId]:
+    for sample in some:
+        assert sample.tokens.tolist() == list(sample.id), "the tokens are those of the sample"
+    return [sample.id for sample in some]
+
+
+async def test_samples_of_open_slices_come_mixed_and_in_order() -> None:
+    async with pool_of(FakeReader(*[30] * OPEN_SLICES)) as pool:
+        assert pool.wants_leases == OPEN_SLICES
+        for index in range(OPEN_SLICES):
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        first = ids(await pool.next_samples(100))
+        rest = ids(await pool.next_samples(30 * OPEN_SLICES - 100))
+        assert sorted(first + rest) == [SampleId(0, i, w) for i in range(OPEN_SLICES) for w in range(30)]
+        for index in range(OPEN_SLICES):
+            windows = [sample.window for sample in first + rest if sample.slice_index == index]
+            assert windows == sorted(windows)
+        assert len(ranges_of(first)) == OPEN_SLICES, "one range of each slice"
+        assert len({sample.slice_index for sample in first[:20]}) > OPEN_SLICES / 2
+
+
+async def test_ends_are_told_and_make_room_for_leases() -> None:
+    async with pool_of(FakeReader(2, 0, 3)) as pool:
+        assert pool.is_read_out
+        for index in range(3):
+            pool.add_lease(SliceId(4, index), ALL_WINDOWS)
+        await until(pool, lambda: pool.is_read_out)
+        assert pool.wants_leases == OPEN_SLICES
+        assert sorted(pool.take_ends()) == [WindowRange(4, i, n, n, True) for i, n in enumerate((2, 0, 3))]
+        assert pool.take_ends() == []
+        assert len(await pool.next_samples(5)) == 5, "what was read is still there"
+
+
+async def test_of_a_slice_that_had_been_begun_the_rest_is_given_out() -> None:
+    async with pool_of(FakeReader(10)) as pool:
+        pool.add_lease(SliceId(0, 0), Uncounted(((1, 3),), 8))
+        assert [sample.window for sample in ids(await pool.next_samples(4))] == [1, 2, 8, 9]
+        await until(pool, lambda: pool.is_read_out)
+        assert pool.take_ends() == [WindowRange(0, 0, 10, 10, True)]
+
+
+async def test_an_older_pass_is_read_first() -> None:
+    reader = FakeReader(40, 40)
+    async with pool_of(reader) as pool:
+        arrived, may_go_on = reader.hold_up(SampleId(1, 0, 5))
+        pool.add_lease(SliceId(1, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
+        may_go_on.set()
+        await until(pool, lambda: pool.is_read_out)
+        assert {sample.pass_number for sample in reader.read[6:86]} == {0}
+        given = ids(await pool.next_samples(120))
+        assert [sample.pass_number for sample in given] == [0] * 80 + [1] * 40
+
+
+async def test_no_more_is_read_ahead_than_fits() -> None:
+    reader = FakeReader(10 * SAMPLES_AHEAD)
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        for taken in range(0, 5 * SAMPLES_AHEAD, 64):
+            assert len(reader.read) <= SAMPLES_AHEAD + taken + 1
+            await pool.next_samples(64)
+        large = await pool.next_samples(2 * SAMPLES_AHEAD)
+        assert len(large) == 2 * SAMPLES_AHEAD, "but what is asked for is read"
+
+
+async def test_a_task_that_is_cancelled_has_taken_nothing() -> None:
+    reader = FakeReader(20)
+    async with pool_of(reader) as pool:
+        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 5))
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        tasks = [asyncio.create_task(pool.next_samples(8)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks[:2]:
+            task.cancel()
+        may_go_on.set()
+        assert ids(await tasks[2]) == [SampleId(0, 0, window) for window in range(8)]
+        results = await asyncio.gather(*tasks[:2], return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+        assert pool._awaited == [], "nobody waits any more"
+        assert ids(await pool.next_samples(12)) == [SampleId(0, 0, window) for window in range(8, 20)]
+
+
+async def test_several_tasks_may_wait() -> None:
+    reader = FakeReader(24)
+    async with pool_of(reader) as pool:
+        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 0))
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        tasks = [asyncio.create_task(pool.next_samples(count)) for count in (8, 4, 12)]
+        await asyncio.sleep(0)
+        may_go_on.set()
+        given = [ids(some) for some in await asyncio.gather(*tasks)]
+        assert [len(some) for some in given] == [8, 4, 12]
+        assert sorted(itertools.chain(*given)) == [SampleId(0, 0, window) for window in range(24)]
+
+
+async def test_who_waits_for_few_does_not_wait_for_what_others_want() -> None:
+    reader = FakeReader(24)
+    async with pool_of(reader) as pool:
+        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 0))
+        nearly_done, may_end = reader.hold_up(SampleId(0, 0, 8))
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        many, few = (asyncio.create_task(pool.next_samples(count)) for count in (16, 8))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        assert len(await few) == 8
+        await in_thread(nearly_done)
+        assert not many.done()
+        may_end.set()
+        assert len(await many) == 16
+
+
+async def test_who_waits_gets_what_is_leased_later() -> None:
+    async with pool_of(FakeReader(3, 3)) as pool:
+        task = asyncio.create_task(pool.next_samples(5))
+        await asyncio.sleep(0)
+        pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
+        await until(pool, lambda: pool.is_read_out)
+        assert not task.done()
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        assert len(await task) == 5
+
+
+async def test_samples_of_a_lost_lease_are_let_go() -> None:
+    async with pool_of(FakeReader(20, 20)) as pool:
+        for index in range(2):
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        taken = [sample for sample in ids(await pool.next_samples(10)) if sample.slice_index == 1]
+        pool.drop(SliceId(0, 0))
+        left = ids(await pool.next_samples(20 - len(taken)))
+        assert [sample.window for sample in taken + left] == list(range(20))
+        assert {sample.slice_index for sample in left} == {1}
+        await until(pool, lambda: pool.is_read_out)
+        pool.drop(SliceId(0, 7))
+
+
+async def test_a_slice_lost_while_it_is_read_can_be_leased_again() -> None:
+    reader = FakeReader(20)
+    async with pool_of(reader) as pool:
+        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 5))
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        pool.drop(SliceId(0, 0))
+        assert pool.is_read_out
+        reader.held_up.clear()
+        pool.add_lease(SliceId(0, 0), Uncounted((), 2))
+        may_go_on.set()
+        assert [sample.window for sample in ids(await pool.next_samples(18))] == list(range(2, 20))
+        await until(pool, lambda: pool.is_read_out)
+        assert len(pool.take_ends()) == 1
+
+
+async def test_an_error_of_reading_is_raised_each_time() -> None:
+    reader = FakeReader(20)
+    reader.errors[SampleId(0, 0, 5)] = UserError("cannot read data.files")
+    async with pool_of(reader) as pool:
+        waiting = asyncio.create_task(pool.next_samples(8))
+        await asyncio.sleep(0)
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        for attempt in (waiting, pool.next_samples(8)):
+            with pytest.raises(UserError, match=r"cannot read data\.files"):
+                await attempt
+        assert len(await pool.next_samples(5)) == 5, "what was read before is good"
+        assert pool.take_ends() == []
+
+
+async def test_an_error_that_nobody_foresaw_is_told_as_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    reader = FakeReader(20)
+    reader.errors[SampleId(0, 0, 0)] = ValueError("a\nb")
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        with pytest.raises(UserError, match=r"^cannot read the data: a; the log") as caught:
+            await pool.next_samples(1)
+        assert isinstance(caught.value.__cause__, ValueError)
+    assert "reading_failed" in caplog.text
+
+
+async def test_data_without_any_sample_is_an_error() -> None:
+    async with pool_of(FakeReader(0, 0, 0)) as pool:
+        for index in (1, 0):
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        await until(pool, lambda: pool.is_read_out)
+        pool.add_lease(SliceId(1, 1), ALL_WINDOWS)
+        with pytest.raises(UserError, match="no text"):
+            await pool.next_samples(1)
+
+
+async def test_slices_that_have_counted_before_are_not_empty() -> None:
+    async with pool_of(FakeReader(5, 0)) as pool:
+        for number in range(4):
+            pool.add_lease(SliceId(number, 0), Uncounted((), 5))
+            pool.add_lease(SliceId(number, 1), ALL_WINDOWS)
+        await until(pool, lambda: pool.is_read_out)
+        pool.add_lease(SliceId(9, 0), ALL_WINDOWS)
+        assert len(await pool.next_samples(5)) == 5
+
+
+async def test_stop_ends_the_thread() -> None:
+    def is_running() -> bool:
+        return any(thread.name == "samples" for thread in threading.enumerate())
+
+    reader = FakeReader(10)
+    arrived, may_go_on = reader.hold_up(SampleId(0, 0, 5))
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await in_thread(arrived)
+        assert is_running()
+    threads = [thread for thread in threading.enumerate() if thread.name == "samples"]
+    may_go_on.set()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+    assert not is_running()
+    async with pool_of(FakeReader(1)):
+        pass  # stopped while there is nothing to read
+
+
+# --- with real slices and a ledger
+
+
+def manifest(folder: Path) -> RunManifest:
+    path = folder / "text.txt"
+    path.write_text("\n\n".join(" ".join(f"{i}:{j}" for j in range(40)) for i in range(400)))
+    return RunManifest.model_validate(
+        {
+            "name": "test",
+            "model": {"config": {"model_type": "gpt2", "vocab_size": 256}},
+            "stages": {"count": 2},
+            "data": {"sequence_length": 32, "dataset": "text", "files": [str(path)], "shuffle_buffer": 64},
+            "training": {"steps": 1, "global_batch_size": 1, "microbatch_size": 1},
+            "optimizer": {"learning_rate": 0.1},
+        }
+    )
+
+
+async def test_two_peers_one_of_which_restarts_cover_a_pass_without_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "SAMPLES_AHEAD", 16)
+    run = manifest(tmp_path)
+    reader = SliceReader(manifest=run)
+    ledger = SampleLedger(await asyncio.to_thread(reader.num_slices))
+    expected = {
+        (index, window): tokens.tobytes()
+        for index in range(ledger.num_slices)
+        for window, tokens in reader.open(SliceId(0, index))
+    }
+    seen: dict[tuple[int, int], bytes] = {}
+
+    async def keep_leasing(name: str, pool: SamplePool) -> None:
+        while True:
+            for slice_id in ledger.wanted(name, pool.wants_leases, {"a", "b"}, run_ahead=pool.is_read_out):
+                assert ledger.grant(slice_id, name, {"a", "b"}).granted
+                pool.add_lease(slice_id, ledger.uncounted(slice_id))
+            left_over = pool.wants_leases
+            await until(pool, lambda left_over=left_over: pool.wants_leases > left_over or pool.is_read_out)
+
+    @asynccontextmanager
+    async def peer(name: str) -> AsyncIterator[SamplePool]:
+        async with pool_of(SliceReader(manifest=run)) as pool, anyio.create_task_group() as tasks:
+            tasks.start_soon(keep_leasing, name, pool)
+            yield pool
+            tasks.cancel_scope.cancel()
+        ledger.release(name)
+
+    async def count(pool: SamplePool) -> None:
+        counted = await pool.next_samples(8)
+        assert ledger.add([*ranges_of(sample.id for sample in counted), *pool.take_ends()]) == 0
+        for sample in counted:
+            if sample.id.pass_number == 0:
+                seen[sample.id[1:]] = sample.tokens.tobytes()
+
+    async with peer("a") as steady:
+        async with peer("b") as other:
+            for _ in range(20):
+                await count(steady)
+                await count(other)
+        async with peer("b") as other:
+            while ledger.current_pass == 0:
+                await count(steady)
+                await count(other)
+    assert seen == expected

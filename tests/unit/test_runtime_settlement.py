@@ -1,0 +1,539 @@
+import asyncio
+from dataclasses import replace
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from contexts import make_context, unparsed
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from memory_transport import MemoryNetwork
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import check_body
+from swarm_peer.runtime.state.index import extend_history
+from swarm_peer.runtime.step.averaging import AveragingFailed
+from swarm_peer.runtime.step.settlement import StageGroup
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import GreetCall, ReadyCall, VoteCall
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "tiny",
+        "model": {"config": "none"},
+        "stages": {"count": 1},
+        "data": {"sequence_length": 4},
+        "training": {"steps": 10, "global_batch_size": 8, "microbatch_size": 2},
+        "optimizer": {"learning_rate": 0.1},
+        "averaging": {"max_tries": 2},
+    }
+)
+
+
+class Rounds:
+    """Averaging among members that come together by (round, attempt), with outcomes as a script has them.
+
+    Attributes:
+        script: (attempt, peer) -> "fail" or "wrong"; attempts and peers may be None, for all
+        log: (peer, round, attempt, group_size) of each call
+        averaged: called with the attempt when the members of a round have come together
+    """
+
+    def __init__(self):
+        self.script = {}
+        self.fired = []
+        self.log = []
+        self.averaged = lambda attempt: None
+        self._rounds = {}
+
+    def outcome(self, attempt, name):
+        for key in ((attempt, name), (attempt, None), (None, name), (None, None)):
+            if key in self.script:
+                self.fired.append((attempt, name))
+                return self.script[key]
+        return "done"
+
+    async def average(self, member, gradients, weight, round_number, attempt, group_size):
+        self.log.append((member.name, round_number, attempt, group_size))
+        members, complete = self._rounds.setdefault((round_number, attempt), ({}, anyio.Event()))
+        members[member.peer_id] = (weight, [gradient.clone() for gradient in gradients])
+        if len(members) == group_size:
+            self.averaged(attempt)
+            complete.set()
+        await complete.wait()
+        outcome = self.outcome(attempt, member.name)
+        if outcome == "fail":
+            raise AveragingFailed("the script says so")
+        weights = {peer: members[peer][0] for peer in sorted(members)}
+        total = sum(weights.values())
+        averages = [
+            sum(members[peer][1][n] * (weights[peer] / total if total else 0.0) for peer in weights)
+            for n in range(len(gradients))
+        ]
+        if outcome == "wrong":
+            averages[0] += 1.0
+        return averages
+
+
+class Member:
+    def __init__(self, group, name, round_number, history_hash):
+        self.name, self.world = name, group
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
+        self.peer_id = identity.peer_id
+        self.transport = group.network.transport(self.peer_id)
+        context = make_context(unparsed(MANIFEST.hash), identity=identity)
+        context = replace(context, resolved=replace(context.resolved, manifest=MANIFEST))
+        self.metrics = context.metrics
+        self.progress = ProgressBook(context=context, is_author=group.is_author, on_stranger=group.strangers.add)
+        self.group = StageGroup(
+            context=context,
+            stage=0,
+            transport=self.transport,
+            averager=self,
+            progress=self.progress,
+            view=lambda: group.view(self),
+        )
+        self.gossip = Gossip(
+            manifest_hash=MANIFEST.hash,
+            transport=self.transport,
+            progress=self.progress,
+            welcome=self.group.welcome,
+            drop=lambda peer, serial: None,
+        )
+        self.group.enter(round_number, history_hash)
+        self.progress.enter(round_number)
+        self.gradients = [torch.full((3,), float(ord(name))), torch.full((2, 2), -float(ord(name)))]
+
+    async def __call__(self, caller, op, body, tensors):
+        if op == "greet":
+            return await self.gossip.calls[GreetCall](caller, check_body(GreetCall, body), tensors)
+        if op == "ready":
+            return await self.group.handle_ready(caller, check_body(ReadyCall, body), tensors)
+        return await self.group.handle_vote(caller, check_body(VoteCall, body), tensors)
+
+    async def average(self, gradients, weight, *, round_number, attempt, members):
+        return await self.world.rounds.average(self, gradients, weight, round_number, attempt, len(members))
+
+    def settle(self, samples):
+        return asyncio.ensure_future(self.group.settle(self.gradients, samples))
+
+    def rounds(self, outcome):
+        return self.metrics.averaging_rounds.labels(outcome)._value.get()
+
+
+class Group:
+    def __init__(self):
+        self.network = MemoryNetwork()
+
+        self.rounds = Rounds()
+        self.members = {}
+        self.unseen = set()  # names that nobody's view has
+        self.joining = set()  # names of those that are not yet seen to serve
+        self.strangers = set()  # ids that the directory was to look for
+
+    async def add(self, names, round_number=3, history_hash="L"):
+        for name in names:
+            member = self.members[name] = Member(self, name, round_number, history_hash)
+            await member.transport.serve(member)
+        return [self.members[name] for name in names]
+
+    def is_author(self, peer_id):
+        known = {member.peer_id for member in self.members.values() if member.name not in self.unseen}
+        return peer_id in known
+
+    def view(self, member):
+        peers = [m for m in self.members.values() if m.name not in self.unseen or m is member]
+        states = dict.fromkeys(self.joining - {member.name}, PeerState.JOINING)
+        return SwarmView(
+            1, tuple(PeerView(peer_id=m.peer_id, stage=0, state=states.get(m.name, PeerState.SERVING)) for m in peers)
+        )
+
+    async def settle(self, **samples):
+        """Have members end the round at the same time; returns their settlements by name."""
+        settling = {name: self.members[name].settle(count) for name, count in samples.items()}
+        return dict(zip(settling, await asyncio.gather(*settling.values()), strict=True))
+
+    def kill(self, name, settling=None):
+        self.network.kill(self.members[name].peer_id)
+        if settling is not None:
+            settling.cancel()
+
+
+@pytest.fixture
+async def group():
+    group = Group()
+    async with group.network:
+        yield group
+
+
+def mean(members, samples):
+    total = sum(samples)
+    return [
+        sum(member.gradients[n] * (count / total) for member, count in zip(members, samples, strict=True))
+        for n in range(2)
+    ]
+
+
+def assert_committed(settlements, expected, samples):
+    """All hold the same, and it is right."""
+    assert {settlement.verdict for settlement in settlements} == {Verdict.COMMIT}
+    assert len({settlement.history_hash for settlement in settlements}) == 1
+    for settlement in settlements:
+        assert settlement.samples == samples
+        for gradient, other in zip(settlement.gradients, expected, strict=True):
+            assert torch.allclose(gradient, other)
+        assert extend_history("L", settlement.gradients) == settlement.history_hash
+
+
+# --- rounds that go well ----------------------------------------------------------------------------------------------
+
+
+async def test_the_whole_group_commits_the_same_update(group):
+    members = await group.add("abc")
+    settled = await group.settle(a=2, b=4, c=2)
+    assert_committed(settled.values(), mean(members, [2, 4, 2]), 8)
+    assert sorted(group.rounds.log) == [(name, 3, 0, 3) for name in "abc"]
+    assert all(member.rounds("done") == 1 for member in members)
+
+
+async def test_a_history_hash_is_that_of_all_updates_so_far(group):
+    await group.add("ab")
+    first = await group.settle(a=2, b=2)
+    for member in group.members.values():
+        member.group.enter(4, first["a"].history_hash)
+        assert member.group.history_hash == first["a"].history_hash
+    second = await group.settle(a=2, b=2)
+    assert second["a"].history_hash == second["b"].history_hash
+    assert second["a"].history_hash != first["a"].history_hash, "the same gradients on top of other weights"
+
+
+async def test_members_without_samples_take_part(group):
+    members = await group.add("ab")
+    assert_committed((await group.settle(a=0, b=8)).values(), members[1].gradients, 8)
+
+
+async def test_a_peer_alone_goes_on_by_itself(group):
+    [member] = await group.add("a")
+    assert_committed((await group.settle(a=6)).values(), member.gradients, 6)
+    assert group.rounds.log == []
+    assert member.rounds("alone") == 1
+
+
+async def test_the_group_waits_for_those_that_still_compute(group):
+    first, second = await group.add("ab")
+    early = first.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    assert not early.done()
+    assert group.rounds.log == []
+    late = second.settle(2)
+    assert_committed([await early, await late], mean([first, second], [2, 2]), 4)
+
+
+async def test_a_newcomer_that_has_greeted_is_expected_before_its_mates_see_that_it_serves(group):
+    members = await group.add("ab")
+    group.joining = {"b"}
+    members[0].group.welcome(members[1].peer_id)
+    assert_committed((await group.settle(a=2, b=2)).values(), mean(members, [2, 2]), 4)
+
+
+@pytest.mark.parametrize("times", [2, 10**6])
+async def test_a_newcomer_greets_until_its_announcement_is_seen(group, monkeypatch, times):
+    monkeypatch.setattr("swarm_peer.runtime.network.gossip.GREET_PAUSE_S", 0.0)
+    members = first, second, newcomer = await group.add("abc", round_number=4)
+    newcomer.progress.enter(3)
+    group.joining = {"c"}
+    fault = group.network.fault(op="greet", to=first.peer_id, fail=NotServing("not seen yet"), times=times)
+    assert await newcomer.gossip.greet(0, [member.peer_id for member in members]) == 4
+    assert fault.fired == min(times, GREET_TRIES)
+    assert group.network.num_calls("greet", second.peer_id) == 1, "it knows the newcomer"
+    assert newcomer.peer_id in second.group._mates.expected()
+    assert (newcomer.peer_id in first.group._mates.expected()) == (times == 2), "nobody waits for ever"
+
+
+async def test_a_stage_mate_that_is_ready_makes_itself_known(group):
+    members = first, second = await group.add("ab")
+    group.joining = {"b"}
+    early = second.settle(2)  # sees the first, for which it still joins
+    await anyio.wait_all_tasks_blocked()
+    settled = await asyncio.gather(early, first.settle(2))
+    assert_committed(settled, mean(members, [2, 2]), 4)
+
+
+async def test_a_peer_that_leaves_the_view_for_a_moment_is_still_a_stage_mate(group):
+    members = first, second = await group.add("ab")
+    first.group.enter(3, "L")
+    group.unseen = {"b"}
+    early = second.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    settled = await asyncio.gather(early, first.settle(2))
+    assert_committed(settled, mean(members, [2, 2]), 4)
+
+
+async def test_a_stranger_is_not_welcome(group):
+    """Who announces this stage nowhere is not waited for, and not told that anybody is ready."""
+    group.unseen = {"c"}
+    members = await group.add("abc")
+    with pytest.raises(NotServing, match="no announcement of this peer"):
+        members[0].group.welcome(members[2].peer_id)
+    stranger = members[2].settle(2)  # it asks the others, and does not answer
+    await anyio.wait_all_tasks_blocked()
+    assert members[2].peer_id in group.strangers, "they have the directory look"
+    settled = await group.settle(a=2, b=4)
+    assert_committed(settled.values(), mean(members[:2], [2, 4]), 6)
+    for member in members[:2]:
+        member.group.enter(4, settled["a"].history_hash)
+    assert (await stranger).verdict is Verdict.RESYNC
+
+
+@pytest.mark.parametrize("liar_is_announced", [True, False])
+async def test_one_liar_cannot_have_the_others_take_over_its_state(group, liar_is_announced):
+    *members, liar = await group.add("abcd")
+    if not liar_is_announced:
+        group.unseen = {"d"}
+        call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=0, counts=())
+        asking = [asyncio.ensure_future(liar.transport.call(m.peer_id, call, timeout_s=5.0)) for m in members]
+        await anyio.wait_all_tasks_blocked()
+    fault = group.network.fault(op="ready", to=liar.peer_id, fail=RoundClosed("over", 4), times=3)
+    settled = await group.settle(a=3, b=3, c=2)
+    assert fault.fired == (3 if liar_is_announced else 0)
+    assert_committed(settled.values(), mean(members, [3, 3, 2]), 8)
+    if not liar_is_announced:
+        for task in asking:
+            task.cancel()
+
+
+async def test_progress_counts_spread_at_the_barrier(group):
+    first, second = await group.add("ab")
+    first.progress.count_own(3, RoundCount(6, 6, 1.0))
+    second.progress.count_own(3, RoundCount(2, 2, 1.0))
+    await group.settle(a=6, b=2)
+    assert first.progress.counter.samples(3) == second.progress.counter.samples(3) == 8
+
+
+# --- rounds that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ({(0, None): "fail"}, "failed"),
+        ({(0, "a"): "fail"}, "failed"),
+        ({(0, "c"): "wrong"}, None),
+        ({(0, "a"): "wrong", (0, "b"): "fail"}, None),
+    ],
+)
+async def test_a_round_that_is_not_whole_is_repeated_by_all(group, script, outcome):
+    members = await group.add("abc")
+    group.rounds.script = script
+    settled = await group.settle(a=2, b=4, c=2)
+    assert {attempt for attempt, _ in group.rounds.fired} == {0}
+    assert len(group.rounds.fired) >= len(script)
+    assert_committed(settled.values(), mean(members, [2, 4, 2]), 8)
+    assert sorted(group.rounds.log) == [(name, 3, attempt, 3) for name in "abc" for attempt in (0, 1)]
+    struck = [member for member in members if (0, member.name) in script or (0, None) in script]
+    if outcome:
+        assert all(member.rounds(outcome) == 1 for member in struck)
+
+
+@pytest.mark.parametrize("outcome", ["fail", "wrong"])
+async def test_when_averaging_does_not_work_the_share_of_the_most_samples_is_taken_by_all(group, outcome):
+    members = await group.add("abc")
+    group.rounds.script = {(None, "a"): outcome}
+    settled = await group.settle(a=2, b=4, c=1)
+    assert_committed([settled["b"]], members[1].gradients, 4)
+    for name in "ac":
+        assert settled[name].verdict is Verdict.RESYNC
+        assert settled[name].holders == (members[1].peer_id,)
+    assert {attempt for _, _, attempt, _ in group.rounds.log} == {0, 1}, "the last try is without averaging"
+
+
+async def test_a_member_that_dies_before_it_is_ready_is_left_out(group):
+    members = await group.add("abc")
+    settling = [members[0].settle(2), members[1].settle(6)]
+    await anyio.wait_all_tasks_blocked()
+    assert not any(task.done() for task in settling)
+    group.kill("c")
+    assert_committed(await asyncio.gather(*settling), mean(members[:2], [2, 6]), 8)
+    assert {size for _, _, _, size in group.rounds.log} == {2}
+
+
+async def test_a_member_that_dies_in_the_round_is_left_out_of_the_next(group):
+    members = await group.add("abc")
+    settling = {name: group.members[name].settle(2) for name in "abc"}
+    group.rounds.script = {(0, None): "fail"}
+    group.rounds.averaged = lambda attempt: group.kill("c", settling["c"]) if attempt == 0 else None
+    settled = await asyncio.gather(settling["a"], settling["b"])
+    assert_committed(settled, mean(members[:2], [2, 2]), 4)
+    assert settling["c"].cancelled()
+    assert sorted(size for _, _, attempt, size in group.rounds.log if attempt == 1) == [2, 2]
+
+
+async def test_a_member_that_dies_before_its_vote_has_left_its_share(group):
+    members = await group.add("abc")
+    settling = {name: group.members[name].settle(2) for name in "abc"}
+    group.rounds.averaged = lambda attempt: group.kill("c", settling["c"])
+    settled = await asyncio.gather(settling["a"], settling["b"])
+    assert_committed(settled, mean(members, [2, 2, 2]), 6)
+    assert settling["c"].cancelled()
+    assert {attempt for _, _, attempt, _ in group.rounds.log} == {0}
+
+
+async def test_a_member_that_stalls_is_left_out(group):
+    members = await group.add("abc")
+    stalled = members[2].peer_id
+    fault = group.network.fault(op="ready", to=stalled, fail=CallTimeout("stalled"), times=2)
+    settled = await group.settle(a=2, b=2)
+    assert fault.fired == 2
+    assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
+
+
+async def test_a_member_that_talks_nonsense_is_left_out(group):
+    members = await group.add("abc")
+
+    def nonsense(reply):
+        reply.body["attempt"] = "first"
+        return reply
+
+    fault = group.network.fault(op="ready", to=members[2].peer_id, tamper=nonsense, times=2)
+    members[2].group._ready_attempt = 0
+    settled = await group.settle(a=2, b=2)
+    assert fault.fired == 2
+    assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
+
+
+async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):
+    members = await group.add("abc")
+    newcomer = members[2]
+    absent = group.network.fault(op="ready", to=newcomer.peer_id, fail=PeerUnreachable("gone"), times=2)
+    group.rounds.script = {(0, None): "fail"}
+    early = [members[0].settle(2), members[1].settle(2)]
+    while group.network.num_calls("ready", newcomer.peer_id) < 4:  # two of them in the second attempt
+        await anyio.lowlevel.checkpoint()
+    assert absent.fired == 2
+    assert not any(task.done() for task in early), "in the second attempt they wait for it"
+    settled = await asyncio.gather(*early, newcomer.settle(4))
+    assert_committed(settled, mean(members, [2, 2, 4]), 8)
+    assert [entry for entry in group.rounds.log if entry[0] == "c"] == [("c", 3, 1, 3)]
+
+
+# --- weights that differ ----------------------------------------------------------------------------------------------
+
+
+async def test_a_peer_that_is_left_behind_takes_the_state_of_those_ahead(group):
+    [behind] = await group.add("a", round_number=3)
+    ahead = await group.add("bc", round_number=4, history_hash="M")
+    settlement = (await group.settle(a=2))["a"]
+    assert settlement.verdict is Verdict.RESYNC
+    assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
+    assert settlement.reason == "2 stage-mates have left round 3"
+    assert group.rounds.log == []
+    assert behind.group.history_hash == "L"
+
+
+async def test_where_half_went_on_the_others_follow(group):
+    behind = await group.add("ab", round_number=3)
+    ahead = await group.add("cd", round_number=4, history_hash="M")
+    settled = await group.settle(a=2, b=2)
+    for settlement in settled.values():
+        assert settlement.verdict is Verdict.RESYNC
+        assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
+    assert {member.group.history_hash for member in behind} == {"L"}
+
+
+async def test_of_two_the_one_that_was_given_up_follows(group):
+    await group.add("a", round_number=3)
+    [ahead] = await group.add("b", round_number=4, history_hash="M")
+    settlement = (await group.settle(a=2))["a"]
+    assert settlement.verdict is Verdict.RESYNC
+    assert settlement.holders == (ahead.peer_id,)
+
+
+async def test_a_peer_that_went_on_alone_takes_the_state_of_the_others_a_round_later(group):
+    members = await group.add("abc")
+    members[2].group.enter(4, "M")
+    settled = await group.settle(a=2, b=2)
+    assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
+    for member in members[:2]:
+        member.group.enter(4, settled["a"].history_hash)
+    settled = await group.settle(a=2, b=2, c=8)
+    assert settled["a"].verdict is settled["b"].verdict is Verdict.COMMIT
+    assert settled["c"].verdict is Verdict.RESYNC
+
+
+async def test_the_minority_with_other_weights_takes_the_state_of_the_majority(group):
+    majority = await group.add("ab")
+    await group.add("c", history_hash="other")
+    settled = await group.settle(a=2, b=2, c=2)
+    assert_committed([settled["a"], settled["b"]], mean(majority, [2, 2]), 4)
+    assert settled["c"].verdict is Verdict.RESYNC
+    assert settled["c"].holders == tuple(sorted(member.peer_id for member in majority))
+    assert sorted(group.rounds.log) == [("a", 3, 0, 2), ("b", 3, 0, 2)], "other weights are not averaged with"
+
+
+async def test_of_two_with_different_weights_one_goes_on(group):
+    [first] = await group.add("a")
+    await group.add("b", history_hash="other")
+    settled = await group.settle(a=2, b=2)
+    assert settled["a"].verdict is Verdict.COMMIT
+    assert settled["b"].verdict is Verdict.RESYNC
+    assert settled["b"].holders == (first.peer_id,)
+
+
+# --- what is answered -------------------------------------------------------------------------------------------------
+
+
+async def ask_vote(member, asked, round_number, attempt=0):
+    call = VoteCall(manifest=MANIFEST.hash, stage=0, round_number=round_number, attempt=attempt)
+    return (await member.transport.call(asked.peer_id, call, timeout_s=5.0)).body
+
+
+async def test_votes_of_the_round_before_are_still_answered(group):
+    first, second = await group.add("ab")
+    settled = await group.settle(a=2, b=6)
+    first.group.enter(4, settled["a"].history_hash)
+    vote = await ask_vote(second, first, round_number=3)
+    assert vote == {"attempt": 0, "checksum": settled["b"].history_hash, "samples": 8}
+    first.group.enter(5, "M")
+    with pytest.raises(RoundClosed) as caught:
+        await ask_vote(second, first, round_number=3)
+    assert caught.value.round_number == 5
+
+
+async def test_a_vote_that_is_not_cast_yet_is_waited_for(group):
+    first, second = await group.add("ab")
+    asking = asyncio.ensure_future(ask_vote(second, first, round_number=3))
+    await anyio.wait_all_tasks_blocked()
+    assert not asking.done()
+    settled = await group.settle(a=2, b=2)
+    assert (await asking)["checksum"] == settled["a"].history_hash
+
+
+@pytest.mark.parametrize("op", ["ready", "vote"])
+async def test_a_peer_that_is_not_there_yet_says_so(group, monkeypatch, op):
+    monkeypatch.setattr("swarm_peer.runtime.step.settlement.POLL_S", 0.0)
+    first, second = await group.add("ab")
+    fields = {"manifest": MANIFEST.hash, "stage": 0, "round_number": 3, "attempt": 0}
+    call = ReadyCall(**fields, counts=()) if op == "ready" else VoteCall(**fields)
+    reply = await second.transport.call(first.peer_id, call, timeout_s=5.0)
+    assert reply.body["attempt"] is None
+
+
+async def test_a_ready_call_of_an_old_round_is_told_the_new_one(group):
+    first, second = await group.add("ab", round_number=7)
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=6, attempt=0, counts=())
+    with pytest.raises(RoundClosed) as caught:
+        await second.transport.call(first.peer_id, call, timeout_s=5.0)
+    assert caught.value.round_number == 7
+
+
+async def test_forged_counts_in_a_ready_call_are_refused(group):
+    first, second = await group.add("ab")
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=0, counts=((second.peer_id, b"forged"),))
+    with pytest.raises(InvalidMessage):
+        await second.transport.call(first.peer_id, call, timeout_s=5.0)

@@ -1,0 +1,1022 @@
+import asyncio
+import dataclasses
+import hashlib
+import random
+from types import SimpleNamespace
+
+import anyio
+import pytest
+import torch
+from contexts import MovedClock, make_context, unparsed
+from memory_transport import MemoryNetwork
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.model.partition import stages_of
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.state import index as state_index
+from swarm_peer.runtime.state import state_server
+from swarm_peer.runtime.state import store as snapshots
+from swarm_peer.runtime.state import transfer as state_transfer
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.state_server import (
+    MAX_ROUNDS_BEHIND,
+    MAX_STATES_HELD,
+    MAX_UPDATES_RETAINED,
+    RETAIN_S,
+    StateServer,
+)
+from swarm_peer.runtime.state.store import INDEX_SUFFIX, SNAPSHOTS_KEPT
+from swarm_peer.runtime.state.transfer import CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
+from swarm_peer.wire.messages import (
+    ListSnapshotsCall,
+    ListSnapshotsReply,
+    StateChunkCall,
+    StateEntry,
+    StateIndex,
+    StateIndexCall,
+)
+
+HASH = "0123456789abcdef" * 2
+STAGE = 1
+CHUNK_BYTES = 16
+
+
+class FakeTrainer:
+    """As much of a StageTrainer as a donor needs."""
+
+    def __init__(self, fill, optimizer_step, stage=STAGE):
+        self.optimizer_step = optimizer_step
+        self.fill = float(fill)
+        self.spec = SimpleNamespace(index=stage)
+
+    def state(self):
+        return {
+            "weight": torch.full((5, 7), self.fill),
+            "bias": torch.arange(3, dtype=torch.float32) + self.fill,
+            "optimizer/step": torch.tensor(self.fill),
+            "optimizer/quantized": torch.arange(50, dtype=torch.uint8),
+            "half": torch.full((3, 3), self.fill, dtype=torch.float16),
+            "empty": torch.zeros(0, 4),
+        }
+
+
+NUM_CHUNKS = sum(
+    -(-tensor.numel() * tensor.element_size() // CHUNK_BYTES) for tensor in FakeTrainer(0, 0).state().values()
+)
+
+
+CLOCK = MovedClock()
+
+
+def anew(before, trainer):
+    """The server of a donor's next life, which finds the snapshots of the one before."""
+    return StateServer(context=before.context, trainer=trainer, device_thread=before.device_thread)
+
+
+class Donor:
+    """A peer that gives states away; all with the same `fill` and round give the same one."""
+
+    def __init__(self, network, folder, peer_id, fill=1.0, stage=STAGE, round_number=3, timeline=FIRST_TIMELINE):
+        self.peer_id = peer_id
+        self.stage = stage
+        self.trainer = FakeTrainer(fill, timeline.optimizer_step_at(round_number), stage)
+        self.folder = folder / peer_id
+        context = self.context = make_context(unparsed(HASH), clock=CLOCK, folder=self.folder)
+        self.changed = context.changed
+        self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
+        self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        self.transport = network.transport(peer_id)
+        self.enter(round_number, timeline)
+
+    @property
+    def round_number(self):
+        return self.donor.current.round_number
+
+    def history_hash(self):
+        return f"history_hash of {self.trainer.fill}"
+
+    def enter(self, round_number, timeline):
+        self.donor.enter(round_number, self.history_hash(), timeline, b"ledger")
+
+    async def __call__(self, caller, op, body, tensors):
+        for call, handle in self.donor.calls.items():
+            if call.model_fields["op"].default == op:
+                return await handle(caller, check_body(call, body), tensors)
+        raise AssertionError(op)
+
+    def goes_on(self, fill, gradient=None):
+        """End a round, as a peer does."""
+        gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient]
+        self.donor.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger")
+        self.trainer.optimizer_step += 1
+        self.trainer.fill = float(fill)
+        self.enter(self.round_number + 1, self.donor.current.timeline)
+
+    def files(self):
+        """Of snapshots, each with its index beside it."""
+        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
+        assert names == sorted(name + index for name in names if "." not in name for index in ("", INDEX_SUFFIX))
+        return [name for name in names if "." not in name]
+
+    def state_of(self, optimizer_step, fill=1.0, timeline=FIRST_TIMELINE):
+        """A state of some stage, to be kept."""
+        round_number = optimizer_step - timeline.first_optimizer_step + timeline.first_round
+        return StageState(
+            round_number, f"history_hash of {fill}", FakeTrainer(fill, optimizer_step).state(), timeline, b"ledger"
+        )
+
+
+class World:
+    def __init__(self, folder):
+        self.folder = folder
+        self.network = MemoryNetwork()
+        self.donors = []
+
+    async def donor(self, peer_id, **options):
+        donor = Donor(self.network, self.folder, peer_id, **options)
+        await donor.transport.serve(donor)
+        self.donors.append(donor)
+        return donor
+
+    async def fetch(
+        self, *donors, max_bytes=10_000, stage=STAGE, rng=None, max_round=MAX_ROUND, optimizer_step=None, **wanted
+    ):
+        """Donors are asked in this order."""
+        call = StateIndexCall(manifest=HASH, of_stage=stage, **wanted)
+        ids = [getattr(donor, "peer_id", donor) for donor in donors]
+        me = self.network.transport("me")
+        limits = {"max_bytes": max_bytes, "max_round": max_round, "optimizer_step": optimizer_step}
+        return await fetch_state(me, ids, call, **limits, rng=rng or InOrder())
+
+    async def call(self, donor, body):
+        return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
+
+    async def index_of(self, donor, **wanted):
+        """The index's name and what it says."""
+        reply = await self.call(donor, StateIndexCall(manifest=HASH, of_stage=STAGE, **wanted))
+        packed = reply.tensors[0]
+        return hashlib.sha256(packed).digest(), unpack_fields(StateIndex, packed)
+
+    def chunks_from(self, donor):
+        return self.network.num_calls("state_chunk", donor.peer_id)
+
+
+class InOrder(random.Random):
+    def shuffle(self, items):
+        pass
+
+
+@pytest.fixture
+async def world(monkeypatch, tmp_path):
+    # A state of many chunks, without many bytes.
+    for module in (snapshots, state_index, state_transfer):
+        monkeypatch.setattr(module, "STATE_CHUNK_BYTES", CHUNK_BYTES)
+    world = World(tmp_path)
+    async with world.network:
+        yield world
+    for donor in world.donors:
+        donor.device_thread.stop()
+
+
+@pytest.fixture
+def clock():
+    """Moves the donors' time on."""
+    yield CLOCK
+    CLOCK.passed_s = 0.0
+
+
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert torch.equal(tensors[name], tensor), name
+
+
+def assert_state_of(state, donor):
+    """Whole, and all of it the same state."""
+    assert_equal(state.tensors, donor.trainer.state())
+    assert state.history_hash == donor.history_hash()
+    assert (state.round_number, state.optimizer_step) == (donor.round_number, donor.trainer.optimizer_step)
+    assert (state.timeline, state.ledger) == (donor.donor.current.timeline, b"ledger")
+
+
+def changed_index(change):
+    """A fault's `tamper` that changes the index of a state."""
+
+    def tamper(reply):
+        index = unpack_fields(StateIndex, reply.tensors[0])
+        return Reply(reply.body, (memoryview(pack_fields(index.model_copy(update=change(index)))),))
+
+    return tamper
+
+
+def with_entry(number, **change):
+    def change_entries(index):
+        entries = list(index.entries)
+        entries[number] = entries[number].model_copy(update=change)
+        return {"entries": tuple(entries)}
+
+    return change_entries
+
+
+def chunks(number):
+    return tuple(bytes([n % 256]) * 32 for n in range(number))
+
+
+# --- downloads --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_state_comes_over_whole(world):
+    donor = await world.donor("a", fill=2.5)
+    assert_state_of(await world.fetch(donor), donor)
+    assert world.network.num_calls("state_chunk") == NUM_CHUNKS > 10
+
+
+async def test_the_timeline_of_a_rewound_run_comes_over(world):
+    donor = await world.donor("a", round_number=20, timeline=Timeline(18, 5, 5))
+    state = await world.fetch(donor)
+    assert_state_of(state, donor)
+    assert (state.round_number, state.optimizer_step) == (20, 7)
+
+
+async def test_a_later_state_is_welcome(world):
+    donor = await world.donor("a", round_number=7)
+    assert (await world.fetch(donor, min_round=5)).round_number == 7
+
+
+async def test_several_donors_each_give_some(world):
+    donors = [await world.donor(name) for name in "abcd"]
+    assert_state_of(await world.fetch(*donors), donors[0])
+    shares = [world.chunks_from(donor) for donor in donors]
+    assert sum(shares) == NUM_CHUNKS, "each chunk once"
+    assert min(shares[:MAX_DONORS]) >= CHUNKS_IN_FLIGHT
+    assert shares[MAX_DONORS:] == [0], "of those that were not asked"
+
+
+async def test_which_donors_are_asked_is_up_to_chance(world):
+    donors = [await world.donor(name) for name in "abcdef"]
+    asked = set()
+    for seed in range(8):
+        world.network.calls.clear()
+        await world.fetch(*donors, rng=random.Random(seed))
+        asked.add(frozenset(callee for _, callee, op in world.network.calls if op == "state_index"))
+    assert len(asked) > 1
+    assert {len(some) for some in asked} == {MAX_DONORS}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"op": "state_index", "fail": PeerUnreachable("gone")}, "a: gone"),
+        ({"op": "state_chunk", "fail": PeerUnreachable("gone")}, "a: gone"),
+        ({"op": "state_chunk", "skip": 5, "fail": PeerUnreachable("gone")}, "a: gone"),
+        ({"op": "state_chunk", "skip": 6, "drop_reply": True}, "a: the stream broke"),
+        ({"op": "state_chunk", "skip": 3, "fail": CallTimeout("stalled")}, "a: stalled"),
+        ({"op": "state_index", "tamper": lambda reply: Reply()}, "a: the index is missing"),
+        ({"op": "state_index", "tamper": lambda reply: Reply({}, (memoryview(b"\xc1"),))}, "StateIndex: no msgpack"),
+        ({"op": "state_index", "tamper": lambda reply: Reply({}, (memoryview(b"\x80"),))}, "StateIndex: stage: miss"),
+        ({"op": "state_index", "tamper": changed_index(lambda index: {"stage": 0})}, "state of stage 0 at round 3"),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"kind": "update"})},
+            "update of stage 1 at round",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"round_number": 2})},
+            "at round 2, created in round 2; wanted",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"timeline_first_round": 4})},
+            "created in round 3; wanted",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(lambda index: {"timeline_first_optimizer_step": 1})},
+            "created in round 3; wanted",
+        ),
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, dtype="object"))}, "weight of type object"),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(3_000, 1), chunks=chunks(750)))},
+            "offered 12084 bytes, .* wanted at most 10000 bytes",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(2**39,) * 8))},
+            "weight of shape .549755813888, 549755813888",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(0, shape=(2**20,)))},
+            "weight of 4194304 bytes with hashes of 9 chunks",
+        ),
+        (
+            {"op": "state_index", "tamper": changed_index(with_entry(5, shape=(2**39, 2**39, 0)))},
+            "empty of shape .549755813888, 549755813888, 0",
+        ),
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, chunks=()))}, "weight of 140 .* of 0 chunks"),
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, chunks=chunks(10)))}, "hashes of 10 chunks"),
+        # What it offers fits, and it does not have it.
+        ({"op": "state_index", "tamper": changed_index(with_entry(0, shape=(6, 6)))}, "not kept here any more"),
+        ({"op": "state_index", "tamper": changed_index(with_entry(1, chunks=chunks(1)))}, "not kept here any more"),
+        ({"op": "state_chunk", "skip": 4, "tamper": lambda reply: Reply()}, "a chunk of 16 bytes was asked for"),
+        (
+            {"op": "state_chunk", "skip": 4, "tamper": lambda reply: Reply({}, (reply.tensors[0][1:],))},
+            "a chunk of 16 bytes was asked for",
+        ),
+        (
+            {"op": "state_chunk", "skip": 4, "tamper": lambda reply: Reply({}, (memoryview(bytes(16)),))},
+            "a chunk of weight does not match its hash",
+        ),
+    ],
+)
+async def test_when_a_donor_fails_another_one_gives_the_rest(world, monkeypatch, fault, reason):
+    monkeypatch.setattr(state_transfer, "CHUNKS_IN_FLIGHT", 1)
+    failing, good = await world.donor("a"), await world.donor("b")
+    scripted = world.network.fault(to="a", **fault)
+    assert_state_of(await world.fetch(failing, good, min_round=3), good)
+    assert scripted.fired == 1
+    # The same fault with nobody else to ask says what happened.
+    again = world.network.fault(to="a", **fault)
+    with pytest.raises(CallError, match=f"no donor gave the state of stage 1: .*{reason}"):
+        await world.fetch(failing, min_round=3)
+    assert again.fired == 1
+
+
+async def test_a_donor_that_dies_half_way_is_left(world):
+    dying, good = await world.donor("a"), await world.donor("b")
+    fault = world.network.fault(op="state_chunk", to="a", skip=CHUNKS_IN_FLIGHT, before=anyio.Event(), times=100)
+    others = world.network.fault(op="state_chunk", to="b", skip=1, before=anyio.Event(), times=100)
+    fetching = asyncio.ensure_future(world.fetch(dying, good))
+    await fault.struck.wait()
+    await others.struck.wait()
+    world.network.kill("a")
+    fault.before.set()
+    others.before.set()
+    assert_state_of(await fetching, good)
+    assert world.chunks_from(dying) <= 2 * CHUNKS_IN_FLIGHT, "no more after its death"
+    assert world.chunks_from(good) >= NUM_CHUNKS - CHUNKS_IN_FLIGHT
+
+
+async def test_a_donor_that_lies_in_the_middle_is_left(world):
+    liar, good, other = [await world.donor(name) for name in "abc"]
+    lie = world.network.fault(
+        op="state_chunk", to="a", skip=3, times=100, tamper=lambda reply: Reply({}, (memoryview(bytes(16)),))
+    )
+    assert_state_of(await world.fetch(liar, good, other), good)
+    assert lie.fired >= 1
+    assert world.chunks_from(liar) <= 3 + CHUNKS_IN_FLIGHT
+
+
+async def test_chunks_that_a_donor_owes_are_asked_of_others_that_had_finished(world):
+    """The last chunk of all fails when nothing else is left to do."""
+    slow, quick = await world.donor("a"), await world.donor("b")
+    fault = world.network.fault(op="state_chunk", to="a", before=anyio.Event(), fail=PeerUnreachable("gone"))
+    fetching = asyncio.ensure_future(world.fetch(slow, quick))
+    await fault.struck.wait()
+    while world.network.num_calls("state_chunk") < NUM_CHUNKS:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await anyio.wait_all_tasks_blocked()
+    before = world.chunks_from(quick)
+    fault.before.set()
+    assert_state_of(await fetching, quick)
+    assert world.chunks_from(quick) == before + 1
+
+
+async def test_more_donors_are_asked_when_the_first_ones_fail(world):
+    for name in "abc":
+        await world.donor(name)
+        world.network.fault(op="state_index", to=name, fail=NotServing("no state"))
+    good = await world.donor("d")
+    assert_state_of(await world.fetch("a", "b", "c", "d"), good)
+
+
+async def test_the_newest_state_is_taken_from_those_that_have_it(world):
+    old, new, also_new = (
+        await world.donor("a"),
+        await world.donor("b", round_number=4, fill=2),
+        await world.donor("c", round_number=4, fill=2),
+    )
+    assert_state_of(await world.fetch(old, new, also_new), new)
+    assert world.chunks_from(old) == 0
+    assert min(world.chunks_from(new), world.chunks_from(also_new)) > 0
+
+
+async def test_of_states_of_one_round_the_one_of_more_donors_is_taken(world):
+    """Some hold other weights than most."""
+    odd, good, also_good = await world.donor("c", fill=9), await world.donor("a"), await world.donor("b")
+    assert_state_of(await world.fetch(odd, good, also_good), good)
+    assert world.chunks_from(odd) == 0
+
+
+async def test_a_donor_that_claims_to_be_ahead_and_gives_nothing_is_left(world):
+    liar, good = await world.donor("a", round_number=900, fill=7), await world.donor("b")
+    world.network.fault(op="state_chunk", to="a", times=100, fail=PeerUnreachable("gone"))
+    assert_state_of(await world.fetch(liar, good), good)
+    assert 0 < world.chunks_from(liar) <= CHUNKS_IN_FLIGHT
+
+
+async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_refused(world):
+    """Those who were asked first are not all who may have it."""
+    liars = [await world.donor(name, round_number=2**40 - 1, fill=7) for name in "abc"]
+    good = await world.donor("d")
+    assert_state_of(await world.fetch(*liars, good, max_round=3), good)
+    with pytest.raises(CallError, match=f"offered a state of round {2**40 - 1}, and the run cannot be beyond 3 yet"):
+        await world.fetch(*liars, max_round=3)
+    assert_state_of(await world.fetch(*liars), liars[0])
+
+
+async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
+    donor = await world.donor("a")
+    total = sum(tensor.numel() * tensor.element_size() for tensor in donor.trainer.state().values())
+    await world.fetch(donor, max_bytes=total)
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(CallError, match=f"offered {total} bytes"):
+        await world.fetch(donor, max_bytes=total - 1)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2**20, 0, 2**20), (0, *[2**5] * 7)])
+async def test_tensors_without_elements_come_over(world, shape):
+    donor = await world.donor("a")
+    tensors = donor.trainer.state() | {"empty": torch.zeros(0).view(shape)}
+    donor.trainer.state = lambda: tensors
+    assert (await world.fetch(donor)).tensors["empty"].shape == shape
+
+
+async def test_a_donor_whose_bytes_make_no_tensor_is_left(world, monkeypatch):
+    monkeypatch.setattr(state_index, "MAX_ELEMENTS", 2**100)
+    liar, good = await world.donor("a", round_number=4), await world.donor("b")
+    name, index = await world.index_of(liar)
+    offer = liar.donor._stored.pop(name)
+    index = index.model_copy(update=with_entry(5, shape=(2**39, 2**39, 0))(index))
+    liar.donor._remember(dataclasses.replace(offer, index=index, packed=pack_fields(index)))
+    assert_state_of(await world.fetch(liar, good), good)
+    with pytest.raises(CallError, match="no donor gave the state of stage 1: a: tensor empty of shape"):
+        await world.fetch(liar)
+
+
+async def test_no_donor_at_all_is_told(world):
+    with pytest.raises(CallError, match="no donor gave the state of stage 1: there is none"):
+        await world.fetch()
+    with pytest.raises(CallError, match="no donor gave the update of stage 1: there is none"):
+        await world.fetch(kind="update")
+
+
+async def test_each_donor_is_named_with_its_reason(world):
+    await world.donor("a", round_number=1)
+    world.network.fault(op="state_index", to="a", fail=NotServing("no state"))
+    with pytest.raises(CallError, match="a: no state; b: nobody is b"):
+        await world.fetch("a", "b")
+
+
+async def test_few_chunks_are_asked_for_at_once(world):
+    donor, other = await world.donor("a"), await world.donor("b")
+    delay = anyio.Event()
+    world.network.fault(op="state_chunk", before=delay, times=1000)
+    fetching = asyncio.ensure_future(world.fetch(donor, other))
+    while world.network.num_calls("state_chunk") == 0:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await anyio.wait_all_tasks_blocked()
+    assert world.chunks_from(donor) == world.chunks_from(other) == CHUNKS_IN_FLIGHT
+    delay.set()
+    assert_state_of(await fetching, donor)
+
+
+# --- donors -----------------------------------------------------------------------------------------------------------
+
+
+async def test_donors_of_the_same_state_make_the_same_index(world):
+    a, b, c = await world.donor("a"), await world.donor("b"), await world.donor("c", fill=2)
+    names = [(await world.index_of(donor))[0] for donor in (a, b, c)]
+    assert names[0] == names[1] != names[2]
+
+
+async def test_the_index_names_what_it_holds(world):
+    donor = await world.donor("a", round_number=20, timeline=Timeline(18, 5, 5))
+    _, index = await world.index_of(donor)
+    data = donor.trainer.state()["weight"].numpy().tobytes()
+    hashes = tuple(hashlib.sha256(data[start : start + CHUNK_BYTES]).digest() for start in range(0, 140, CHUNK_BYTES))
+    assert index.entries[0] == StateEntry(name="weight", dtype="float32", shape=(5, 7), chunks=hashes)
+    assert (index.stage, index.kind, index.round_number, index.history_hash) == (
+        STAGE,
+        "state",
+        20,
+        "history_hash of 1.0",
+    )
+    assert (index.timeline_first_round, index.timeline_first_optimizer_step, index.ledger) == (18, 5, b"ledger")
+
+
+async def test_a_download_that_began_before_an_optimizer_step_is_not_torn_by_it(world):
+    donor = await world.donor("a", fill=1.0)
+    before = donor.trainer.state()
+    fault = world.network.fault(op="state_chunk", skip=3, before=anyio.Event())
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    await fault.struck.wait()
+    donor.goes_on(fill=5.0)
+    newer = await world.fetch(donor, min_round=4)
+    assert_state_of(newer, donor)
+    fault.before.set()
+    state = await fetching
+    assert (state.round_number, state.history_hash) == (3, "history_hash of 1.0")
+    assert_equal(state.tensors, before)
+
+
+async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock):
+    donor = await world.donor("a")
+    name, _ = await world.index_of(donor)
+    chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
+    for fill in range(5):
+        clock.passed_s += RETAIN_S - 1
+        donor.goes_on(fill)
+        await world.call(donor, chunk)
+    clock.passed_s += RETAIN_S + 1
+    donor.goes_on(9)
+    with pytest.raises(NotServing, match="this is not kept here any more"):
+        await world.call(donor, chunk)
+    assert donor.donor._stored == {}
+
+
+async def test_states_that_nobody_uses_do_not_pile_up(world, clock):
+    donor = await world.donor("a")
+    for fill in range(20):
+        donor.goes_on(fill)
+        await world.fetch(donor)
+        clock.passed_s += RETAIN_S / 2
+        assert len(donor.donor._held()) <= MAX_STATES_HELD
+
+
+async def test_few_states_are_held_however_often_they_are_asked_for(world):
+    donor = await world.donor("a")
+    used, _ = await world.index_of(donor)
+    chunk = StateChunkCall(manifest=HASH, index=used, entry=0, chunk=0)
+    for fill in range(40):
+        donor.goes_on(fill)
+        _, index = await world.index_of(donor, min_round=donor.round_number)
+        assert index.round_number == donor.round_number
+        assert len(donor.donor._held()) <= MAX_STATES_HELD
+        await world.call(donor, chunk)
+    assert used in donor.donor._held(), "the one that somebody downloads is not the one that goes"
+
+
+async def test_a_newcomer_that_can_catch_up_from_a_held_state_takes_none_away(world):
+    donor = await world.donor("a")
+    names = []
+    for fill in range(MAX_STATES_HELD):
+        names.append((await world.index_of(donor))[0])
+        donor.goes_on(fill)
+    newest = donor.round_number - 1
+    for fill in range(MAX_ROUNDS_BEHIND - 1):
+        donor.goes_on(fill)
+    name, index = await world.index_of(donor)
+    assert (name, index.round_number) == (names[-1], newest)
+    for round_number in range(newest, donor.round_number):
+        await world.fetch(donor, kind="update", min_round=round_number)
+    assert (await world.index_of(donor, min_round=newest + 1))[1].round_number == donor.round_number
+    donor.enter(
+        donor.round_number + 4, Timeline(donor.round_number + 4, donor.trainer.optimizer_step, donor.round_number)
+    )
+    assert (await world.index_of(donor))[1].round_number == donor.round_number, (
+        "no state of the timeline before is of use"
+    )
+
+
+async def test_a_state_that_is_too_old_to_be_caught_up_with_makes_room(world):
+    donor = await world.donor("a")
+    for fill in range(MAX_STATES_HELD):
+        await world.index_of(donor)
+        donor.goes_on(fill)
+    for fill in range(MAX_ROUNDS_BEHIND):
+        donor.goes_on(fill)
+    assert (await world.index_of(donor))[1].round_number == donor.round_number
+    assert len(donor.donor._held()) == MAX_STATES_HELD
+
+
+async def test_a_peer_whose_state_had_to_make_room_downloads_the_next_one(world):
+    donor = await world.donor("a")
+    fault = world.network.fault(op="state_chunk", times=CHUNKS_IN_FLIGHT, before=anyio.Event())
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    await fault.struck.wait()
+    for fill in range(MAX_STATES_HELD):
+        donor.goes_on(fill)
+        await world.index_of(donor, min_round=donor.round_number)
+    fault.before.set()
+    with pytest.raises(CallError, match="not kept here any more"):
+        await fetching
+    assert_state_of(await world.fetch(donor), donor)
+
+
+async def test_a_state_serves_all_peers_that_ask_in_a_round(world, monkeypatch):
+    donor = await world.donor("a")
+    taken = []
+    state = donor.trainer.state
+    monkeypatch.setattr(donor.trainer, "state", lambda: taken.append(1) or state())
+    states = await asyncio.gather(*(world.fetch(donor) for _ in range(3)))
+    assert taken == [1]
+    for given in states:
+        assert_state_of(given, donor)
+
+
+async def test_a_donor_waits_for_the_round_that_is_asked_for(world):
+    donor = await world.donor("a")
+    fetching = asyncio.ensure_future(world.fetch(donor, min_round=4))
+    await anyio.wait_all_tasks_blocked()
+    assert not fetching.done()
+    donor.goes_on(fill=2.0)
+    assert_state_of(await fetching, donor)
+
+
+async def test_a_donor_without_the_state_says_so(world, monkeypatch):
+    monkeypatch.setattr(state_server, "WAIT_FOR_ROUND_S", 0.0)
+    donor = await world.donor("a")
+    with pytest.raises(CallError, match="this peer has the state of round 3, not of 9"):
+        await world.fetch(donor, min_round=9)
+    with pytest.raises(CallError, match="this peer serves stage 1, not 0"):
+        await world.fetch(donor, stage=0)
+    donor.donor.current = None
+    with pytest.raises(CallError, match="this peer has the state of round None, not of 0"):
+        await world.fetch(donor)
+
+
+@pytest.mark.parametrize(("entry", "chunk"), [(6, 0), (99_999, 0), (0, 9), (0, 2**20 - 1), (5, 0)])
+async def test_chunks_that_there_are_not_are_refused(world, entry, chunk):
+    donor = await world.donor("a")
+    name, _ = await world.index_of(donor)
+    with pytest.raises(InvalidMessage, match=f"chunk {chunk} of tensor {entry} of 6"):
+        await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=entry, chunk=chunk))
+    reply = await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=0, chunk=8))
+    assert [tensor.nbytes for tensor in reply.tensors] == [140 - 8 * CHUNK_BYTES], "the last one is shorter"
+
+
+async def test_a_state_that_is_ahead_of_its_history_hash_is_not_given_away(world):
+    """Between the update of the weights and the entry into the next round the two do not belong together."""
+    donor = await world.donor("a")
+    donor.trainer.optimizer_step, donor.trainer.fill = 4, 5.0  # updated in the device thread
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    for _ in range(5):
+        await donor.device_thread.run(Priority.EVALUATE, lambda: None)
+        await anyio.wait_all_tasks_blocked()
+    assert world.network.num_calls("state_chunk") == 0
+    donor.enter(4, FIRST_TIMELINE)
+    assert_state_of(await fetching, donor)
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+async def test_updates_are_retained_only_while_a_state_is_being_downloaded(world, clock):
+    donor = await world.donor("a")
+    donor.goes_on(2.0)
+    with pytest.raises(CallError, match="the update of round 3 is not kept here"):
+        await world.fetch(donor, kind="update", min_round=3)
+    await world.fetch(donor)
+    donor.goes_on(3.0)
+    update = await world.fetch(donor, kind="update", min_round=4)
+    assert (update.round_number, update.history_hash, update.ledger) == (4, "history_hash of 3.0", b"ledger")
+    assert_equal(update.tensors, {"00000": torch.full((5, 7), 3.0)})
+    clock.passed_s += RETAIN_S + 1
+    donor.goes_on(4.0)
+    for round_number in (4, 5):
+        with pytest.raises(CallError, match=f"the update of round {round_number} is not kept here"):
+            await world.fetch(donor, kind="update", min_round=round_number)
+    assert donor.donor._updates == {}
+
+
+async def test_a_snapshot_that_is_kept_is_no_download(world):
+    donor = await world.donor("a")
+    assert await donor.donor.take_snapshot(3)
+    donor.goes_on(2.0)
+    assert donor.donor._updates == {}
+
+
+async def test_an_update_is_no_download_either(world, clock):
+    """Or updates would be retained for ever, once there is one."""
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    donor.goes_on(2.0)
+    clock.passed_s += RETAIN_S - 1
+    await world.fetch(donor, kind="update", min_round=3)
+    clock.passed_s += 2
+    donor.goes_on(3.0)
+    assert donor.donor._updates == {}
+
+
+async def test_an_update_is_a_copy(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    gradient = torch.ones(5, 7)
+    donor.goes_on(2.0, gradient)
+    gradient.zero_()  # the trainer does with it what it wants
+    update = await world.fetch(donor, kind="update", min_round=3)
+    assert torch.equal(update.tensors["00000"], torch.ones(5, 7))
+
+
+async def test_few_updates_are_retained(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    for round_number in range(3, 3 + MAX_UPDATES_RETAINED):
+        donor.goes_on(round_number)
+        await world.fetch(donor, kind="update", min_round=round_number)
+    donor.goes_on(99)
+    assert sorted(donor.donor._updates) == list(range(4, 4 + MAX_UPDATES_RETAINED))
+    assert sum(offer.index.kind == "update" for offer in donor.donor._stored.values()) == MAX_UPDATES_RETAINED - 1
+    with pytest.raises(CallError, match="the update of round 3 is not kept here"):
+        await world.fetch(donor, kind="update", min_round=3)
+    await world.fetch(donor, kind="update", min_round=4)
+
+
+async def test_an_update_is_there_for_a_second_newcomer_too(world, clock):
+    donor = await world.donor("a")
+    name, _ = await world.index_of(donor)
+    donor.goes_on(2.0)
+    await world.fetch(donor, kind="update", min_round=3)
+    for _ in range(3):  # one whose download takes long
+        clock.passed_s += RETAIN_S / 2
+        await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0))
+        donor.goes_on(3.0)
+    assert (await world.fetch(donor, kind="update", min_round=3)).round_number == 3
+
+
+async def test_updates_of_a_timeline_that_was_given_up_are_gone(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    donor.goes_on(2.0)
+    donor.trainer.optimizer_step = 2
+    donor.enter(9, Timeline(9, 2, 2))
+    with pytest.raises(CallError, match="the update of round 3 is not kept here"):
+        await world.fetch(donor, kind="update", min_round=3)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
+    config = {
+        "model_type": "gpt2", "vocab_size": 17, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2,
+        "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    manifest = RunManifest.model_validate(
+        {
+            "name": "tiny",
+            "model": {"config": config},
+            "stages": {"count": 2},
+            "data": {"sequence_length": 6},
+            "training": {"steps": 10, "global_batch_size": 8, "microbatch_size": 2},
+            "optimizer": {"name": name, "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+            "schedule": {"name": "cosine", "warmup_steps": 2},
+        }
+    )
+    spec = stages_of(manifest)[STAGE]
+    donor = await world.donor("a", round_number=0)
+    trainer, newcomer = (
+        StageTrainer(ResolvedManifest.of(manifest), spec),
+        StageTrainer(ResolvedManifest.of(manifest), spec),
+    )
+    donor.trainer = donor.donor._trainer = trainer
+    random_ = torch.Generator().manual_seed(0)
+
+    def end_round():
+        gradients = [torch.randn(p.shape, generator=random_) for p in trainer.module.parameters()]
+        donor.donor.retain_update(gradients, "l", b"")
+        trainer.apply(gradients)
+        donor.donor.enter(donor.round_number + 1, "l", FIRST_TIMELINE, b"")
+
+    end_round()
+    limit = max_state_bytes(ResolvedManifest.of(manifest), STAGE)
+    state = await world.fetch(donor, max_bytes=limit)
+    for _ in range(3):
+        end_round()
+    newcomer.load_state(state.tensors, state.optimizer_step)
+    for round_number in range(state.round_number, donor.round_number):
+        update = await world.fetch(donor, max_bytes=limit, kind="update", min_round=round_number)
+        newcomer.apply(list(update.tensors.values()))
+    assert newcomer.optimizer_step == trainer.optimizer_step == 4
+    assert_equal(newcomer.state(), trainer.state())
+
+
+# --- snapshots that are kept ------------------------------------------------------------------------------------------
+
+
+async def kept_by(world, donor):
+    reply = await world.call(donor, ListSnapshotsCall(manifest=HASH))
+    return check_body(ListSnapshotsReply, reply.body)
+
+
+async def test_a_kept_snapshot_is_given_away_much_later(world, clock):
+    donor = await world.donor("a", round_number=20, timeline=Timeline(18, 5, 5))
+    before = donor.trainer.state()
+    assert await donor.donor.take_snapshot(20)
+    for fill in range(3):
+        clock.passed_s += 10 * RETAIN_S
+        donor.goes_on(fill)
+    state = await world.fetch(donor, created_at_round=20)
+    assert_equal(state.tensors, before)
+    assert (state.round_number, state.optimizer_step, state.history_hash, state.ledger) == (
+        20,
+        7,
+        "history_hash of 1.0",
+        b"ledger",
+    )
+    reply = await kept_by(world, donor)
+    assert (reply.round_number, reply.timeline_first_round, reply.timeline_first_optimizer_step, reply.snapshots) == (
+        23,
+        18,
+        5,
+        ((STAGE, 20, 7),),
+    )
+
+
+async def test_a_snapshot_of_another_stage_is_given_away_too(world):
+    donor = await world.donor("a")
+    await donor.donor.store_snapshot(2, donor.state_of(3, fill=8))
+    state = await world.fetch(donor, stage=2, created_at_round=3)
+    assert_equal(state.tensors, FakeTrainer(8, 3).state())
+    with pytest.raises(CallError, match="no snapshot of stage 1 created in round 3 is kept here"):
+        await world.fetch(donor, stage=1, created_at_round=3)
+    with pytest.raises(CallError, match="no snapshot of stage 2 created in round 4 is kept here"):
+        await world.fetch(donor, stage=2, created_at_round=4)
+
+
+async def test_snapshots_of_the_same_state_have_the_same_index(world):
+    """So that a stage's snapshot comes from those that took it and from those that guard it."""
+    own, guard = await world.donor("a"), await world.donor("b", stage=0)
+    assert await own.donor.take_snapshot(3)
+    await guard.donor.store_snapshot(STAGE, own.state_of(3))
+    assert_equal((await world.fetch(own, guard, created_at_round=3)).tensors, own.trainer.state())
+    assert min(world.chunks_from(own), world.chunks_from(guard)) > 0
+
+
+async def test_the_state_of_another_round_is_refused(world):
+    donor = await world.donor("a")
+    assert await donor.donor.take_snapshot(3)
+    world.network.fault(op="state_index", tamper=changed_index(lambda index: {"round_number": 4}))
+    with pytest.raises(CallError, match=r"at round 4, created in round 4; wanted .* created in round 3"):
+        await world.fetch(donor, created_at_round=3)
+
+
+async def test_a_snapshot_under_a_later_round_is_no_better(world):
+    """It is of the same weights, or a lie: what most donors give is taken."""
+    liar, good, also_good = [await world.donor(name) for name in "abc"]
+    for donor in (good, also_good):
+        await donor.donor.store_snapshot(STAGE, donor.state_of(3))
+    lie = dataclasses.replace(liar.state_of(3, fill=9), round_number=900, timeline=Timeline(900, 3, 3))
+    await liar.donor.store_snapshot(STAGE, lie)
+    state = await world.fetch(liar, good, also_good, created_at_round=3, optimizer_step=3)
+    assert_equal(state.tensors, good.trainer.state())
+    assert world.chunks_from(liar) == 0
+
+
+async def test_a_snapshot_of_other_updates_is_refused(world):
+    donor = await world.donor("a")
+    await donor.donor.store_snapshot(
+        STAGE, dataclasses.replace(donor.state_of(3), round_number=900, timeline=Timeline(900, 2, 3))
+    )
+    with pytest.raises(CallError, match="offered weights of optimizer step 2; wanted those of optimizer step 3"):
+        await world.fetch(donor, created_at_round=3, optimizer_step=3)
+
+
+async def test_a_kept_state_is_read_back(world):
+    donor = await world.donor("a")
+    assert donor.donor.load_snapshot(STAGE, 3) is None
+    assert await donor.donor.take_snapshot(3)
+    before = donor.trainer.state()
+    donor.goes_on(2.0)
+    state = donor.donor.load_snapshot(STAGE, 3)
+    assert_equal(state.tensors, before)
+    assert (state.round_number, state.optimizer_step, state.history_hash) == (3, 3, "history_hash of 1.0")
+    state.tensors["weight"].zero_()
+    assert_equal(donor.donor.load_snapshot(STAGE, 3).tensors, before)
+
+
+async def test_a_state_that_is_not_there_any_more_is_not_kept(world):
+    donor = await world.donor("a")
+    assert not await donor.donor.take_snapshot(2)
+    donor.trainer.optimizer_step = 4  # the next update has been applied already
+    assert not await donor.donor.take_snapshot(3)
+    assert donor.files() == []
+
+
+async def test_few_snapshots_of_each_stage_are_kept(world):
+    donor = await world.donor("a")
+    for optimizer_step in (1, 2, 3, 4):
+        for stage in (STAGE, 2):
+            await donor.donor.store_snapshot(stage, donor.state_of(optimizer_step, fill=optimizer_step))
+    reply = await kept_by(world, donor)
+    assert reply.snapshots == ((1, 3, 3), (1, 4, 4), (2, 3, 3), (2, 4, 4))
+    assert SNAPSHOTS_KEPT == 2
+    assert donor.files() == ["stage-1-round-3", "stage-1-round-4", "stage-2-round-3", "stage-2-round-4"]
+    assert donor.donor.load_snapshot(STAGE, 2) is None
+    assert len(donor.donor._stored) == 4
+
+
+async def test_a_snapshot_that_is_forgotten_while_it_is_read_does_no_harm(world):
+    donor = await world.donor("a")
+    await donor.donor.store_snapshot(STAGE, donor.state_of(1, fill=1))
+    fault = world.network.fault(op="state_chunk", skip=3, after=anyio.Event())
+    fetching = asyncio.ensure_future(world.fetch(donor, created_at_round=1))
+    await fault.struck.wait()
+    for optimizer_step in (2, 3):
+        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step, fill=optimizer_step))
+    fault.after.set()
+    try:
+        assert_equal((await fetching).tensors, FakeTrainer(1, 1).state())
+    except CallError as error:
+        assert "not kept here any more" in str(error)  # noqa: PT017
+
+
+async def test_later_snapshots_are_forgotten_when_the_run_goes_back(world):
+    donor = await world.donor("a", round_number=6)
+    for optimizer_step in (4, 6):
+        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step))
+        await donor.donor.store_snapshot(2, donor.state_of(optimizer_step))
+    donor.trainer.optimizer_step = 4
+    donor.enter(20, Timeline(20, 4, 4))
+    reply = await kept_by(world, donor)
+    assert reply.snapshots == ((1, 4, 4), (2, 4, 4))
+    assert donor.files() == ["stage-1-round-4", "stage-2-round-4"]
+    donor.enter(21, Timeline(20, 4, 4))
+    assert (await kept_by(world, donor)).snapshots == reply.snapshots
+
+
+async def test_snapshots_that_a_mover_brings_from_a_timeline_that_was_given_up_are_forgotten(world):
+    before, timeline = await world.donor("a"), Timeline(20, 4, 4)
+    for optimizer_step in (4, 7):
+        await before.donor.store_snapshot(STAGE, before.state_of(optimizer_step))
+    for state in (before.state_of(6), before.state_of(5, timeline=timeline)):
+        await before.donor.store_snapshot(2, state)
+    donor = anew(before, FakeTrainer(1, 4, 2))
+    donor.enter(20, "history_hash", timeline, b"")
+    assert sorted(known for known, _ in donor.snapshots()) == [(STAGE, 4, 4), (2, 21, 5)]
+    assert before.files() == ["stage-1-round-4", "stage-2-round-21"]
+
+
+async def test_a_peer_that_moves_within_a_timeline_keeps_its_snapshots(world):
+    before, timeline = await world.donor("a", round_number=23, timeline=Timeline(20, 4, 4)), Timeline(20, 4, 4)
+    for optimizer_step in (4, 6):
+        await before.donor.store_snapshot(
+            2, before.state_of(optimizer_step, timeline=FIRST_TIMELINE if optimizer_step == 4 else timeline)
+        )
+    donor = anew(before, FakeTrainer(1, 7, 2))
+    donor.enter(23, "history_hash", timeline, b"")
+    assert sorted(known for known, _ in donor.snapshots()) == [(2, 4, 4), (2, 22, 6)]
+
+
+async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world):
+    donor = await world.donor("a", round_number=6)
+    await donor.donor.store_snapshot(2, donor.state_of(4))
+    late = donor.state_of(6)
+    donor.trainer.optimizer_step = 4
+    donor.enter(20, Timeline(20, 4, 4))
+    await donor.donor.store_snapshot(2, late)
+    assert (await kept_by(world, donor)).snapshots == ((2, 4, 4),)
+    assert donor.files() == ["stage-2-round-4"]
+    again = dataclasses.replace(late, round_number=22, timeline=Timeline(20, 4, 4))
+    await donor.donor.store_snapshot(2, again)
+    assert (await kept_by(world, donor)).snapshots == ((2, 4, 4), (2, 22, 6))
+
+
+async def test_a_peer_without_a_state_tells_of_the_snapshots_that_it_brings_along(world):
+    before = await world.donor("a", round_number=30)
+    await before.donor.store_snapshot(2, before.state_of(4, timeline=Timeline(20, 2, 2)))
+    donor = anew(before, FakeTrainer(0, 0, STAGE))
+    reply = check_body(
+        ListSnapshotsReply, (await donor.handle_list_snapshots("b", ListSnapshotsCall(manifest=HASH), ())).body
+    )
+    assert (reply.round_number, reply.timeline_first_round, reply.timeline_first_optimizer_step, reply.snapshots) == (
+        22,
+        20,
+        2,
+        ((2, 22, 4),),
+    )
+
+
+async def test_a_snapshot_that_is_older_than_all_others_harms_nobody(world):
+    donor = await world.donor("a")
+    for optimizer_step in (6, 5, 4):
+        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step))
+    assert donor.files() == ["stage-1-round-5", "stage-1-round-6"]
+
+
+async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
+    donor = await world.donor("a")
+    for fill in (1, 2):
+        await donor.donor.store_snapshot(STAGE, donor.state_of(3, fill=fill))
+    assert_equal(donor.donor.load_snapshot(STAGE, 3).tensors, FakeTrainer(2, 3).state())
+    assert donor.files() == ["stage-1-round-3"]
+
+
+async def test_a_peer_that_starts_anew_has_the_snapshots_of_its_life_before(world):
+    donor = await world.donor("a")
+    await donor.donor.store_snapshot(STAGE, donor.state_of(3))
+    await donor.donor.store_snapshot(2, donor.state_of(4, timeline=Timeline(20, 2, 2), fill=2))
+    (donor.folder / "stage-2-round-9").write_bytes(b"one that was not finished")
+    next_life = anew(donor, FakeTrainer(0, 0, 2))
+    assert sorted(next_life.snapshots()) == [((STAGE, 3, 3), FIRST_TIMELINE), ((2, 22, 4), Timeline(20, 2, 2))]
+    assert_equal(next_life.load_snapshot(STAGE, 3).tensors, FakeTrainer(1, 3).state())
+    state = next_life.load_snapshot(2, 22)
+    assert (state.round_number, state.timeline, state.history_hash, state.ledger) == (
+        22,
+        Timeline(20, 2, 2),
+        "history_hash of 2",
+        b"ledger",
+    )
+    assert_equal(state.tensors, FakeTrainer(2, 4).state())
