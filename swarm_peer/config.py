@@ -29,7 +29,6 @@ from typing_extensions import assert_never
 from swarm_peer.errors import UserError
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit"]
-AveragingCodec = Literal["none", "fp16", "blockwise_8bit"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
@@ -37,7 +36,7 @@ Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
 def codec_bytes(num_values: int, codec: Codec) -> int:
-    """The size of activations, or of their gradients, as they travel between stages, in bytes."""
+    """The size of activations or gradients as they travel, in bytes."""
     match codec:
         case "none":
             return 4 * num_values
@@ -45,19 +44,6 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
             return 2 * num_values
         case "blockwise_8bit":
             return num_values + 4 * math.ceil(num_values / CODEC_BLOCK_SIZE)
-        case _:
-            assert_never(codec)
-
-
-def averaging_codec_bytes(num_values: int, codec: AveragingCodec) -> float:
-    """The size of gradients of weights as they travel between stage-mates, in bytes."""
-    match codec:
-        case "none":
-            return 4.0 * num_values
-        case "fp16":
-            return 2.0 * num_values
-        case "blockwise_8bit":
-            return (1.0 + 4 / 4096) * num_values  # hivemind's blocks have a scale for 4096 values each
         case _:
             assert_never(codec)
 
@@ -202,7 +188,7 @@ class AveragingSection(Section):
     """How stage-mates average their gradients."""
 
     mode: Literal["synchronous"] = "synchronous"
-    compression: AveragingCodec = Field("none", description="codec of weight gradients within a stage")
+    compression: Codec = Field("none", description="codec of weight gradients within a stage")
     round_timeout_s: float = Field(
         60.0, gt=0, description="longest averaging round, in seconds; set it to about three times a normal one"
     )

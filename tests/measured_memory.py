@@ -116,7 +116,7 @@ def _train(case: Case) -> None:
     resolved = case.resolved()
     trainer = StageTrainer(resolved, resolved.specs[case.stage])
     shapes = [parameter.shape for parameter in trainer.module.parameters()]
-    averaging = [torch.ones(shape).share_memory_() for shape in shapes]  # as GradientAverager has them
+    averaging = [torch.ones(shape) for shape in shapes]  # as GradientAverager has them
     for _ in range(2):
         replies: list[memoryview] = []
         waiting = [_forward(trainer) for _ in range(case.in_flight)]
@@ -127,10 +127,8 @@ def _train(case: Case) -> None:
         while waiting:
             _backward(trainer, waiting.pop(), replies)
         means = trainer.mean_gradients()
-        received = [mean.clone() for mean in means]  # the averaging process holds the averages before it hands them on
-        for buffer, average in zip(averaging, received, strict=True):
-            buffer.copy_(average)
-        del received, average
+        for buffer, mean in zip(averaging, means, strict=True):
+            buffer.copy_(mean)
         trainer.apply(averaging)
         del means, snapshot
 

@@ -5,7 +5,7 @@ Shapes: B samples of a microbatch, T tokens, D hidden size.
 
 from __future__ import annotations
 
-from swarm_peer.config import Codec, RunManifest, averaging_codec_bytes
+from swarm_peer.config import Codec, RunManifest, codec_bytes
 from swarm_peer.model.costs import BACKWARD_PER_FORWARD, StageCosts, stage_costs
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
@@ -51,7 +51,7 @@ def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) 
         flops=float(costs.flops * length),
         activation_bytes=0.0 if spec.is_last else hop_bytes(length, hidden_size, manifest.wire.activations),
         gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
-        averaging_bytes=averaging_codec_bytes(costs.parameters, manifest.averaging.compression),
+        averaging_bytes=codec_bytes(costs.parameters, manifest.averaging.compression),
         memory=costs.memory,
     )
 

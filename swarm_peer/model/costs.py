@@ -174,9 +174,9 @@ def _update_bytes(stage: _Stage) -> float:
     if not stage.on_cpu:
         # torch updates all parameters at once, and takes the roots of all second moments, or adds the decay to all.
         return FP32_BYTES * parameters if makes_temporaries else 0.0
-    # The mean gradients; then what the averaging process receives, or two temporaries of one parameter's update.
+    # The mean gradients, and two temporaries of one parameter's update.
     temporaries = 2 * FP32_BYTES * stage.whole.largest_parameter if makes_temporaries else 0.0
-    return FP32_BYTES * parameters + max(FP32_BYTES * parameters, temporaries)
+    return FP32_BYTES * parameters + temporaries
 
 
 def _host_bytes(stage: _Stage) -> float:

@@ -58,7 +58,7 @@ class StepResult:
 
     Attributes:
         grad_norm: of the stage's mean gradient, before clipping
-        skipped: the gradient was not finite, so the weights stayed as they were
+        skipped: the gradient was not finite or all zeros, so the weights stayed as they were
     """
 
     grad_norm: float
@@ -272,8 +272,8 @@ class StageTrainer:
     def apply(self, mean_gradients: Sequence[Tensor]) -> StepResult:
         """Make one optimizer step: clip, update the weights, and clear the accumulator.
 
-        A gradient that is not finite changes no weights, but the step counts all the same: stage-mates that hold the
-        same gradient do the same.
+        A gradient that is not finite, or of no samples, changes no weights. The step counts all the same, since
+        stage-mates that hold the same gradient do the same.
         """
         parameters = list(self.module.parameters())
         assert [g.shape for g in mean_gradients] == [p.shape for p in parameters], "gradients of another stage"
@@ -281,7 +281,8 @@ class StageTrainer:
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = torch.nn.utils.get_total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
-        skipped = not bool(norm.isfinite())
+        # Where all samples were lost, the mean is zero.
+        skipped = not bool(norm.isfinite()) or not bool(norm)
         if not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient

@@ -72,7 +72,6 @@ class Assembly:
     device_thread: DeviceThread
     directory: Directory
     transport: Transport
-    averager: GradientAverager
     first_timeline: Callable[[], Awaitable[Timeline]]
     counted: CountedHook | None = None
 
@@ -83,14 +82,13 @@ class Assembly:
             context=context, is_author=directory.is_author, on_stranger=lambda _: directory.look_soon()
         )
         replica, next_stage = self._make_replica(progress)
-        group = StageGroup(
+        averager = GradientAverager(
             context=context,
             stage=spec.index,
+            shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
             transport=self.transport,
-            averager=self.averager,
-            progress=progress,
-            view=lambda: directory.view,
         )
+        group = self._make_group(progress, averager)
         leases = self._make_leases(progress) if spec.is_first else None
         swarm = self._make_swarm_access(progress, group, leases)
         state_server = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
@@ -122,9 +120,8 @@ class Assembly:
             view=lambda: directory.view,
         )
         server = StageServer(context=context, replica=replica, progress=progress)
-        calls = server.calls | group.calls | state_server.calls | swarm.gossip.calls | handover.calls | step_loop.calls
-        if leases is not None:
-            calls |= leases.calls
+        calls = server.calls | group.calls | averager.calls | state_server.calls | swarm.gossip.calls
+        calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)
         return PeerParts(
             replica=replica,
             swarm=swarm,
@@ -160,6 +157,16 @@ class Assembly:
             trainer=self.trainer, device_thread=self.device_thread, admission=admission, executor=executor
         )
         return replica, next_stage
+
+    def _make_group(self, progress: ProgressBook, averager: GradientAverager) -> StageGroup:
+        return StageGroup(
+            context=self.context,
+            stage=self.trainer.spec.index,
+            transport=self.transport,
+            averager=averager,
+            progress=progress,
+            view=lambda: self.directory.view,
+        )
 
     def _make_leases(self, progress: ProgressBook) -> SliceLeases:
         context = self.context

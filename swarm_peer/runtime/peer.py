@@ -24,7 +24,6 @@ from swarm_peer.runtime.network.directory import ANNOUNCEMENTS_PER_LIFETIME, Dir
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start
-from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
 from swarm_peer.wire.records import ProgressRecord, TimelineRecord, progress_key, timeline_key
@@ -53,7 +52,6 @@ class Peer:
         spec: StageSpec,
         device: torch.device,
         dht: SwarmDHT,
-        averager: GradientAverager,
         counted: CountedHook | None = None,
         before: Restart | None = None,
     ):
@@ -70,7 +68,6 @@ class Peer:
         self._spec = spec
         self._options = context.options
         self._dht = dht
-        self._averager = averager
         self._metrics = context.metrics
         self._counted = counted
         self._before = before
@@ -148,13 +145,11 @@ class Peer:
                 device_thread=self._device_thread,
                 directory=self._directory,
                 transport=transport,
-                averager=self._averager,
                 first_timeline=self._first_timeline,
                 counted=self._counted,
             ).assemble()
             await transport.serve(self._made.dispatcher)
             tasks.start_soon(self._dht.watch)
-            tasks.start_soon(self._averager.watch)
             tasks.start_soon(self._watch_event_loop)
             tasks.start_soon(self._leave_on_notice)
             tasks.start_soon(self._look_for_end)

@@ -13,10 +13,8 @@ import torch
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.costs import forward_flops, safe_stage_memory
-from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.stage import StageModule
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
@@ -32,7 +30,6 @@ from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.peer import Peer
-from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -132,21 +129,15 @@ def _run_in_swarm(start: _Start) -> Restart | None:
         metrics=start.metrics,
         changed=Condition(),
     )
-    # Forked before anything computes here, and before CUDA.
-    averager = make_averager(context, spec, start.dht)
-    try:
-        peer = Peer(
-            context=context,
-            spec=spec,
-            device=start.device,
-            dht=start.dht,
-            averager=averager,
-            counted=start.counted,
-            before=start.before,
-        )
-        run_loop(peer.run)
-    finally:
-        averager.shutdown()
+    peer = Peer(
+        context=context,
+        spec=spec,
+        device=start.device,
+        dht=start.dht,
+        counted=start.counted,
+        before=start.before,
+    )
+    run_loop(peer.run)
     return peer.restart
 
 
@@ -178,16 +169,3 @@ async def _choose_run_and_stage(start: _Start) -> tuple[str, RunManifest, int]:
     choice = choose_stage(view, forward_flops(resolved), me, stage_memory_bytes=safe_stage_memory(resolved))
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return run_id, manifest, choice.stage
-
-
-def make_averager(context: PeerContext, spec: StageSpec, dht: SwarmDHT) -> GradientAverager:
-    """Start the process that averages a stage's gradients. It forks."""
-    manifest = context.resolved.manifest
-    module = StageModule(context.resolved.config, spec, share_layers=manifest.model.share_layers)  # on the meta device
-    return GradientAverager(
-        shapes=[parameter.shape for parameter in module.parameters()],
-        dht=dht.node,
-        prefix=f"swarm-{context.resolved.hash}-stage{spec.index}",
-        section=manifest.averaging,
-        threads=context.threads,
-    )

@@ -159,6 +159,21 @@ class VoteReply(Body):
     samples: Samples = 0
 
 
+class AveragePartCall(Body):
+    """One part of the caller's gradients, which the callee averages. Tensor: the part; the reply's: the average.
+
+    Attributes:
+        group: names the averaging round, its members and what each of them brings
+        part: number among the parts that the callee averages
+    """
+
+    op: Literal["average_part"] = "average_part"
+    manifest: Hash
+    stage: int = Field(ge=0, lt=256)
+    group: bytes = Field(min_length=32, max_length=32)
+    part: int = Field(ge=0, lt=2**32)
+
+
 class GoodbyeCall(Body):
     """Says that the caller leaves: nobody waits for it, or sends to it, until it announces itself again.
 

@@ -16,7 +16,6 @@ EDGES = ("host/", "startup.py")
 EXCEPTIONS = {
     "data/corpus.py": {"read_text", "walk"},  # the run's corpus; everything else of it is read by datasets
     "network/bootstrap.py": {"read_text"},  # a file of addresses, which is read before there is a context
-    "step/averaging.py": {"time"},  # what uses it runs in hivemind's process, which has no context
 }
 MODULES = {"time", "datetime", "secrets", "uuid", "tempfile", "shutil", "subprocess"}
 PARTS = {

@@ -117,8 +117,9 @@ class Member:
             return await self.group.handle_ready(caller, check_body(ReadyCall, body), tensors)
         return await self.group.handle_vote(caller, check_body(VoteCall, body), tensors)
 
-    async def average(self, gradients, weight, *, round_number, attempt, members):
-        return await self.world.rounds.average(self, gradients, weight, round_number, attempt, len(members))
+    async def average(self, gradients, *, round_number, attempt, shares):
+        weight = shares[self.peer_id]
+        return await self.world.rounds.average(self, gradients, weight, round_number, attempt, len(shares))
 
     def settle(self, samples):
         return asyncio.ensure_future(self.group.settle(self.gradients, samples))

@@ -1,277 +1,110 @@
-"""One averaging round with hivemind, as an awaitable; its result is bitwise the same for every member.
+"""Averaging among stage-mates: rounds of hivemind's all-reduce, whose parts travel as calls.
 
-Owns hivemind's averager and its futures, which stay in here. Must not know whether the members held the same weights
-and got the same averages: settlement.py checks that.
+Must not know whether the members held the same weights and got the same averages: settlement.py checks that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import gc
 import hashlib
-import logging
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, AsyncIterator  # noqa: UP035  # hivemind knows a stream by typing's name alone
+from collections.abc import Mapping, Sequence
 
 import anyio
 import torch
-from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.allreduce import AllReduceRunner
-from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.partition import AllreduceException, TensorPartReducer
-from hivemind.compression import (
-    BlockwiseQuantization,
-    CompressionBase,
-    Float16Compression,
-    NoCompression,
-    deserialize_torch_tensor,
-    serialize_torch_tensor,
-)
-from hivemind.dht import DHT
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture
-from hivemind.utils.asyncio import achain, anext, as_aiter, azip, enter_asynchronously
-from typing_extensions import assert_never
 
-from swarm_peer.config import AveragingCodec, AveragingSection
-from swarm_peer.errors import SwarmError
-from swarm_peer.runtime.context import Threads
-from swarm_peer.runtime.host.processes import die_with_parent, prepare_to_fork
-
-log = logging.getLogger(__name__)
+from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.transport import Handler, Reply, Transport
+from swarm_peer.runtime.step.all_reduce import AllReduce
+from swarm_peer.wire.messages import AveragePartCall, Body
 
 # Members leave the barrier within milliseconds of each other, but a busy machine may take longer.
 START_TIMEOUT_S = 5.0
-START_POLL_S = 0.005
-# A failed averaging round leaves objects as large as the stage in memory. Python's garbage collector counts objects and
-# not bytes, and would keep them for a dozen rounds. So collect them after this long, when hivemind's tasks of it have
-# ended.
-COLLECT_AFTER_S = 1.0
 
 
 class AveragingFailed(Exception):
     """An averaging round did not begin or did not finish, so there are no averages."""
 
 
-class _Average:
-    """A part's average, which stays the same when hivemind subtracts the local part from it.
-
-    hivemind sends the difference `average - local`. Each member would round `local + (average - local)` differently, so
-    their weights would drift apart. Sending the average itself keeps all members bitwise equal.
-    """
-
-    def __init__(self, average: torch.Tensor):
-        self._average = average
-
-    def __sub__(self, local: torch.Tensor) -> torch.Tensor:
-        return self._average
-
-
-class _ExactReducer(TensorPartReducer):
-    """Gives this member the averages in the form in which the others receive them."""
-
-    def __init__(self, part_shapes: Sequence[torch.Size], num_senders: int, own_index: int, codec: CompressionBase):
-        super().__init__(part_shapes, num_senders)
-        self._own_index = own_index  # this member's place among the senders
-        self._codec = codec
-
-    async def accumulate_part(self, sender_index: int, *args: Any, **kwargs: Any) -> _Average:
-        average = await super().accumulate_part(sender_index, *args, **kwargs)
-        if sender_index == self._own_index and not isinstance(self._codec, NoCompression):
-            # The others receive it through the codec, so this member must take it through the codec as well.
-            average = deserialize_torch_tensor(serialize_torch_tensor(average, self._codec.compression_type))
-        return _Average(average)
-
-
-class _ExactAllReduce(AllReduceRunner):
-    def __init__(self, *, compression: CompressionBase, **kwargs: Any):
-        super().__init__(compression=compression, **kwargs)
-        self.tensor_part_container.return_deltas = False
-        self.tensor_part_reducer = _ExactReducer(
-            tuple(part.shape for part in self.parts_for_local_averaging),
-            len(self.sender_peer_ids),
-            self.sender_peer_ids.index(self.peer_id),
-            compression,
-        )
-
-
-class _AveragerProcess(DecentralizedAverager):
-    """hivemind's averager, in a process of its own. hivemind calls its coroutines there by name, through a pipe."""
-
-    def start(self) -> None:
-        prepare_to_fork()
-        super().start()
-
-    def run(self) -> None:
-        die_with_parent(self._parent_pid)
-        super().run()
-
-    async def _run_round(
-        self, group_id: bytes, members: Sequence[str], weight: float, timeout_s: float, future: MPFuture
-    ) -> None:
-        """Run hivemind's all-reduce without its matchmaking, since the members have met at the barrier already."""
-        try:
-            group = GroupInfo(group_id, tuple(PeerID.from_base58(member) for member in members), ())
-            with self._register_allreduce_group(group):
-                async with enter_asynchronously(self.get_tensors()) as tensors:
-                    await asyncio.wait_for(self._average_in(group, tensors, weight), timeout_s)
-            outcome = None
-        except Exception as error:  # handed to the peer's process, where it is a failed averaging round
-            outcome = AveragingFailed(repr(error)[:200])
-            # hivemind's runner and its exceptions hold each other, and the runner holds tensors.
-            asyncio.get_running_loop().call_later(COLLECT_AFTER_S, gc.collect)
-        with suppress(concurrent.futures.InvalidStateError):  # the peer has given the averaging round up
-            if outcome is None:
-                future.set_result(None)
-            else:
-                future.set_exception(outcome)
-
-    async def _average_in(self, group: GroupInfo, tensors: Sequence[torch.Tensor], weight: float) -> None:
-        options = dict(self.allreduce_kwargs)
-        del options["min_vector_size"]
-        runner = _ExactAllReduce(
-            p2p=self._p2p,
-            servicer_type=type(self),
-            prefix=self.prefix,
-            tensors=tensors,
-            tensor_infos=self.tensor_infos,
-            group_id=group.group_id,
-            ordered_peer_ids=group.peer_ids,
-            peer_fractions=(1 / group.group_size,) * group.group_size,
-            weight=weight,
-            **options,
-        )
-        self._running_groups[group.group_id].set_result(runner)
-        async for tensor, average in azip(as_aiter(*tensors), runner):
-            tensor.copy_(average)
-        # hivemind goes on without the parts of members that it has lost, and reports a success.
-        if runner.banned_senders or runner.tensor_part_container.failed_size:
-            raise AllreduceException(f"parts of {len(runner.banned_senders)} members are missing")
-
-    async def _shutdown(self, timeout: float | None) -> None:
-        # hivemind keeps futures of runners here, and takes them for runners. Unfinished ones end with the process.
-        self._running_groups.clear()
-        await super()._shutdown(timeout)
-
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Do as hivemind does, but wait for the start of an averaging round: members begin it one after the other."""
-        request = await anext(stream)
-        end = time.monotonic() + START_TIMEOUT_S
-        while request.group_id not in self._running_groups and time.monotonic() < end:  # noqa: ASYNC110
-            await asyncio.sleep(START_POLL_S)
-        group = self._running_groups.get(request.group_id)
-        if group is None:
-            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
-            return
-        async for message in (await group).rpc_aggregate_part(achain(as_aiter(request), stream), context):
-            yield message
-
-
-def _codec(name: AveragingCodec) -> CompressionBase:
-    match name:
-        case "none":
-            return NoCompression()
-        case "fp16":
-            return Float16Compression()
-        case "blockwise_8bit":
-            import bitsandbytes  # noqa: F401  # takes seconds, so import it before the fork
-
-            return BlockwiseQuantization()
-        case _:
-            assert_never(name)
-
-
 class GradientAverager:
-    """Averages one stage's gradients with its stage-mates.
+    """Averages one stage's gradients with its stage-mates. Belongs to the event loop's thread."""
 
-    It forks, so make it in the main thread before CUDA is used. Keep it for the life of the process: when an averager
-    stops while a DHT request is in flight, the DHT process may use a whole core from then on.
-    """
-
-    def __init__(
-        self, *, shapes: Sequence[torch.Size], dht: DHT, prefix: str, section: AveragingSection, threads: Threads
-    ):
-        """Fork the process that averages.
+    def __init__(self, *, context: PeerContext, stage: int, shapes: Sequence[torch.Size], transport: Transport):
+        """Make an averager that is in no averaging round.
 
         Args:
-            prefix: the same for all peers of one stage of a run, and used by no others; without dots
+            shapes: of the gradients
         """
-        self._threads = threads
-        self._buffers = [torch.zeros(shape) for shape in shapes]
-        self._section = section
-        self._process = _AveragerProcess(
-            self._buffers,
-            dht,
-            start=True,
-            prefix=prefix,
-            target_group_size=2,
-            allreduce_timeout=section.round_timeout_s,
-            next_chunk_timeout=section.chunk_timeout_s,
-            compression=_codec(section.compression),
-            allow_state_sharing=False,
-            shutdown_timeout=2.0,
-        )
+        self._threads = context.threads
+        self._section = context.resolved.manifest.averaging
+        self._hash = context.resolved.hash
+        self._stage = stage
+        self._transport = transport
+        self._values = torch.zeros(sum(shape.numel() for shape in shapes))
+        parts = torch.split(self._values, [shape.numel() for shape in shapes])
+        self._averages = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._rounds: dict[bytes, AllReduce] = {}  # those under way, by group: one, but for a moment
+        self._changed = Condition()
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        """The calls that this part answers."""
+        return {AveragePartCall: self.handle_part}
 
     async def average(
-        self,
-        gradients: Sequence[torch.Tensor],
-        weight: float,
-        *,
-        round_number: int,
-        attempt: int,
-        members: Sequence[str],
+        self, gradients: Sequence[torch.Tensor], *, round_number: int, attempt: int, shares: Mapping[str, int]
     ) -> list[torch.Tensor]:
-        """Run one averaging round. Each member has to give the same members, round and attempt.
+        """Run one averaging round. It fails unless all members give the same round, attempt and shares.
 
         Args:
             gradients: CPU, fp32; not changed
-            weight: of these gradients in the mean: their number of samples; may be 0
-            members: peer ids, this peer's own among them
+            shares: for each member, this peer among them, the samples that its gradients are means of; some may be 0
 
         Returns:
-            the averages, valid until the next averaging round
+            the averages, valid until the next averaging round; zeros if all shares are 0
 
         Raises:
-            AveragingFailed: the averaging round did not begin in time, or a member was lost
+            AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
-        ordered = sorted(members)
-        name = f"{self._process.prefix}/{round_number}/{attempt}/{','.join(ordered)}"
-        group_id = hashlib.sha256(name.encode()).digest()[:20]
-        timeout_s = self._section.round_timeout_s
-        future = MPFuture()  # of this event loop
-        round_arguments = [group_id, ordered, weight, timeout_s]
+        name = f"{self._hash}/{self._stage}/{round_number}/{attempt}/{sorted(shares.items())}"
+        group = hashlib.sha256(name.encode()).digest()
+        await self._threads.run(self._fill, gradients)
+        averaging_round = AllReduce(
+            group=group,
+            shares=shares,
+            values=self._values,
+            section=self._section,
+            threads=self._threads,
+            me=self._transport.peer_id,
+            send=self._send,
+        )
+        self._rounds[group] = averaging_round
+        self._changed.notify()
         try:
-            await self._threads.run(self._begin, gradients, round_arguments, future)
-            with anyio.fail_after(timeout_s + START_TIMEOUT_S):
-                await future
-        except AveragingFailed:
-            raise
-        except Exception as error:  # hivemind's pipe and process may raise any error
-            raise AveragingFailed(repr(error)[:200]) from error
-        return self._buffers
+            reason = await averaging_round.run(self._section.round_timeout_s)
+        finally:
+            del self._rounds[group]
+        if reason is not None:
+            raise AveragingFailed(reason)
+        return self._averages
 
-    def _begin(self, gradients: Sequence[torch.Tensor], round_arguments: list[Any], future: MPFuture) -> None:
-        """Start the averaging round; in a worker thread, since it waits for the averager's lock and copies."""
-        with self._process.get_tensors():
-            for buffer, gradient in zip(self._buffers, gradients, strict=True):
-                buffer.copy_(gradient)
-        self._process._outer_pipe.send(("_run_round", round_arguments, {"future": future}))
+    def _fill(self, gradients: Sequence[torch.Tensor]) -> None:
+        for mine, gradient in zip(self._averages, gradients, strict=True):
+            mine.copy_(gradient)
 
-    async def watch(self) -> None:
-        """Wait until the averager's process dies.
+    async def _send(self, member: str, group: bytes, part: int, data: memoryview) -> memoryview:
+        """Send a part to the member that averages it. Returns the average, encoded."""
+        call = AveragePartCall(manifest=self._hash, stage=self._stage, group=group, part=part)
+        reply = await self._transport.call(member, call, (data,), timeout_s=self._section.round_timeout_s)
+        if len(reply.tensors) != 1:
+            raise InvalidMessage(f"{len(reply.tensors)} averages of one part")
+        return reply.tensors[0]
 
-        Raises:
-            SwarmError: it has died
-        """
-        await anyio.wait_readable(self._process.sentinel)
-        raise SwarmError("the averaging process has died: start the peer again (out of memory? see the kernel's log)")
-
-    def shutdown(self) -> None:
-        """End the averager's process."""
-        self._process.shutdown()
+    async def handle_part(self, caller: str, call: AveragePartCall, tensors: Sequence[memoryview]) -> Reply:
+        """Add one part of a member's gradients to the others'. The reply has their average."""
+        with anyio.move_on_after(START_TIMEOUT_S):  # members begin an averaging round one after the other
+            await self._changed.wait_for(lambda: call.group in self._rounds)
+        averaging_round = self._rounds.get(call.group)
+        if averaging_round is None:
+            raise NotServing("this averaging round is over here, or has not begun")
+        return Reply(tensors=(await averaging_round.take(caller, call.part, tensors),))

@@ -214,7 +214,7 @@ class StageGroup:
         begin = self._clock.monotonic_s()
         try:
             averages = await self._averager.average(
-                gradients, samples, round_number=self._round_number, attempt=attempt, members=sorted(members)
+                gradients, round_number=self._round_number, attempt=attempt, shares=members
             )
         except AveragingFailed as error:
             self._metrics.averaging_rounds.labels("failed").inc()

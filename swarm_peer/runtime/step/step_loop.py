@@ -293,7 +293,13 @@ class StepLoop:
             await self._catch_up_by_state(list(settlement.holders), min_round=round_number + 1)
 
     def _share(self) -> tuple[list[torch.Tensor], int]:
-        return self._trainer.mean_gradients(), self._trainer.num_samples
+        """This peer's mean gradients and their samples; zeros of no samples if they would spoil the others' mean."""
+        gradients, samples = self._trainer.mean_gradients(), self._trainer.num_samples
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return gradients, samples
+        self._metrics.lost_samples.inc(samples)
+        log.error("samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.round_number)
+        return [torch.zeros_like(gradient) for gradient in gradients], 0
 
     async def _commit(self, settlement: Settlement) -> None:
         round_number = self.round_number
@@ -303,7 +309,8 @@ class StepLoop:
         self._state_server.retain_update(settlement.gradients, settlement.history_hash, counted)
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         if result.skipped:
-            log.error("update_skipped round=%d reason=the averaged gradient is not finite", round_number)
+            reason = "the averaged gradient is not finite" if settlement.samples else "all gradients are lost"
+            log.error("update_skipped round=%d reason=%s", round_number, reason)
         seconds = self._clock.monotonic_s() - self._began
         loss = loss_sum / samples if samples else 0.0
         optimizer_step = self.optimizer_step + 1

@@ -1,5 +1,6 @@
 from typing import Any
 
 class AllReduceRunner:
+    tensor_part_reducer: Any
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __getattr__(self, name: str) -> Any: ...

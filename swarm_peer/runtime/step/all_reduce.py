@@ -1,0 +1,297 @@
+"""hivemind's butterfly all-reduce among the members of one averaging round, driven from outside of hivemind.
+
+hivemind's runner decides which member averages which part, and when a member counts as lost. Parts come and go through
+the round's `take` and `send`: each is checked before hivemind sees it, and weighs what its sender told at the barrier.
+The result is bitwise the same for every member.
+
+Owns hivemind's runner and its tasks, which stay in here. Must not know how parts travel: averaging.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import torch
+from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.partition import TensorPartReducer
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+
+from swarm_peer.config import AveragingSection, Codec
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.context import Threads
+from swarm_peer.wire.codecs import bytes_of, decode, encode
+
+# Values of a part, at the most. With 1 MB of fp32, no copy of a part holds up the event loop for long.
+MAX_PART_VALUES = 2**18
+# Parts on their way to one member: enough that a round trip across the world does not limit a home connection.
+PARTS_IN_FLIGHT = 8
+# hivemind's tasks of a round that is given up end within this time.
+CLEANUP_S = 1.0
+
+
+class AllReduce:
+    """One averaging round of some members at this peer. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        group: bytes,
+        shares: Mapping[str, int],
+        values: torch.Tensor,
+        section: AveragingSection,
+        threads: Threads,
+        me: str,
+        send: Callable[[str, bytes, int, memoryview], Awaitable[memoryview]],
+    ):
+        """Prepare an averaging round.
+
+        Args:
+            values: all gradients of this peer, flat; they become the averages
+            send: sends (member, group, part, data), and returns the part's average
+        """
+        self._group = group
+        self._codec: Codec = section.compression
+        self._threads = threads
+        self._send = send
+        self._changed = Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: str | None = None
+        self._over = False
+        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
+        self._weights = {peer: float(share if any(shares.values()) else 1) for peer, share in shares.items()}
+        members = sorted(shares)
+        num_values = min(MAX_PART_VALUES, -(-len(values) // len(members)))
+        self._views = torch.split(values, num_values)
+        self._runner = _ExactAllReduce(
+            self.exchange,
+            p2p=SimpleNamespace(peer_id=PeerID.from_base58(me)),
+            servicer_type=AllReduceRunner,
+            prefix=None,
+            group_id=group,
+            tensors=self._views,
+            weight=self._weights[me],
+            ordered_peer_ids=tuple(PeerID.from_base58(member) for member in members),
+            peer_fractions=(1 / len(members),) * len(members),
+            sender_timeout=section.chunk_timeout_s,
+            reducer_timeout=2 * section.chunk_timeout_s,
+            part_size_bytes=4 * num_values,
+        )
+        self._lengths = [len(part) for part in self._runner.parts_for_local_averaging]
+        self._reducer = _ExactReducer(self._lengths, len(members), members.index(me), self._codec, threads)
+        self._runner.tensor_part_reducer.finished.set()  # it would complain that nothing came
+        self._runner.tensor_part_reducer = self._reducer
+        self._arrived: dict[str, dict[int, torch.Tensor]] = {peer: {} for peer in members if peer != me}
+        self._claimed: set[tuple[str, int]] = set()
+        self._done: dict[str, int] = dict.fromkeys(self._arrived, 0)  # averages that are ready for each sender
+
+    async def run(self, timeout_s: float) -> str | None:
+        """Average. Returns why it failed, if it did; after that, no task of it is left."""
+        for sender in self._arrived if self._lengths else ():
+            self._start(self._pump(sender))
+        self._start(_replace_by_averages(self._views, self._runner))
+        try:
+            with anyio.move_on_after(timeout_s):
+                await self._changed.wait_for(
+                    lambda: self._failure is not None or all(task.done() for task in self._tasks)
+                )
+            if not all(task.done() for task in self._tasks):
+                self.fail(f"not done within {timeout_s:.0f} s")
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._close()
+        return self._failure
+
+    def fail(self, reason: str) -> None:
+        """Give the averaging round up. The first reason counts."""
+        self._failure = self._failure or reason
+        self._changed.notify()
+
+    async def take(self, sender: str, part: int, tensors: Sequence[memoryview]) -> memoryview:
+        """Check a part that has come, and wait for its average.
+
+        Raises:
+            InvalidMessage: the sender is no member, or the part does not fit or has come before
+            NotServing: the averaging round was given up
+        """
+        if sender not in self._done:
+            raise InvalidMessage("only members of an averaging round send parts")
+        if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
+            self.fail(f"{sender} sent part {part} twice, or no such part is averaged here")
+            raise InvalidMessage(f"part {part} is not averaged here, or has come before")
+        self._claimed.add((sender, part))
+        try:
+            values = await self._threads.run(decode, tensors[0], (self._lengths[part],), self._codec)
+        except InvalidMessage as error:
+            self.fail(f"{sender}: {error}")
+            raise
+        if not self._over:
+            self._arrived[sender][part] = values
+        self._changed.notify()
+        await self._changed.wait_for(lambda: self._over or self._done[sender] > part)
+        if self._done[sender] <= part:
+            raise NotServing(f"this averaging round was given up: {self._failure}")
+        return await self._reducer.take(part)
+
+    def _start(self, coroutine: Any) -> asyncio.Task[None]:
+        """Run a coroutine as asyncio's task: hivemind's generators do not bear anyio's repeated cancellation."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(f"{error!r:.200}")
+        self._changed.notify()
+
+    async def _pump(self, sender: str) -> None:
+        """Hand a member's parts to hivemind, in their order, and note which averages are ready for that member."""
+
+        async def parts() -> AsyncIterator[Any]:
+            for part in range(len(self._lengths)):
+                await self._changed.wait_for(lambda part=part: part in self._arrived[sender])  # type: ignore[misc]
+                yield _message(self._arrived[sender].pop(part), self._weights[sender], self._group)
+
+        context = SimpleNamespace(remote_id=PeerID.from_base58(sender))
+        async with aclosing(self._runner.rpc_aggregate_part(parts(), context)) as replies:
+            async for reply in replies:
+                if reply.code != averaging_pb2.AVERAGED_PART:
+                    self.fail(f"{sender} sent no part for too long")
+                    return
+                self._done[sender] += 1
+                self._changed.notify()
+
+    async def exchange(self, member: str, parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:
+        """Send parts to the member that averages them. Yields its averages in their order, as hivemind's messages."""
+        replies: deque[asyncio.Task[Any]] = deque()
+        number = 0
+        async with aclosing(parts):
+            async for part in parts:
+                if self._over:
+                    return
+                replies.append(self._start(self._send_part(member, number, part)))
+                number += 1
+                if len(replies) == PARTS_IN_FLIGHT:
+                    yield await replies.popleft()
+        while replies:
+            yield await replies.popleft()
+
+    async def _send_part(self, member: str, number: int, part: torch.Tensor) -> Any:
+        try:
+            data = await self._threads.run(encode, part, self._codec)
+            data = await self._send(member, self._group, number, data)
+            return _message(await self._threads.run(decode, data, tuple(part.shape), self._codec))
+        except CallError as error:
+            self.fail(f"{member}: {error}")
+            # hivemind would lose an exception. It takes this message for the end of the member's averages.
+            return averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
+
+    async def _close(self) -> None:
+        """End all tasks, and free what hivemind holds."""
+        self._over = True
+        self._changed.notify()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks, timeout=CLEANUP_S)
+        runner_future = self._runner._future
+        if runner_future.done() and not runner_future.cancelled():
+            runner_future.exception()  # taken, or asyncio complains
+        # hivemind's runner, its exceptions and the frames in their tracebacks hold each other until Python collects
+        # garbage, minutes later. So that they do not hold gradients as well, the runner is emptied.
+        self._runner.__dict__.clear()
+        self._tasks.clear()
+        self._arrived.clear()
+
+
+async def _replace_by_averages(views: Sequence[torch.Tensor], runner: _ExactAllReduce) -> None:
+    remaining = iter(views)
+    async with aclosing(runner.run()) as averages:
+        async for average in averages:
+            next(remaining).copy_(average)
+
+
+class _ExactAllReduce(AllReduceRunner):
+    """hivemind's runner, which gives averages rather than differences, and reaches members through an AllReduce."""
+
+    def __init__(self, exchange: Callable[[str, AsyncGenerator[Any, None]], AsyncIterator[Any]], **kwargs: Any):
+        super().__init__(**kwargs)
+        self._exchange = exchange
+        self.tensor_part_container.return_deltas = False
+
+    def _get_peer_stub(self, peer: Any) -> Any:
+        async def rpc_aggregate_part(parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:
+            return self._exchange(peer.to_base58(), parts)
+
+        return SimpleNamespace(rpc_aggregate_part=rpc_aggregate_part)
+
+    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[torch.Tensor]:
+        container = self.tensor_part_container
+        # A round that was given up has no parts any more.
+        for part in () if container.finished.is_set() else container.get_raw_input_parts(peer_index):
+            yield part
+
+
+class _Average:
+    """A part's average, which stays the same when hivemind subtracts the local part from it.
+
+    hivemind works with the difference `average - local`. Each member would round `local + (average - local)`
+    differently, so their weights would drift apart.
+    """
+
+    def __init__(self, average: torch.Tensor):
+        self._average = average
+
+    def __sub__(self, local: torch.Tensor) -> torch.Tensor:
+        return self._average
+
+
+class _ExactReducer(TensorPartReducer):
+    """Averages the parts that fall to this member, which takes the averages as the others get them."""
+
+    def __init__(self, lengths: Sequence[int], num_members: int, own_index: int, codec: Codec, threads: Threads):
+        super().__init__([torch.Size((length,)) for length in lengths], num_members)
+        self._own_index = own_index
+        self._codec = codec
+        self._threads = threads
+        self._encoded: dict[int, asyncio.Future[tuple[memoryview, torch.Tensor]]] = {}
+        self._to_take = [num_members - 1] * len(lengths)
+
+    async def take(self, part: int) -> memoryview:
+        """The average of a part that has been averaged, as it travels. Once for each other member."""
+        encoded, _ = await self._encoded[part]
+        self._to_take[part] -= 1
+        if not self._to_take[part]:
+            del self._encoded[part]
+        return encoded
+
+    async def accumulate_part(self, sender_index: int, part_index: int, *args: Any, **kwargs: Any) -> _Average:
+        average = await super().accumulate_part(sender_index, part_index, *args, **kwargs)
+        if part_index not in self._encoded:
+            self._encoded[part_index] = asyncio.ensure_future(self._encode(average))
+        _, received = await self._encoded[part_index]
+        # The others get theirs from `take`: it is encoded once for all of them.
+        return _Average(received if sender_index == self._own_index else torch.empty(0))
+
+    async def _encode(self, average: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
+        """An average as it travels, and as the others read it."""
+        encoded = await self._threads.run(encode, average, self._codec)
+        if self._codec == "none":
+            return encoded, average
+        return encoded, await self._threads.run(decode, encoded, tuple(average.shape), self._codec)
+
+
+def _message(values: torch.Tensor, weight: float = 0.0, group: bytes = b"") -> Any:
+    """hivemind's message with a part, or without a group with an average, in fp32."""
+    code = averaging_pb2.PART_FOR_AVERAGING if group else averaging_pb2.AVERAGED_PART
+    tensor = runtime_pb2.Tensor(
+        compression=runtime_pb2.CompressionType.NONE, buffer=bytes(bytes_of(values)), size=values.shape, dtype="float32"
+    )
+    return averaging_pb2.AveragingData(code=code, group_id=group, tensor_part=tensor, weight=weight)

@@ -1,0 +1,321 @@
+"""Averaging rounds: right, bitwise the same for all members, and failed rather than partial, whatever is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import anyio
+import pytest
+import torch
+from contexts import make_context, unparsed
+from memory_transport import MemoryNetwork
+
+from swarm_peer.config import AveragingSection
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.runtime.step import all_reduce, averaging
+from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
+from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import AveragePartCall
+
+SHAPES = [torch.Size((300, 70)), torch.Size((7,)), torch.Size((1, 33))]
+SAMPLES = (1, 3, 0)
+TOLERANCE = {"none": 1e-6, "fp16": 1e-3, "bf16": 1e-2, "blockwise_8bit": 0.03}
+HASH = "m" * 32
+
+
+@functools.cache
+def gradients_of(number: int, round_number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * round_number + number)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+class Members:
+    """Three peers of one stage on a network without wires."""
+
+    def __init__(self, network: MemoryNetwork, codec: str = "none", chunk_timeout_s: float = 10.0):
+        self.network = network
+        self.averagers: list[GradientAverager] = []
+        self.transports = []
+        resolved = unparsed(HASH)
+        section = AveragingSection.model_validate(
+            {"compression": codec, "round_timeout_s": 20, "chunk_timeout_s": chunk_timeout_s}
+        )
+        resolved = replace(resolved, manifest=resolved.manifest.model_copy(update={"averaging": section}))
+        for _ in SAMPLES:
+            identity = Identity.generate()
+            transport = network.transport(identity.peer_id)
+            context = make_context(resolved, identity=identity)
+            self.averagers.append(GradientAverager(context=context, stage=0, shapes=SHAPES, transport=transport))
+            self.transports.append(transport)
+        self.ids = [transport.peer_id for transport in self.transports]
+
+    async def serve(self) -> None:
+        for transport, averager in zip(self.transports, self.averagers, strict=True):
+            await transport.serve(CallDispatcher(manifest_hash=HASH, stage=0, calls=averager.calls))
+
+    async def take_part(
+        self, number: int, round_number: int = 0, shares: dict[str, int] | None = None
+    ) -> list[torch.Tensor] | str:
+        """The averages that a member comes to, or why it failed."""
+        try:
+            averages = await self.averagers[number].average(
+                gradients_of(number, round_number),
+                round_number=round_number,
+                attempt=0,
+                shares=dict(zip(self.ids, SAMPLES, strict=True)) if shares is None else shares,
+            )
+        except AveragingFailed as error:
+            return str(error)
+        return [tensor.clone() for tensor in averages]
+
+    async def average(self, round_number: int, who: list[int]) -> list[list[torch.Tensor] | str]:
+        """The outcomes of those who take part in a round of all three; empty for others."""
+        outcomes: list[list[torch.Tensor] | str] = [""] * len(SAMPLES)
+
+        async def take_part(number: int) -> None:
+            outcomes[number] = await self.take_part(number, round_number)
+
+        async with anyio.create_task_group() as tasks:
+            for number in who:
+                tasks.start_soon(take_part, number)
+        return outcomes
+
+    async def send(self, to: int, part: int, data: object, group: bytes) -> Reply:
+        """Send a part as the last member, which is not in the round by itself."""
+        call = AveragePartCall(manifest=HASH, stage=0, group=group, part=part)
+        return await self.transports[-1].call(self.ids[to], call, (data,), timeout_s=10)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
+    codec, _, chunk_timeout_s = getattr(request, "param", "none").partition(":")
+    async with MemoryNetwork() as network:
+        started = Members(network, codec, float(chunk_timeout_s or 10))
+        await started.serve()
+        yield started
+
+
+@pytest.fixture
+def short_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging, "START_TIMEOUT_S", 0.05)
+
+
+def check_equals_mean(outcomes: list[list[torch.Tensor] | str], round_number: int, tolerance: float) -> None:
+    first = outcomes[0]
+    assert not isinstance(first, str), first
+    for other in outcomes[1:]:
+        assert not isinstance(other, str), other
+        assert all(torch.equal(mine, its) for mine, its in zip(first, other, strict=True)), "bitwise the same"
+    for index, average in enumerate(first):
+        expected = sum(n * gradients_of(peer, round_number)[index] for peer, n in enumerate(SAMPLES)) / sum(SAMPLES)
+        assert float((average - expected).norm() / expected.norm()) < tolerance
+
+
+@pytest.mark.parametrize("part_values", [2**18, 1000])
+@pytest.mark.parametrize("members", TOLERANCE, indirect=True)
+async def test_all_members_get_the_weighted_mean(
+    members: Members, part_values: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", part_values)
+    tolerance = TOLERANCE[request.node.callspec.params["members"]]
+    for round_number in range(3):
+        check_equals_mean(await members.average(round_number, [0, 1, 2]), round_number, tolerance)
+
+
+async def test_without_any_samples_the_average_is_the_plain_mean(members: Members) -> None:
+    nothing = dict.fromkeys(members.ids, 0)
+    outcomes: list[list[torch.Tensor] | str] = []
+
+    async def take_part(number: int) -> None:
+        outcomes.append(await members.take_part(number, shares=nothing))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(take_part, number)
+    expected = sum(gradients_of(peer, 0)[0] for peer in range(3)) / 3
+    for outcome in outcomes:
+        assert not isinstance(outcome, str), outcome
+        torch.testing.assert_close(outcome[0], expected)
+
+
+@pytest.mark.parametrize("members", ["none:0.3"], indirect=True)
+async def test_a_member_that_comes_later_is_waited_for_and_one_that_does_not_come_fails_the_round(
+    members: Members,
+) -> None:
+    part = members.network.fault(op="average_part", to=members.ids[2], before=anyio.Event())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(members.average, 0, [0, 1])
+        await part.struck.wait()
+        await anyio.sleep(0.1)
+        assert part.before is not None
+        part.before.set()
+        tasks.cancel_scope.cancel()
+    check_equals_mean(await members.average(1, [0, 1, 2]), 1, TOLERANCE["none"])
+    assert any(f"{members.ids[1]} sent no part" in str(outcome) for outcome in await members.average(2, [0, 2]))
+    check_equals_mean(await members.average(3, [2, 1, 0]), 3, TOLERANCE["none"])
+
+
+async def test_a_member_that_dies_fails_the_round_at_once(members: Members) -> None:
+    blocked = members.network.fault(op="average_part", to=members.ids[1], before=anyio.Event(), times=2)
+    outcomes: dict[int, list[torch.Tensor] | str] = {}
+
+    async def take_part(number: int) -> None:
+        outcomes[number] = await members.take_part(number)
+
+    with anyio.fail_after(3):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take_part, 0)
+            tasks.start_soon(take_part, 2)
+            await blocked.struck.wait()
+            members.network.kill(members.ids[1])
+            assert blocked.before is not None
+            blocked.before.set()
+    assert all(members.ids[1] in str(outcome) for outcome in outcomes.values())
+
+
+async def test_members_that_disagree_about_the_shares_fail(members: Members, short_start: None) -> None:
+    lie = dict(zip(members.ids, (1, 3, 99), strict=True))
+    outcomes: dict[int, list[torch.Tensor] | str] = {}
+
+    async def take_part(number: int) -> None:
+        outcomes[number] = await members.take_part(number, shares=lie if number == 2 else None)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(take_part, number)
+    assert all(isinstance(outcome, str) for outcome in outcomes.values())
+
+
+NAN = bytes_of(torch.full((8000,), float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"),
+    [
+        (lambda reply: Reply(), "0 averages of one part"),
+        (lambda reply: Reply(tensors=(*reply.tensors, *reply.tensors)), "2 averages of one part"),
+        (lambda reply: Reply(tensors=(reply.tensors[0][:-4],)), "bytes"),
+        (lambda reply: Reply(tensors=(NAN[: reply.tensors[0].nbytes],)), "non-finite"),
+    ],
+)
+async def test_an_average_that_does_not_fit_fails_the_round(members: Members, tamper, reason) -> None:  # type: ignore[no-untyped-def]
+    members.network.fault(op="average_part", to=members.ids[0], tamper=tamper)
+    outcomes = await members.average(0, [0, 1, 2])
+    assert any(reason in outcome for outcome in outcomes if isinstance(outcome, str)), outcomes
+
+
+async def open_round(members: Members, tasks: anyio.abc.TaskGroup) -> tuple[bytes, list[list[torch.Tensor] | str]]:
+    """Members 0 and 1 begin a round that waits for the last one. Returns its group and, later, their outcomes."""
+    outcomes: list[list[torch.Tensor] | str] = []
+    call = members.network.fault(op="average_part", to=members.ids[2], before=anyio.Event(), times=100)
+
+    async def take_part(number: int) -> None:
+        outcomes.append(await members.take_part(number))
+
+    for number in range(2):
+        tasks.start_soon(take_part, number)
+    await call.struck.wait()
+    rounds = members.averagers[0]._rounds
+    await members.averagers[0]._changed.wait_for(lambda: bool(rounds))
+    [group] = rounds
+    return group, outcomes
+
+
+@pytest.mark.parametrize(
+    ("part", "data", "reason"),
+    [
+        (0, b"", "0 bytes"),
+        (0, bytes(4), "4 bytes"),
+        (0, bytes(2**20), "1048576 bytes"),
+        (0, bytes(NAN), "non-finite"),
+        (1, bytes(4), "not averaged here"),
+        (2**32 - 1, bytes(4), "not averaged here"),
+    ],
+)
+async def test_a_part_that_does_not_fit_is_refused_and_fails_the_round(
+    members: Members, part: int, data: bytes, reason: str
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        group, outcomes = await open_round(members, tasks)
+        length = members.averagers[0]._rounds[group]._lengths[0]
+        sent = data[: 4 * length] if len(data) == len(NAN) else data
+        with pytest.raises(InvalidMessage, match=reason):
+            await members.send(0, part, memoryview(bytearray(sent)), group)
+        with anyio.fail_after(3):
+            while not outcomes:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        assert members.ids[2] in str(outcomes[0]), "all members know who it was"
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_part_may_come_once(members: Members) -> None:
+    async with anyio.create_task_group() as tasks:
+        group, _ = await open_round(members, tasks)
+        data = bytes_of(torch.zeros(members.averagers[0]._rounds[group]._lengths[0]))
+        failures = []
+
+        async def send() -> None:
+            try:
+                await members.send(0, 0, data, group)
+            except CallError as error:
+                failures.append(type(error))
+
+        async with anyio.create_task_group() as twice:
+            twice.start_soon(send)
+            twice.start_soon(send)
+        assert sorted(failures, key=str) == [InvalidMessage, NotServing]
+        tasks.cancel_scope.cancel()
+
+
+async def test_strangers_and_unknown_rounds_are_refused(members: Members, short_start: None) -> None:
+    async with anyio.create_task_group() as tasks:
+        group, outcomes = await open_round(members, tasks)
+        stranger = members.network.transport(Identity.generate().peer_id)
+        for name, error in ((group, InvalidMessage), (bytes(32), NotServing)):
+            call = AveragePartCall(manifest=HASH, stage=0, group=name, part=0)
+            with pytest.raises(error):
+                await stranger.call(members.ids[0], call, (memoryview(bytes(4)),), timeout_s=10)
+        assert not outcomes, "the round goes on"
+        tasks.cancel_scope.cancel()
+
+
+def held_bytes() -> int:
+    """Memory of all tensors that the garbage collector knows of."""
+    tensors = [known for known in gc.get_objects() if issubclass(type(known), torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
+@pytest.mark.parametrize("members", ["none:0.2"], indirect=True)
+async def test_a_round_leaves_nothing_behind(members: Members, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", 1000)
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+    tasks_before = asyncio.all_tasks()
+    assert all(gradients_of(number, 0) for number in range(3)), "made before anything is measured"
+    gc.collect()
+    bytes_before = held_bytes()
+    gc.disable()
+    try:
+        if end == "done":
+            assert len(await members.average(0, [0, 1, 2])) == 3
+        elif end == "failed":
+            assert all(isinstance(outcome, str) for outcome in await members.average(0, [0, 1]))
+        else:
+            async with anyio.create_task_group() as tasks:
+                await open_round(members, tasks)
+                tasks.cancel_scope.cancel()
+        await anyio.sleep(0.1)
+        assert not {task for task in asyncio.all_tasks() - tasks_before if "memory_transport" not in repr(task)}
+        assert held_bytes() - bytes_before <= 10 * 4000, "some parts at most, of 22 a member"
+    finally:
+        gc.enable()
+    gc.collect()
+    assert not complaints
