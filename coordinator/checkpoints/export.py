@@ -9,18 +9,14 @@ from pathlib import Path
 
 import torch
 
-from coordinator.checkpoints.fetching import fetch_model
+from coordinator.checkpoints.fetching import fetch_states, open_transport
 from coordinator.checkpoints.store import find_checkpoint
-from coordinator.watch.observer import observer_dht, observer_directory
+from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.errors import UserError
 from swarm_peer.model.export import export_model
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
-from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.host.processes import run_loop
-from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
-from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
@@ -58,19 +54,15 @@ def export_run(initial_peers: Sequence[str], run_id: str | None, folder: Path, c
         SwarmError: a stage's peers did not give its state
     """
     check_folder(folder)
-    addresses = read_addresses(initial_peers)
-    with observer_dht(addresses) as dht:
-        resolved, states = run_loop(_fetch, dht, addresses, run_id)
+    resolved, states = observe_run(initial_peers, run_id, _fetch)
     export_states(resolved, states, folder, cache_dir)
-    return int(states[0].optimizer_step)
+    return states[0].optimizer_step
 
 
-async def _fetch(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> tuple[ResolvedManifest, list[StageState]]:
-    _, manifest = await find_manifest(dht, addresses, run_id)
-    metrics = PeerMetrics()
-    directory = observer_directory(manifest, dht, metrics)
-    resolved = ResolvedManifest.of(manifest)
-    return resolved, await fetch_model(dht, directory, resolved, metrics)
+async def _fetch(run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
+    resolved = ResolvedManifest.of(run.manifest)
+    async with open_transport(run.dht, run.metrics) as transport:
+        return resolved, await fetch_states(transport, run.directory, resolved)
 
 
 def export_states(

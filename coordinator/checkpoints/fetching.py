@@ -16,6 +16,7 @@ from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD, Position, position_of
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
@@ -32,18 +33,6 @@ STAGE_TRIES = 30
 MODEL_TRIES = 8
 
 
-async def fetch_model(
-    dht: SwarmDHT, directory: Directory, resolved: ResolvedManifest, metrics: PeerMetrics, min_round: int = 0
-) -> list[StageState]:
-    """Download the state of each stage, all at the beginning of one round, which is `min_round` or later.
-
-    Raises:
-        SwarmError: a stage's peers did not give their state, or the run is too fast
-    """
-    async with open_transport(dht, metrics) as transport:
-        return await fetch_states(transport, directory, resolved, min_round)
-
-
 @asynccontextmanager
 async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P2PTransport]:
     """A transport for downloading states."""
@@ -56,11 +45,14 @@ async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P
 async def fetch_states(
     transport: Transport, directory: Directory, resolved: ResolvedManifest, min_round: int = 0
 ) -> list[StageState]:
-    """As fetch_model, over an open transport.
+    """Download the state of each stage, all at the beginning of one round, which is `min_round` or later.
 
     Peers copy their newest state when they are asked. So all stages are asked at once, and those whose state is older
     than the others' once more. In a run that is faster than this, peers are asked for a round that has not begun: all
     of them wait for it, and copy their state as it begins.
+
+    Raises:
+        SwarmError: a stage's peers did not give their state, or the run is too fast
     """
     states: dict[int, StageState] = {}
     for number in range(MODEL_TRIES):
@@ -104,20 +96,14 @@ async def _fetch_all(
     transport: Transport, directory: Directory, resolved: ResolvedManifest, stages: list[int], min_round: int
 ) -> dict[int, StageState]:
     states: dict[int, StageState] = {}
-    failures: list[SwarmError] = []
 
     async def fetch(stage: int) -> None:
-        try:
-            states[stage] = await _fetch_stage(transport, directory, resolved, stage, min_round)
-        except SwarmError as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
+        states[stage] = await _fetch_stage(transport, directory, resolved, stage, min_round)
 
-    async with anyio.create_task_group() as tasks:
-        for stage in stages:
-            tasks.start_soon(fetch, stage)
-    if failures:
-        raise failures[0]
+    with first_error():
+        async with anyio.create_task_group() as tasks:
+            for stage in stages:
+                tasks.start_soon(fetch, stage)
     return states
 
 

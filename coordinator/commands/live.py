@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from coordinator.commands.options import Addresses, Json
+from coordinator.commands.options import Addresses, Json, NotNegative, Positive
 from swarm_peer.cli import configure_logging
 from swarm_peer.errors import UserError
 
@@ -22,9 +25,9 @@ def status(*, initial_peers: Addresses, run_id: str | None = None, json_: Json =
         run_id: Which run, where the addresses lead to several.
     """
     configure_logging("warning")
-    from coordinator.watch.observer import look_at_run
+    from coordinator.watch.observer import observe_run, summarise
 
-    summary = look_at_run(initial_peers, run_id)
+    summary = observe_run(initial_peers, run_id, summarise)
     if json_:
         print(json.dumps(summary))
         return
@@ -56,7 +59,7 @@ def evaluate(
     *,
     initial_peers: Addresses,
     run_id: str | None = None,
-    samples: int | None = None,
+    samples: Annotated[int | None, Positive] = None,
     files: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")] = (),
     data_dir: Path | None = None,
     cache_dir: Path | None = None,
@@ -73,13 +76,11 @@ def evaluate(
         cache_dir: Where datasets and tokenizers are cached.
     """
     configure_logging("warning")
-    if samples is not None and samples < 1:
-        raise UserError(f"--samples {samples}: at least 1 is needed")
 
-    from coordinator.query.queries import EvaluationText, evaluate_run
+    from coordinator.query.queries import draw_samples, evaluate_run
 
-    text = EvaluationText(num_samples=samples, files=files, data_dir=data_dir, cache_dir=cache_dir)
-    result = evaluate_run(initial_peers, run_id, text)
+    draw = partial(draw_samples, num_samples=samples, files=files, data_dir=data_dir, cache_dir=cache_dir)
+    result = evaluate_run(initial_peers, run_id, draw)
     if json_:
         print(json.dumps(asdict(result)))
         return
@@ -95,9 +96,9 @@ def sample(
     initial_peers: Addresses,
     prompt: str,
     run_id: str | None = None,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 40,
+    tokens: Annotated[int, Positive] = 200,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0, lt=inf))] = 0.8,
+    top_k: Annotated[int, NotNegative] = 40,
     seed: int | None = None,
     cache_dir: Path | None = None,
 ) -> None:
@@ -117,17 +118,10 @@ def sample(
         cache_dir: Where tokenizers are cached.
     """
     configure_logging("warning")
-    if tokens < 1 or not 0 <= temperature < float("inf") or top_k < 0:
-        raise UserError(
-            f"--tokens {tokens} --temperature {temperature} --top-k {top_k}: at least 1 token, nothing negative"
-        )
 
     from coordinator.query.queries import sample_run
     from coordinator.query.sampling import Sampling
 
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
     sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    sample_run(initial_peers, run_id, prompt, sampling, write, cache_dir)
+    sample_run(initial_peers, run_id, prompt, sampling, partial(print, end="", flush=True), cache_dir)
     print()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from coordinator.watch.loggers import LoggerName
 from swarm_peer.config import load_manifest
@@ -32,6 +33,8 @@ LogTo = Annotated[
     tuple[LoggerName, ...],
     Parameter(name="--log-to", negative="", help="Plot the run's metrics there too; may be given for each."),
 ]
+Positive = Parameter(validator=Number(gt=0))
+NotNegative = Parameter(validator=Number(gte=0))
 # Fields of such a parameter are options of their own.
 Flat = Parameter(name="*")
 

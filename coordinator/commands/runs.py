@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from coordinator.run.service import RunService
 
 
-@dataclass(frozen=True, kw_only=True)
-class RebalanceOptions:
-    """Whether and how peers are moved between stages.
-
-    Attributes:
-        rebalance: Move peers that joined with --stage auto to where the run needs them.
-        min_replicas: Peers that each stage keeps while one of its own moves elsewhere.
-    """
-
-    rebalance: bool = True
-    min_replicas: int = 1
-
-
 def serve(
     config: Path,
     *,
@@ -47,7 +34,8 @@ def serve(
     cache_dir: Path | None = None,
     checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
     standby: bool = False,
-    rebalancing: Annotated[RebalanceOptions, Flat] = RebalanceOptions(),
+    rebalance: bool = True,
+    min_replicas: int = 1,
     log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "info",
@@ -59,6 +47,8 @@ def serve(
         output: Folder of metrics.jsonl, the run's key and the model; runs/NAME if not given.
         cache_dir: Where tokenizers are cached.
         standby: Watch the coordinator of a run that is under way, and take over when it falls silent.
+        rebalance: Move peers that joined with --stage auto to where the run needs them.
+        min_replicas: Peers that each stage keeps while one of its own moves elsewhere.
     """
     configure_logging(log_level)
     check_installed(log_to)
@@ -74,7 +64,7 @@ def serve(
         resume=True,
         plan=checkpoints.plan(resolved.manifest, output),
         cache_dir=cache_dir,
-        rebalancing=RebalancingOptions(rebalancing.min_replicas) if rebalancing.rebalance else None,
+        rebalancing=RebalancingOptions(min_replicas) if rebalance else None,
         standby=standby,
     )
     run_serve(resolved, node, options, log_to)

@@ -9,13 +9,11 @@ from math import inf, log10
 
 from coordinator.planning.peers_file import distinct
 from coordinator.planning.stage_work import stage_works
-from coordinator.watch.observer import observer_dht, observer_directory
+from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.planning.resources import PeerGroup
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.runtime.host.processes import run_loop
-from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
 
 # Live peers whose speeds agree to so many digits are one group.
 SPEED_DIGITS = 2
@@ -37,15 +35,11 @@ def read_live_run(initial_peers: Sequence[str], run_id: str | None) -> tuple[Run
     Raises:
         UserError: nobody answers, or there is no such run
     """
-    addresses = read_addresses(initial_peers)
 
-    async def look() -> tuple[RunManifest, SwarmView]:
-        _, manifest = await find_manifest(dht, addresses, run_id)
-        directory = observer_directory(manifest, dht)
-        return manifest, await directory.refresh(range(manifest.stages.count))
+    async def look(run: LiveRun) -> tuple[RunManifest, SwarmView]:
+        return run.manifest, await run.directory.refresh(range(run.manifest.stages.count))
 
-    with observer_dht(addresses) as dht:
-        return run_loop(look)
+    return observe_run(initial_peers, run_id, look)
 
 
 def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> list[PeerGroup]:

@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 import torch
 
-from coordinator.query.sampling import choose_token
+from coordinator.query.sampling import Sampling, choose_token
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, RoundClosed, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -27,6 +27,7 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
@@ -89,6 +90,7 @@ class LiveModel:
 
     Args:
         look: looks up which peers serve some stages now
+        rng: draws the routes of microbatches
     """
 
     def __init__(
@@ -101,13 +103,12 @@ class LiveModel:
         rng: random.Random,
         patience_s: float = PATIENCE_S,
     ):
+        self.resolved = resolved
         self._manifest = manifest = resolved.manifest
         self._look = look
-        self._rng = rng
         self._patience_s = patience_s
         self._view = SwarmView(manifest.stages.count)
         self._round: int | None = None
-        self._vocab_size = resolved.vocab_size
         context = _observer_context(resolved, identity, rng)
         progress = ProgressBook(context=context, is_author=lambda author: False, on_stranger=lambda author: None)
         self._pipeline = StageClient(
@@ -147,23 +148,17 @@ class LiveModel:
     async def _score(self, batches: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
         """Round and sum of losses of each batch."""
         results = [(-1, 0.0)] * len(batches)
-        failures: list[SwarmError] = []
         room = anyio.Semaphore(QUERIES_PER_PEER * len(self._view.serving(0)))
 
         async def score(number: int) -> None:
-            try:
-                async with room:
-                    result, round_number = await self._ask("score", batches[number])
-                results[number] = round_number, result.loss_sum
-            except SwarmError as error:
-                failures.append(error)
-                tasks.cancel_scope.cancel()
+            async with room:
+                result, round_number = await self._ask("score", batches[number])
+            results[number] = round_number, result.loss_sum
 
-        async with anyio.create_task_group() as tasks:
-            for number in range(len(batches)):
-                tasks.start_soon(score, number)
-        if failures:
-            raise failures[0]
+        with first_error():
+            async with anyio.create_task_group() as tasks:
+                for number in range(len(batches)):
+                    tasks.start_soon(score, number)
         return results
 
     async def logits(self, prefix: Sequence[int]) -> torch.Tensor:
@@ -175,21 +170,21 @@ class LiveModel:
         tokens_1T = torch.tensor([list(prefix)[-self._manifest.data.sequence_length :]])
         result, _ = await self._ask("predict", tokens_1T)
         assert result.logits is not None
-        return decode(result.logits, (1, self._vocab_size), "none")[0]
+        return decode(result.logits, (1, self.resolved.vocab_size), "none")[0]
 
-    async def generate(
-        self, prompt: Sequence[int], num_tokens: int, temperature: float, top_k: int, generator: torch.Generator
-    ) -> AsyncIterator[int]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[int]:
         """Continue a prompt, token by token.
 
         Peers keep nothing between two tokens (there is no key-value cache): for each, the whole prefix, cropped to the
         run's sequence length, goes through the pipeline again. The weights are those of the round that each token
         meets.
         """
+        generator = torch.Generator()
+        generator.manual_seed(sampling.seed) if sampling.seed is not None else generator.seed()
         tokens = list(prompt)
-        for _ in range(num_tokens):
+        for _ in range(sampling.num_tokens):
             logits_V = await self.logits(tokens)
-            tokens.append(choose_token(logits_V, temperature, top_k, generator))
+            tokens.append(choose_token(logits_V, sampling.temperature, sampling.top_k, generator))
             yield tokens[-1]
 
     async def _ask(self, mode: Mode, tokens: torch.Tensor) -> tuple[HopResult, int]:
@@ -202,7 +197,7 @@ class LiveModel:
             try:
                 result = await self._pipeline.send(microbatch, None, deadline)
                 if result.logits is not None:
-                    decode(result.logits, (len(tokens), self._vocab_size), "none")  # finite
+                    decode(result.logits, (len(tokens), self.resolved.vocab_size), "none")  # finite
                 return result, round_number
             except RoundClosed as error:
                 self._move_on(round_number, error.round_number)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 
@@ -29,6 +31,8 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import EndRecord, ProgressRecord, TimelineRecord, end_key, progress_key, timeline_key
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +74,50 @@ def observer_directory(manifest: RunManifest, dht: SwarmDHT, metrics: PeerMetric
     )
 
 
-def look_at_run(initial_peers: Sequence[str], run_id: str | None) -> RunSummary:
-    """The summary of a live run.
+@dataclass(frozen=True, kw_only=True)
+class LiveRun:
+    """A live run, and an observer's way to its peers."""
+
+    run_id: str
+    manifest: RunManifest
+    dht: SwarmDHT
+    directory: Directory
+    metrics: PeerMetrics
+
+
+def observe_run(initial_peers: Sequence[str], run_id: str | None, work: Callable[[LiveRun], Awaitable[T]]) -> T:
+    """Join the DHT of a live run for as long as `work` takes.
+
+    Args:
+        initial_peers: addresses of any of its peers, or files of addresses
+        run_id: which run, where the addresses lead to several
 
     Raises:
         UserError: nobody answers, or there is no such run
     """
     addresses = read_addresses(initial_peers)
+
+    async def find_and_work() -> T:
+        found_id, manifest = await find_manifest(dht, addresses, run_id)
+        metrics = PeerMetrics()
+        directory = observer_directory(manifest, dht, metrics)
+        return await work(LiveRun(run_id=found_id, manifest=manifest, dht=dht, directory=directory, metrics=metrics))
+
     with observer_dht(addresses) as dht:
-        return run_loop(_look, dht, addresses, run_id)
+        return run_loop(find_and_work)
 
 
-def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None] = lambda _: None) -> None:
+async def summarise(run: LiveRun) -> RunSummary:
+    """The summary of a live run."""
+    manifest = run.manifest
+    watch = RunWatch(manifest, SwarmView(manifest.stages.count))
+    await observe(run.dht, await run.directory.refresh(range(manifest.stages.count)), watch)
+    records = await run.dht.fetch_coordination(run.run_id)
+    watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))
+    return watch.summary()
+
+
+def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None]) -> None:
     """End a live run before its steps: its peers and coordinators go, each as it would upon a signal.
 
     Args:
@@ -91,16 +127,12 @@ def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable
     Raises:
         UserError: nobody answers, there is no such run, or some of its peers do not go
     """
-    addresses = read_addresses(initial_peers)
-    with observer_dht(addresses) as dht:
-        run_loop(_end, dht, addresses, Identity.load_or_create(identity_path), on_left)
+    run_key = Identity.load_or_create(identity_path)
+    observe_run(initial_peers, run_key.peer_id, lambda run: _end(run, run_key, on_left))
 
 
-async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: Callable[[int], None]) -> None:
-    run_id = run_key.peer_id
-    _, manifest = await find_manifest(dht, addresses, run_id)
-    directory = observer_directory(manifest, dht)
-    lifetime_s = manifest.limits.announcement_s
+async def _end(run: LiveRun, run_key: Identity, on_left: Callable[[int], None]) -> None:
+    run_id, dht, lifetime_s = run.run_id, run.dht, run.manifest.limits.announcement_s
     told, left, answered_s = False, None, anyio.current_time()
     looks_without_any = 0
     with anyio.move_on_after(ENDING_S + lifetime_s):
@@ -113,7 +145,7 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
                 begun = int(time.time()) if timeline is None else timeline.begun
                 # Again and again: the nodes that store it may be among those that leave.
                 told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
-                view = await directory.refresh([*range(manifest.stages.count), UNDECIDED])
+                view = await run.directory.refresh([*range(run.manifest.stages.count), UNDECIDED])
                 # A draining peer is about to go, and its last announcement outlives it by up to `lifetime_s`.
                 seen = sum(peer.state is not PeerState.DRAINING for peer in view.peers)
                 answered_s = anyio.current_time()
@@ -126,16 +158,6 @@ async def _end(dht: SwarmDHT, addresses: list[str], run_key: Identity, on_left: 
     if not told:
         raise UserError("the run was not ended: the DHT did not take it, or did not answer; see the warnings")
     raise UserError(f"the run was told to end, and {left} peers still announce themselves: look at their logs")
-
-
-async def _look(dht: SwarmDHT, addresses: list[str], run_id: str | None) -> RunSummary:
-    run_id, manifest = await find_manifest(dht, addresses, run_id)
-    directory = observer_directory(manifest, dht)
-    watch = RunWatch(manifest, SwarmView(manifest.stages.count))
-    await observe(dht, await directory.refresh(range(manifest.stages.count)), watch)
-    records = await dht.fetch_coordination(run_id)
-    watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))
-    return watch.summary()
 
 
 async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str) -> bool:

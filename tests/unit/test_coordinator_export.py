@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coordinator.checkpoints.export
 import coordinator.cli
+import coordinator.watch.observer
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from swarm_peer.config import RunManifest
 from swarm_peer.model.partition import stages_of
@@ -123,12 +124,19 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
         assert (dht, run_id) == ("a DHT", None)
         return "a run", checkpoint.manifest
 
-    async def fetch_model(dht, directory, manifest, metrics):
+    @asynccontextmanager
+    async def open_transport(dht, metrics):
         assert (dht, inside) == ("a DHT", ["/ip4/address"])
+        yield "a transport"
+
+    async def fetch_states(transport, directory, resolved):
+        assert transport == "a transport"
         return [checkpoint.load_stage(stage) for stage in range(2)]
 
-    for name, fake in (("observer_dht", observer_dht), ("find_manifest", find_manifest), ("fetch_model", fetch_model)):
-        monkeypatch.setattr(coordinator.checkpoints.export, name, fake)
+    monkeypatch.setattr(coordinator.watch.observer, "observer_dht", observer_dht)
+    monkeypatch.setattr(coordinator.watch.observer, "find_manifest", find_manifest)
+    monkeypatch.setattr(coordinator.checkpoints.export, "open_transport", open_transport)
+    monkeypatch.setattr(coordinator.checkpoints.export, "fetch_states", fetch_states)
     run(monkeypatch, "--initial-peers", "/ip4/address", "--output", tmp_path / "model")
     assert "after 1 optimizer steps" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits)

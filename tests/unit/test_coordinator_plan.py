@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cyclopts import CycloptsError
 from rich.console import Console
 
 from coordinator.cli import app
@@ -407,9 +408,12 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
             "--set seed=2: it overrides a run's",
         ),
         (["demo.yaml"], "plan needs peers: describe them with --peers FILE"),
-        (["demo.yaml", "--peers", "x.yaml", "--stages", "0"], "--stages 0: expected more than 0"),
-        (["demo.yaml", "--peers", "x.yaml", "--tokens", "-5"], "--tokens -5: expected more than 0"),
-        (["demo.yaml", "--peers", "x.yaml", "--dollars-per-gb", "-1"], "--dollars-per-gb -1.0: expected 0 or more"),
+        (["demo.yaml", "--peers", "x.yaml", "--stages", "0"], 'Invalid value "0" for --stages. Must be > 0.'),
+        (["demo.yaml", "--peers", "x.yaml", "--tokens", "-5"], 'Invalid value "-5" for --tokens. Must be > 0.'),
+        (
+            ["demo.yaml", "--peers", "x.yaml", "--dollars-per-gb", "-1"],
+            'Invalid value "-1.0" for --dollars-per-gb. Must be >= 0.',
+        ),
         (["demo.yaml", "--peers", "x.yaml"], "--peers: cannot read x.yaml"),
         (
             ["demo.yaml", "--peers", "peers/volunteers.yaml", "--stages", "5"],
@@ -422,6 +426,6 @@ def test_what_cannot_be_planned_is_one_line(
 ) -> None:
     monkeypatch.chdir(CONFIGS)
     monkeypatch.setattr(sys, "argv", ["swarm-coordinator"])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises((UserError, CycloptsError)) as caught:
         run(*arguments)
     assert message in str(caught.value)

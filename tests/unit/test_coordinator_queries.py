@@ -65,7 +65,7 @@ def test_text_that_is_no_text_streams_all_the_same(ids):
 
 
 def test_samples_are_the_runs_held_out_ones():
-    drawn = draw_samples(MANIFEST, 5, (), None, None)
+    drawn = draw_samples(MANIFEST, 5)
     assert drawn.shape == (5, LENGTH + 1)
     assert (drawn == validation_samples(MANIFEST, 5)).all()
 
@@ -73,17 +73,17 @@ def test_samples_are_the_runs_held_out_ones():
 def test_samples_of_files(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("0123456789abcdefghij")
-    drawn = draw_samples(MANIFEST, 99, (path,), None, None)
+    drawn = draw_samples(MANIFEST, 99, (path,))
     assert [bytes(sample.astype("uint8").tolist()) for sample in drawn] == [b"0123456", b"6789abc", b"cdefghi"]
-    assert len(draw_samples(MANIFEST, 2, (path, path), None, None)) == 2
+    assert len(draw_samples(MANIFEST, 2, (path, path))) == 2
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(UserError, match="fewer tokens than one sample of 7"):
-        draw_samples(MANIFEST, 1, (tmp_path / "short.txt",), None, None)
+        draw_samples(MANIFEST, 1, (tmp_path / "short.txt",))
     with pytest.raises(UserError, match=r"cannot read .*missing\.txt: No such file"):
-        draw_samples(MANIFEST, 1, (tmp_path / "missing.txt",), None, None)
+        draw_samples(MANIFEST, 1, (tmp_path / "missing.txt",))
 
 
 def test_a_run_reads_no_files_here_that_it_may_not(tmp_path):
@@ -95,5 +95,5 @@ def test_a_run_reads_no_files_here_that_it_may_not(tmp_path):
     )
     for data_dir in (None, tmp_path / "public"):
         with pytest.raises(UserError, match="allow it to be read from this machine with --data-dir"):
-            draw_samples(manifest, 1, (), data_dir, None)
-    assert len(draw_samples(manifest, 1, (), tmp_path, None)) == 1
+            draw_samples(manifest, 1, data_dir=data_dir)
+    assert len(draw_samples(manifest, 1, data_dir=tmp_path)) == 1

@@ -24,6 +24,7 @@ from test_runtime_microbatches import (
 from transformers import AutoModelForCausalLM
 
 from coordinator.query.live_model import LiveModel
+from coordinator.query.sampling import Sampling
 from swarm_peer.errors import Busy, CallTimeout, HopFailed, InvalidMessage, NotServing, RoundClosed, SwarmError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.resolved import ResolvedManifest
@@ -170,7 +171,8 @@ async def test_answers_are_those_of_the_single_process(family, num_stages):
                 expected_V = plain(torch.tensor([prefix[-LENGTH:]])).logits[0, -1]
             assert torch.allclose(await run.model.logits(prefix), expected_V, atol=1e-5)
 
-        written = [token async for token in run.model.generate([3, 1], LENGTH + 2, 0.0, 0, torch.Generator())]
+        sampling = Sampling(num_tokens=LENGTH + 2, temperature=0.0, top_k=0)
+        written = [token async for token in run.model.generate([3, 1], sampling)]
         prefix = [3, 1]
         for token in written:
             with torch.no_grad():

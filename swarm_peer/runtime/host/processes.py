@@ -11,8 +11,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,8 +88,15 @@ def run_loop(function: Callable[..., Awaitable[T]], *args: object) -> T:
         asyncio.get_running_loop().set_exception_handler(_report)
         return await function(*args)
 
-    try:
+    with first_error():
         return anyio.run(run, backend_options={"use_uvloop": True})
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Have the first error of the task groups within leave them on its own, rather than in a group."""
+    try:
+        yield
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):
