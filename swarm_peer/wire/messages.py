@@ -26,6 +26,10 @@ class Body(BaseModel):
 
 
 Hash = Annotated[str, Field(min_length=32, max_length=32)]
+Checksum = Annotated[str, Field(max_length=64)]
+Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
+Stage = Annotated[int, Field(ge=0, lt=256)]
+Attempt = Annotated[int, Field(ge=0, lt=1000)]
 # A signed progress count: (peer id of its author, envelope).
 SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=MAX_COUNT_BYTES)]]
 SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
@@ -34,14 +38,26 @@ SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
 # Of one microbatch: the same on every try and at every stage.
 MicrobatchId = Annotated[bytes, Field(min_length=16, max_length=16)]
 
-
 # Microbatches of mode `train` are counted. Those of mode `evaluate` are the run's own validation; `score` and `predict`
 # are queries from outside the run.
 Mode = Literal["train", "evaluate", "score", "predict"]
 QUERIES: tuple[Mode, ...] = ("score", "predict")
 
 
-class MicrobatchCall(Body):
+class Call(Body):
+    """Base of all calls; each has an `op` of its own."""
+
+    manifest: Hash
+
+
+class RoundCall(Call):
+    """Base of the calls about a round of the callee's stage."""
+
+    stage: Stage
+    round_number: RoundNumber
+
+
+class MicrobatchCall(RoundCall):
     """Run a microbatch through `stage` and all later stages.
 
     Tensors: tokens (B, T+1), in mode predict (B, T), and for all stages but 0 hidden (B, T, D). Stage 0 takes nothing
@@ -52,20 +68,17 @@ class MicrobatchCall(Body):
     """
 
     op: Literal["microbatch"] = "microbatch"
-    manifest: Hash
-    round_number: RoundNumber
     mode: Mode
-    stage: int = Field(ge=0, lt=256)
     microbatch: MicrobatchId
     num_samples: int = Field(ge=1, lt=2**20)
     length: int = Field(ge=1, le=2**20)
     timeout_s: float = Field(gt=0, le=86400, allow_inf_nan=False)
     counts: SignedCounts = ()
 
-    @field_validator("stage")
+    @field_validator("mode")
     @classmethod
-    def _stage_0_answers_queries(cls, value: int, info: ValidationInfo) -> int:
-        if value == 0 and info.data.get("mode") not in QUERIES:
+    def _stage_0_answers_queries(cls, value: Mode, info: ValidationInfo) -> Mode:
+        if info.data.get("stage") == 0 and value not in QUERIES:
             raise ValueError("stage 0 answers queries alone")
         return value
 
@@ -82,22 +95,18 @@ class MicrobatchReply(Body):
     counts: SignedCounts = ()
 
 
-class CountsCall(Body):
+class CountsCall(Call):
     """Tells progress counts to a peer that learns of none from microbatches. The reply has the callee's counts."""
 
     op: Literal["counts"] = "counts"
-    manifest: Hash
     round_number: RoundNumber
     counts: SignedCounts
 
 
-class GreetCall(Body):
+class GreetCall(RoundCall):
     """Says that the caller serves the callee's stage from now on. The reply has the callee's round and counts."""
 
     op: Literal["greet"] = "greet"
-    manifest: Hash
-    stage: int = Field(ge=0, lt=256)
-    round_number: RoundNumber
     counts: SignedCounts
 
 
@@ -108,17 +117,11 @@ class CountsReply(Body):
     counts: SignedCounts
 
 
-Checksum = Annotated[str, Field(max_length=64)]
-
-
-class ReadyCall(Body):
+class ReadyCall(RoundCall):
     """Says that the caller has finished its microbatches of the round and is ready to average with its stage-mates."""
 
     op: Literal["ready"] = "ready"
-    manifest: Hash
-    stage: int = Field(ge=0, lt=256)
-    round_number: RoundNumber
-    attempt: int = Field(ge=0, lt=1000)
+    attempt: Attempt
     counts: SignedCounts
 
 
@@ -131,20 +134,17 @@ class ReadyReply(Body):
         samples: how many samples the callee brings to the averaging round
     """
 
-    attempt: int | None = Field(ge=0, lt=1000)
+    attempt: Attempt | None
     history_hash: Checksum
     samples: Samples
     counts: SignedCounts
 
 
-class VoteCall(Body):
+class VoteCall(RoundCall):
     """Asks how the averaging round has ended at the callee."""
 
     op: Literal["vote"] = "vote"
-    manifest: Hash
-    stage: int = Field(ge=0, lt=256)
-    round_number: RoundNumber
-    attempt: int = Field(ge=0, lt=1000)
+    attempt: Attempt
 
 
 class VoteReply(Body):
@@ -154,12 +154,12 @@ class VoteReply(Body):
         attempt: the try of the averaging round that the vote is about; None while it has no outcome: ask again
     """
 
-    attempt: int | None = Field(ge=0, lt=1000)
+    attempt: Attempt | None
     checksum: Checksum | None = None
     samples: Samples = 0
 
 
-class AveragePartCall(Body):
+class AveragePartCall(StageCall):
     """One part of the caller's gradients, which the callee averages. Tensor: the part; the reply's: the average.
 
     Attributes:
@@ -168,13 +168,11 @@ class AveragePartCall(Body):
     """
 
     op: Literal["average_part"] = "average_part"
-    manifest: Hash
-    stage: int = Field(ge=0, lt=256)
     group: bytes = Field(min_length=32, max_length=32)
     part: int = Field(ge=0, lt=2**32)
 
 
-class GoodbyeCall(Body):
+class GoodbyeCall(Call):
     """Says that the caller leaves: nobody waits for it, or sends to it, until it announces itself again.
 
     Attributes:
@@ -182,7 +180,6 @@ class GoodbyeCall(Body):
     """
 
     op: Literal["goodbye"] = "goodbye"
-    manifest: Hash
     serial: int = Field(ge=0, lt=2**63)
     counts: SignedCounts
 
@@ -193,7 +190,7 @@ MAX_SLICES_ASKED = 64
 MAX_FACTS = 4096
 
 
-class LeaseCall(Body):
+class LeaseCall(Call):
     """Asks a stage-mate of stage 0 for leave to read these slices of the data (see policy/data/sample_ledger.py).
 
     Attributes:
@@ -202,7 +199,6 @@ class LeaseCall(Body):
     """
 
     op: Literal["lease"] = "lease"
-    manifest: Hash
     stage: Literal[0] = 0
     timeline_first_round: RoundNumber
     slices: tuple[SliceName, ...] = Field(max_length=MAX_SLICES_ASKED)
@@ -229,18 +225,15 @@ class LeaseReply(Body):
     counts: SignedCounts
 
 
-class GradientChunkCall(Body):
+class GradientChunkCall(RoundCall):
     """One part of the gradient that the caller hands over before it leaves. Tensor: its fp32 bytes from `offset` on."""
 
     op: Literal["gradient_chunk"] = "gradient_chunk"
-    manifest: Hash
-    stage: int = Field(ge=0, lt=256)
-    round_number: RoundNumber
     transfer: bytes = Field(min_length=16, max_length=16)
     offset: int = Field(ge=0, lt=2**50)
 
 
-class CommitGradientCall(Body):
+class CommitGradientCall(RoundCall):
     """Has the callee add the transferred gradient, a sum over `samples`, to its own. The call may be repeated.
 
     Attributes:
@@ -248,19 +241,13 @@ class CommitGradientCall(Body):
     """
 
     op: Literal["commit_gradient"] = "commit_gradient"
-    manifest: Hash
-    stage: int = Field(ge=0, lt=256)
-    round_number: RoundNumber
     transfer: bytes = Field(min_length=16, max_length=16)
-    samples: Annotated[int, Field(ge=1, lt=2**40)]
-    sha256: bytes = Field(min_length=32, max_length=32)
+    samples: int = Field(ge=1, lt=2**40)
+    sha256: Sha256
     counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(max_length=MAX_COUNTED_IDS)
 
 
-Stage = Annotated[int, Field(ge=0, lt=256)]
-
-
-class StateIndexCall(Body):
+class StateIndexCall(Call):
     """Asks for the index of a state (weights, optimizer) or of an update. The reply's only tensor is a StateIndex.
 
     Attributes:
@@ -271,14 +258,10 @@ class StateIndexCall(Body):
     """
 
     op: Literal["state_index"] = "state_index"
-    manifest: Hash
     of_stage: Stage
     kind: Literal["state", "update"] = "state"
     min_round: RoundNumber = 0
     created_at_round: RoundNumber | None = None
-
-
-Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 
 
 class StateEntry(Body):
@@ -312,21 +295,19 @@ class StateIndex(Body):
     entries: tuple[StateEntry, ...] = Field(max_length=100_000)
 
 
-class StateChunkCall(Body):
+class StateChunkCall(Call):
     """Asks for one chunk of a tensor in an index. The reply's only tensor is the chunk's bytes."""
 
     op: Literal["state_chunk"] = "state_chunk"
-    manifest: Hash
     index: Sha256
     entry: int = Field(ge=0, lt=100_000)
     chunk: int = Field(ge=0, lt=2**20)
 
 
-class ListSnapshotsCall(Body):
+class ListSnapshotsCall(Call):
     """Asks which snapshots the callee holds, and how far it has come."""
 
     op: Literal["list_snapshots"] = "list_snapshots"
-    manifest: Hash
 
 
 class ListSnapshotsReply(Body):
@@ -343,14 +324,13 @@ class ListSnapshotsReply(Body):
     snapshots: tuple[tuple[Stage, RoundNumber, RoundNumber], ...] = Field(max_length=64)
 
 
-class RewindCall(Body):
+class RewindCall(Call):
     """Says that the caller has taken over a stage that had lost its peers: the run goes on with a new timeline.
 
     The last three fields are those of the timeline (policy/recovery.py, Timeline).
     """
 
     op: Literal["rewind"] = "rewind"
-    manifest: Hash
     lost_stage: Stage
     first_round: RoundNumber
     first_optimizer_step: OptimizerStep
