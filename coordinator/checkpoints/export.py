@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,23 +13,13 @@ from coordinator.checkpoints.fetching import fetch_states, open_transport
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.errors import UserError
-from swarm_peer.model.export import export_model
+from swarm_peer.model.export import check_folder, export_model
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a model can be written to this folder, before all the work.
-
-    Raises:
-        UserError: it is in use
-    """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--output {folder} is there already and is no empty folder: name another one, or remove it")
 
 
 def export_checkpoint(url: str, optimizer_step: int | None, folder: Path, cache_dir: Path | None = None) -> int:
@@ -76,19 +66,9 @@ def export_states(
     weights: dict[str, torch.Tensor] = {}
     for state in states:
         weights |= {name: value for name, value in state.tensors.items() if not name.startswith(STATE_PREFIX)}
-    write_model(resolved, weights, folder)
+    export_model(resolved, weights, folder)
     if resolved.manifest.data.tokenizer != "bytes":
         _save_tokenizer(resolved, folder, cache_dir)
-
-
-def write_model(resolved: ResolvedManifest, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write all stages' tensors as one model that transformers loads; those of optimizers are left out.
-
-    Raises:
-        UserError: the folder is in use, or tensors and manifest do not belong together
-    """
-    shared = resolved.manifest.model.share_layers
-    export_model(resolved.inline_config, tensors, folder, specs=resolved.specs, share_layers=shared)
 
 
 def _save_tokenizer(resolved: ResolvedManifest, folder: Path, cache_dir: Path | None) -> None:

@@ -54,7 +54,7 @@ def plan(
 
     from coordinator.planning.live_peers import LivePeers, live_groups, read_live_run, with_prices
     from coordinator.planning.peers_file import load_peers
-    from coordinator.planning.plan import make_report, resolve_config
+    from coordinator.planning.plan import make_report
     from coordinator.planning.plan_report import print_report
 
     groups = []
@@ -68,7 +68,7 @@ def plan(
     if peers is not None:
         groups += load_peers(peers, manifest.model.precision)
     groups = with_prices(groups, dollars_per_hour, dollars_per_gb)
-    report = make_report(resolve_config(manifest), groups, stages, tokens)
+    report = make_report(manifest, groups, stages, tokens)
     if json_:
         print(json.dumps(report))
     else:

@@ -160,10 +160,10 @@ def baseline(
 
     import torch
 
-    from coordinator.checkpoints.export import write_model
     from coordinator.run.baseline import Baseline, metrics_line_of, train
     from coordinator.run.service import check_output
     from coordinator.watch.metrics_file import MetricsFile
+    from swarm_peer.model.export import export_model
     from swarm_peer.runtime.host.preparation import choose_device
 
     if threads is not None:
@@ -177,4 +177,4 @@ def baseline(
             metrics.write(line)
             on_line(line)
             print(json.dumps(line), flush=True)
-    write_model(resolved, trained.state(), output / "model")
+    export_model(resolved, trained.state(), output / "model")

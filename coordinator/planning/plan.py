@@ -14,7 +14,7 @@ from coordinator.planning.advice import explain_misfit, notes_on
 from coordinator.planning.stage_work import cut_into, hop_bytes, stage_works, widened_layer_flops
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.model.architecture import resolve_model_config
+from swarm_peer.model.architecture import resolve_model
 from swarm_peer.policy.planning.performance_model import Prediction
 from swarm_peer.policy.planning.planner import Change, Option, Plan, plan, smallest_fitting
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
@@ -28,29 +28,19 @@ NEXT_COUNT = 1.15
 WIDTHS = (1, 2, 4, 8)
 
 
-def resolve_config(manifest: RunManifest) -> RunManifest:
-    """The manifest with an inline model config.
-
-    Raises:
-        UserError: see resolve_model_config
-    """
-    config = resolve_model_config(manifest.model)
-    return manifest.model_copy(update={"model": manifest.model.model_copy(update={"config": config})})
-
-
 def make_report(
     manifest: RunManifest, groups: Sequence[PeerGroup], num_stages: int | None = None, tokens: int | None = None
 ) -> dict[str, Any]:
     """Plan a run: plain values, as `plan --json` prints them; None where a value is unlimited or unknown.
 
     Args:
-        manifest: its model config is inline (resolve_config)
         num_stages: of the plan, whether it is the fastest or not
         tokens: to train on; those of the manifest if not given
 
     Raises:
         UserError: the model does not fit these peers, or cannot be cut so
     """
+    manifest = manifest.model_copy(update={"model": resolve_model(manifest.model)})
     num_layers = cut_into(manifest, 1).config.num_hidden_layers
     # Where a stage's layers share their weights, another number of stages makes another model.
     most = min(num_layers, sum(group.count for group in groups) // manifest.stages.peers_to_start)

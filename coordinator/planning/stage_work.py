@@ -21,7 +21,7 @@ def cut_into(manifest: RunManifest, num_stages: int) -> ResolvedManifest:
     """The run if it had so many stages: cut as the manifest says where it names that number, else evenly.
 
     Args:
-        manifest: its model config is inline (resolve_model_config)
+        manifest: its model config is inline (resolve_model)
 
     Raises:
         UserError: see ResolvedManifest.of

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.activations import ACT2FN
@@ -21,7 +21,7 @@ from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
 from swarm_peer.model.families import Family, family_class, family_of
 from swarm_peer.model.families.base import CARRIED_KEYS, FIXED_VALUES
-from swarm_peer.model.pretrained import PretrainedSource
+from swarm_peer.model.pretrained import ModelSource
 
 
 def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> ModelSection:
@@ -31,7 +31,7 @@ def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> Model
         UserError: see resolve_model_config
     """
     if section.pretrained is not None:
-        section = section.model_copy(update={"pretrained": PretrainedSource(section.pretrained, cache_dir).pinned()})
+        section = section.model_copy(update={"pretrained": ModelSource(section.pretrained, cache_dir).pinned()})
     return section.model_copy(update={"config": resolve_model_config(section, cache_dir)})
 
 
@@ -46,28 +46,28 @@ def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -
         UserError: the folder, its config.json or the hub's model cannot be read, or the pretrained model is none that
             can be trained or has other shapes than `model.config`
     """
+    config = copy.deepcopy(section.config)
+    if isinstance(config, str):
+        # A name that looks like the hub's may be a folder's here.
+        name = os.path.join(".", config) if os.path.isdir(config) else config
+        config = ModelSource(name, cache_dir, key="model.config").read_config()
+        config |= {"tie_word_embeddings": False} if section.pretrained is not None else {}
     if section.pretrained is None:
-        if isinstance(section.config, str):
-            return _read_named_config(section.config)
-        assert section.config is not None, "a model has a config, if nothing pretrained"
-        return copy.deepcopy(section.config)
-    source = PretrainedSource(section.pretrained, cache_dir)
+        assert config is not None, "a model has a config, if nothing pretrained"
+        return config
+    source = ModelSource(section.pretrained, cache_dir)
     pretrained_config = source.read_config() | {"tie_word_embeddings": False}
     try:
         theirs = parse_model_config(pretrained_config)
     except UserError as error:
         raise source.error(f"cannot be trained: {error}") from error
-    if section.config is None:
+    if config is None:
         return pretrained_config
-    if isinstance(section.config, str):
-        config = _read_named_config(section.config) | {"tie_word_embeddings": False}
-    else:
-        config = copy.deepcopy(section.config)
     _check_shapes(parse_model_config(config), theirs, source)
     return config
 
 
-def _check_shapes(ours: PretrainedConfig, theirs: PretrainedConfig, source: PretrainedSource) -> None:
+def _check_shapes(ours: PretrainedConfig, theirs: PretrainedConfig, source: ModelSource) -> None:
     ours_by_key, theirs_by_key = ({"model_type": c.model_type} | family_of(c).shapes() for c in (ours, theirs))
     for key, here in ours_by_key.items():
         there = theirs_by_key[key]
@@ -75,33 +75,6 @@ def _check_shapes(ours: PretrainedConfig, theirs: PretrainedConfig, source: Pret
             raise source.error(
                 f"has {key}={there}, and model.config has {key}={here}: leave model.config out, or correct it"
             )
-
-
-def _read_named_config(name: str) -> dict[str, Any]:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _read_config(path / "config.json", name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"model.config={name!r} is no folder: correct the path, or give a hub name or an inline config")
-    try:
-        file = hf_hub_download(name, "config.json")
-    except (OSError, ValueError) as error:  # every error of the hub's client is one of the two
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"model.config={name!r} is no folder here, and the Hugging Face hub does not give it ({reason}): "
-            f"correct the name, check the network and HF_HUB_OFFLINE, or give the config inline"
-        ) from error
-    return _read_config(Path(file), name)
-
-
-def _read_config(path: Path, name: str) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.config={name!r}: cannot read {path.name} there ({error}); check the folder") from error
-    if not isinstance(config, dict):
-        raise UserError(f"model.config={name!r}: {path.name} holds no mapping; check the folder")
-    return config
 
 
 def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:

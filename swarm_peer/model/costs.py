@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_peer.config import OptimizerSection, codec_bytes
-from swarm_peer.model.families import Cost, Family, family_of
-from swarm_peer.model.partition import ModelCosts, StageSpec, layers_cost, model_costs, stage_cost
+from swarm_peer.model.families import family_of
+from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.stage_memory import StageMemory
 
@@ -54,8 +54,7 @@ def stage_costs(resolved: ResolvedManifest, device_type: str) -> tuple[StageCost
         device_type: that the peer computes on, as torch names it. On a "cpu" all is fp32, whatever the manifest says,
             and what a peer keeps beside its trainer shares the trainer's memory.
     """
-    costs = model_costs(resolved.config, resolved.manifest.data.sequence_length)
-    return tuple(_stage_costs(_Stage(resolved, spec, costs=costs, device_type=device_type)) for spec in resolved.specs)
+    return tuple(_stage_costs(_Stage(resolved, spec, device_type)) for spec in resolved.specs)
 
 
 def safe_stage_memory(resolved: ResolvedManifest) -> list[float]:
@@ -70,9 +69,7 @@ def safe_stage_memory(resolved: ResolvedManifest) -> list[float]:
 
 def forward_flops(resolved: ResolvedManifest) -> list[float]:
     """Compute of one token's forward pass in each stage, by which stages are compared."""
-    manifest = resolved.manifest
-    costs = model_costs(resolved.config, manifest.data.sequence_length)
-    return [float(stage_cost(costs, spec, manifest.model.share_layers).forward_flops) for spec in resolved.specs]
+    return [float(resolved.costs.of(spec).forward_flops) for spec in resolved.specs]
 
 
 def optimizer_bytes(optimizer: OptimizerSection) -> float:
@@ -83,19 +80,18 @@ def optimizer_bytes(optimizer: OptimizerSection) -> float:
 class _Stage:
     """One stage, with what its costs are counted from."""
 
-    def __init__(self, resolved: ResolvedManifest, spec: StageSpec, *, costs: ModelCosts, device_type: str):
+    def __init__(self, resolved: ResolvedManifest, spec: StageSpec, device_type: str):
         self.manifest = resolved.manifest
         self.spec = spec
-        self.costs = costs
+        self.costs = resolved.costs
         self.on_cpu = device_type == "cpu"
         self.half = not self.on_cpu and self.manifest.model.precision != "fp32"
-        self.family: Family = family_of(resolved.config)
+        self.family = family_of(resolved.config)
         self.length = self.manifest.data.sequence_length
         self.tokens = self.manifest.training.microbatch_size * self.length  # of a microbatch
-        self.shares_layers = self.manifest.model.share_layers
         self.checkpoints = self.manifest.model.activation_checkpointing
-        self.whole: Cost = stage_cost(costs, spec, self.shares_layers)
-        self.layers: Cost = layers_cost(costs, spec, self.shares_layers)
+        self.whole = self.costs.of(spec)
+        self.layers = self.costs.layers_of(spec)
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
         self.logit_bytes = FP32_BYTES * self.tokens * resolved.vocab_size
@@ -131,7 +127,7 @@ def _microbatch_bytes(stage: _Stage) -> float:
     kept = stage.hidden_bytes * len(spec.layers) if stage.checkpoints else sum(stage.layer_bytes)
     masked = {stage.family.layer_kind(i) for i in spec.layers if stage.family.is_masked(i, stage.length)}
     kept += len(masked) * (2.0 if half else 4.0) * stage.length**2
-    if spec.has_head:
+    if spec.is_last:
         # The normalisation's input and output, and what leads from its product to the loss.
         kept += stage.hidden_bytes * (1.5 if half else 2.0) + stage.logit_bytes
         kept += stage.tokens * stage.family.cap_activation_bytes(half)
@@ -139,7 +135,7 @@ def _microbatch_bytes(stage: _Stage) -> float:
         kept += stage.hidden_bytes  # the stage's output
     if half:
         # Autocast's copies: each forward pass makes and keeps its own, of the weights that it multiplies with.
-        copied = stage.costs.head.parameters if spec.has_head else 0
+        copied = stage.costs.head.parameters if spec.is_last else 0
         copied += 0 if stage.checkpoints else stage.layers.parameters
         kept += 2.0 * copied
     if stage.on_cpu and wire.activations != "none":
@@ -155,13 +151,13 @@ def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
     # A parameter's gradient is whole before it is added to the accumulator; those of a layer that is applied several
     # times are added up beside it until the last of them is there.
     gradients = stage.layers.largest_parameter
-    if stage.shares_layers and len(stage.spec.layers) > 1:
+    if stage.costs.share_layers and len(stage.spec.layers) > 1:
         gradients += stage.layers.parameters
     moments = [inside + FP32_BYTES * gradients]
-    if stage.spec.has_head:
+    if stage.spec.is_last:
         logits = stage.logit_bytes * (FP32_LOGIT_GRADIENTS + (0.5 if stage.half else 0.0))
         moments.append(max(logits, FP32_BYTES * stage.costs.head.largest_parameter))
-    if stage.spec.has_embedding:
+    if stage.spec.is_first:
         # The last moment: what the microbatch had kept is gone.
         moments.append(FP32_BYTES * stage.costs.embedding.largest_parameter - microbatch_bytes)
     return max(moments)

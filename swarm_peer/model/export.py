@@ -7,50 +7,50 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
-from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule
 
 
-def export_model(
-    config: dict[str, Any],
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    *,
-    specs: Sequence[StageSpec] = (),
-    share_layers: bool = False,
-) -> None:
+def check_folder(folder: Path) -> None:
+    """Check that a model can be written to this folder.
+
+    Raises:
+        UserError: it is in use
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already and is no empty folder: name another one, or remove it")
+
+
+def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write config.json and model.safetensors; the folder appears complete or not at all.
 
     Args:
-        config: the run's inline model config
-        tensors: the union of all stages' states; entries of optimizers are left out
+        tensors: the union of all stages' states; entries of optimizers are left out. If each stage has one layer only,
+            which its layers share, each layer gets a copy of it under its own name
         folder: must not exist, or be empty
-        specs: the run's stages, of use where layers are shared
-        share_layers: whether each stage has one layer only; each layer gets a copy of it under its own name
 
     Raises:
         UserError: the folder is not empty, or tensors are missing, unknown, or of another shape than the model's
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already and is no empty folder: name another one, or remove it")
+    check_folder(folder)
+    model, config = resolved.manifest.model, resolved.config
     weights = {name: value for name, value in tensors.items() if not name.startswith(STATE_PREFIX)}
-    parsed = parse_model_config(config)
-    whole = StageModule(parsed, StageSpec(0, 1, 0, parsed.num_hidden_layers))
-    if share_layers:
-        weights = _unshare(weights, f"{whole.family.body}.{whole.family.layers}", specs)
+    whole = StageModule(config, StageSpec(0, 1, 0, config.num_hidden_layers), ModelSection(config={}))
+    if model.share_layers:
+        weights = _unshare(weights, f"{whole.family.body}.{whole.family.layers}", resolved.specs)
     _check_complete(weights, whole.state_dict())
 
-    content = {key: value for key, value in config.items() if key != "torch_dtype"}
+    content = {key: value for key, value in resolved.inline_config.items() if key != "torch_dtype"}
     content |= {
         "architectures": [whole.family.model_class.__name__],
         "dtype": "float32",

@@ -13,9 +13,7 @@ from operator import add
 
 from transformers import PretrainedConfig
 
-from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.families import Cost, family_of
 
 # A stage's compute decides the throughput of the pipeline; its parameters decide the traffic of averaging and the
@@ -25,7 +23,10 @@ PARAMETER_WEIGHT = 0.25
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Which part of the model one stage holds: layers first_layer to end_layer - 1, and perhaps an end of it."""
+    """Which part of the model one stage holds: layers first_layer to end_layer - 1, and perhaps an end of it.
+
+    The first stage has the embedding, the last one has the last normalisation and the head.
+    """
 
     index: int
     num_stages: int
@@ -47,56 +48,46 @@ class StageSpec:
         """Whether losses are computed here."""
         return self.index == self.num_stages - 1
 
-    @property
-    def has_embedding(self) -> bool:
-        """Whether the model's embedding is part of the stage."""
-        return self.is_first
-
-    @property
-    def has_head(self) -> bool:
-        """Whether the model's last normalisation and its head are part of the stage."""
-        return self.is_last
-
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of a model's parts; the head includes the last normalisation."""
+    """Costs of a model's parts; the head includes the last normalisation.
+
+    Attributes:
+        share_layers: the layers of a stage share their weights, so that they count as one in the parameters
+    """
 
     embedding: Cost
     layers: tuple[Cost, ...]
     head: Cost
+    share_layers: bool
+
+    def layers_of(self, spec: StageSpec) -> Cost:
+        """The cost of one stage's layers."""
+        layers = self.layers[spec.first_layer : spec.end_layer]
+        return Cost(
+            sum(layer.parameters for layer in (layers[:1] if self.share_layers else layers)),
+            sum(layer.forward_flops for layer in layers),
+            max(layer.largest_parameter for layer in layers),
+        )
+
+    def of(self, spec: StageSpec) -> Cost:
+        """The cost of one stage: of its layers, and of the ends of the model that it holds."""
+        cost = self.layers_of(spec)
+        if spec.is_first:
+            cost += self.embedding
+        if spec.is_last:
+            cost += self.head
+        return cost
 
 
-def model_costs(config: PretrainedConfig, sequence_length: int) -> ModelCosts:
+def model_costs(config: PretrainedConfig, sequence_length: int, share_layers: bool = False) -> ModelCosts:
     """Costs at a sequence length of T tokens."""
     family = family_of(config)
-    by_kind = {family.layer_kind(index): index for index in range(config.num_hidden_layers)}
-    costs = {kind: family.layer_cost(index, sequence_length) for kind, index in by_kind.items()}
-    return ModelCosts(
-        embedding=family.embedding_cost(),
-        layers=tuple(costs[family.layer_kind(index)] for index in range(config.num_hidden_layers)),
-        head=family.head_cost(),
-    )
-
-
-def layers_cost(costs: ModelCosts, spec: StageSpec, share_layers: bool = False) -> Cost:
-    """The cost of one stage's layers; those that share their weights count as one in the parameters."""
-    layers = costs.layers[spec.first_layer : spec.end_layer]
-    return Cost(
-        sum(layer.parameters for layer in (layers[:1] if share_layers else layers)),
-        sum(layer.forward_flops for layer in layers),
-        max(layer.largest_parameter for layer in layers),
-    )
-
-
-def stage_cost(costs: ModelCosts, spec: StageSpec, share_layers: bool = False) -> Cost:
-    """The cost of one stage: of its layers, and of the ends of the model that it holds."""
-    cost = layers_cost(costs, spec, share_layers)
-    if spec.has_embedding:
-        cost += costs.embedding
-    if spec.has_head:
-        cost += costs.head
-    return cost
+    kinds = [family.layer_kind(index) for index in range(config.num_hidden_layers)]
+    by_kind = {kind: family.layer_cost(index, sequence_length) for index, kind in enumerate(kinds)}
+    layers = tuple(by_kind[kind] for kind in kinds)
+    return ModelCosts(family.embedding_cost(), layers, family.head_cost(), share_layers)
 
 
 def cut_stages(
@@ -138,7 +129,7 @@ def cut_stages(
             f"lower it to {num_layers} at most, since each stage holds a layer"
         )
     if layers is None:
-        return _specs(_best_cut(model_costs(config, sequence_length), num_stages, share_layers))
+        return _specs(_best_cut(model_costs(config, sequence_length, share_layers), num_stages))
     if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 1:
         raise UserError(
             f"stages.layers={list(layers)} must be {num_stages} positive numbers that add up to the model's "
@@ -147,30 +138,14 @@ def cut_stages(
     return _specs([sum(layers[:index]) for index in range(num_stages + 1)])
 
 
-def stages_of(manifest: RunManifest) -> tuple[StageSpec, ...]:
-    """The stages of a run whose model config is inline.
-
-    Raises:
-        UserError: see parse_model_config and cut_stages
-    """
-    assert isinstance(manifest.model.config, dict), "resolve_model_config comes first"
-    return cut_stages(
-        parse_model_config(manifest.model.config),
-        manifest.stages.count,
-        manifest.data.sequence_length,
-        manifest.stages.layers,
-        manifest.model.share_layers,
-    )
-
-
 def _specs(bounds: Sequence[int]) -> tuple[StageSpec, ...]:
     num_stages = len(bounds) - 1
     return tuple(StageSpec(index, num_stages, bounds[index], bounds[index + 1]) for index in range(num_stages))
 
 
-def _best_cut(costs: ModelCosts, num_stages: int, share_layers: bool) -> list[int]:
+def _best_cut(costs: ModelCosts, num_stages: int) -> list[int]:
     num_layers = len(costs.layers)
-    distinct = costs.layers[:num_stages] if share_layers else costs.layers
+    distinct = costs.layers[:num_stages] if costs.share_layers else costs.layers
     parts = (costs.embedding, costs.head)
     total_parameters = sum(part.parameters for part in (*parts, *distinct))
     total_flops = sum(part.forward_flops for part in (*parts, *costs.layers))
@@ -178,7 +153,7 @@ def _best_cut(costs: ModelCosts, num_stages: int, share_layers: bool) -> list[in
     @cache
     def cost(first_layer: int, end_layer: int) -> float:
         index = 0 if first_layer == 0 else num_stages - 1 if end_layer == num_layers else 1
-        stage = stage_cost(costs, StageSpec(index, num_stages, first_layer, end_layer), share_layers)
+        stage = costs.of(StageSpec(index, num_stages, first_layer, end_layer))
         return stage.forward_flops / total_flops + PARAMETER_WEIGHT * stage.parameters / total_parameters
 
     largest, _ = _minimise(cost, max, num_stages, num_layers)

@@ -37,18 +37,20 @@ DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True)
-class PretrainedSource:
-    """Where a model's files are: `model.pretrained` of a manifest.
+class ModelSource:
+    """Where a model's files are: `model.pretrained` of a manifest, or `model.config` where that is a name.
 
     Whether it names a folder or the hub is told by its looks alone, so that it means the same on all machines.
 
     Attributes:
         name: a path, which begins with `.`, `/` or `~` or has several slashes; or a hub name, perhaps with @REVISION
         cache_dir: where files from the hub are kept; the hub's own default if None
+        key: the setting that names it
     """
 
     name: str
     cache_dir: Path | None = None
+    key: str = "model.pretrained"
 
     @property
     def folder(self) -> Path | None:
@@ -154,7 +156,7 @@ class PretrainedSource:
 
     def error(self, text: str) -> UserError:
         """An error that says which model it is about."""
-        return UserError(f"model.pretrained={self.name!r} {text}")
+        return UserError(f"{self.key}={self.name!r} {text}")
 
 
 def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
@@ -165,7 +167,7 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
     """
     if manifest.model.pretrained is None:
         return
-    folder = PretrainedSource(manifest.model.pretrained).folder
+    folder = ModelSource(manifest.model.pretrained).folder
     if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
         raise UserError(
             f"the run wants to begin with the weights in {folder} on this machine: put the model there, and allow it "
@@ -173,7 +175,7 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
         )
 
 
-def load_pretrained(module: nn.Module, family: Family, source: PretrainedSource) -> None:
+def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> None:
     """Make a stage's parameters real, on the CPU and in fp32, with the weights of a pretrained model.
 
     Reads the tensors of this module alone, and opens no file that has none of them.
@@ -199,7 +201,7 @@ def load_pretrained(module: nn.Module, family: Family, source: PretrainedSource)
 
 
 def _stored_names(
-    names: Iterable[str], files: Mapping[str, str], family: Family, source: PretrainedSource
+    names: Iterable[str], files: Mapping[str, str], family: Family, source: ModelSource
 ) -> dict[str, str]:
     """The name that the files have for each parameter.
 
@@ -223,7 +225,7 @@ def _stored_names(
     return found
 
 
-def _tied_names(family: Family, source: PretrainedSource) -> dict[str, str]:
+def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
     default = type(family.config)().tie_word_embeddings
     if not source.read_config().get("tie_word_embeddings", default):
         return {}
@@ -231,7 +233,7 @@ def _tied_names(family: Family, source: PretrainedSource) -> dict[str, str]:
     return tied | {embedding: head for head, embedding in tied.items()}
 
 
-def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: PretrainedSource) -> Tensor:
+def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: ModelSource) -> Tensor:
     view = content.get_slice(stored)
     if tuple(view.get_shape()) != tuple(shape):
         raise source.error(

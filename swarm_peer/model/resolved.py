@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
-from swarm_peer.model.partition import StageSpec, cut_stages
+from swarm_peer.model.partition import ModelCosts, StageSpec, cut_stages, model_costs
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class ResolvedManifest:
         """The model config as the manifest has it: plain values that `config` was parsed from."""
         assert isinstance(self.manifest.model.config, dict), "`of` takes no other"
         return self.manifest.model.config
+
+    @property
+    def costs(self) -> ModelCosts:
+        """The costs of the model's parts, with the run's sequences."""
+        return model_costs(self.config, self.manifest.data.sequence_length, self.manifest.model.share_layers)
 
     @property
     def num_stages(self) -> int:

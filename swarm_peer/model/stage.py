@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from swarm_peer.config import ModelSection
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 
@@ -31,38 +31,28 @@ class StageModule(nn.Module):
 
     Args:
         config: as parse_model_config returns it
-        share_layers: apply one layer, named as the stage's first, once for each layer of the stage
-        activation_checkpointing: keep each layer's input only, and recompute the rest in the backward pass
-        precision: autocast type on CUDA devices; others compute in fp32
+        section: the run's model. If it shares layers, one layer, named as the stage's first, is applied once for each
+            layer of the stage. Its precision is the autocast type on CUDA devices; others compute in fp32
     """
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        spec: StageSpec,
-        *,
-        share_layers: bool = False,
-        activation_checkpointing: bool = False,
-        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    ):
+    def __init__(self, config: PretrainedConfig, spec: StageSpec, section: ModelSection):
         super().__init__()
         self.config = config
         self.spec = spec
         self.family = family_of(config)
-        self.activation_checkpointing = activation_checkpointing
-        self.precision = precision
-        self.layer_names = [str(spec.first_layer if share_layers else index) for index in spec.layers]
+        self.section = section
+        self.layer_names = [str(spec.first_layer if section.share_layers else index) for index in spec.layers]
         with torch.device("meta"):
             body = nn.Module()
-            if spec.has_embedding:
+            if spec.is_first:
                 for name, module in self.family.build_embeddings().items():
                     body.add_module(name, module)
             layers = {name: self.family.build_layer(int(name)) for name in dict.fromkeys(self.layer_names)}
             body.add_module(self.family.layers, nn.ModuleDict(layers))
-            if spec.has_head:
+            if spec.is_last:
                 body.add_module(self.family.norm, self.family.build_norm())
             self.add_module(self.family.body, body)
-            if spec.has_head:
+            if spec.is_last:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # Its frequencies follow from the config and are in no state dict: they are real from the start.
         with torch.device("cpu"):
@@ -89,7 +79,7 @@ class StageModule(nn.Module):
             arguments = {kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD) for kind in set(kinds)}
             for name, kind in zip(self.layer_names, kinds, strict=True):
                 layer = layers.get_submodule(name)
-                if self.activation_checkpointing and torch.is_grad_enabled():
+                if self.section.activation_checkpointing and torch.is_grad_enabled():
                     hidden_BTD = checkpoint(layer, hidden_BTD, use_reentrant=False, **arguments[kind])
                 else:
                     hidden_BTD = layer(hidden_BTD, **arguments[kind])
@@ -104,9 +94,9 @@ class StageModule(nn.Module):
         return losses_N.view_as(targets_BT).mean(dim=1)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        if device.type != "cuda" or self.precision == "fp32":
+        if device.type != "cuda" or self.section.precision == "fp32":
             return nullcontext()
-        return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.precision])
+        return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.section.precision])
 
 
 def allocate(module: StageModule) -> None:

@@ -24,8 +24,8 @@ from swarm_peer.model.optimizer import (
     optimizer_state,
     optimizer_state_template,
 )
-from swarm_peer.model.partition import StageSpec, model_costs, stage_cost
-from swarm_peer.model.pretrained import PretrainedSource, load_pretrained
+from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule, allocate, initialise
 
@@ -105,7 +105,7 @@ class StageTrainer:
         self._cache_dir = cache_dir
         self.optimizer_step = 0
         self.num_samples = 0
-        self.module = self._make_module()
+        self.module = StageModule(resolved.config, spec, manifest.model)
         if blank:
             allocate(self.module)
         else:
@@ -118,22 +118,12 @@ class StageTrainer:
             0  # tells passes before a change of weights from those after it, even at one optimizer step
         )
 
-    def _make_module(self) -> StageModule:
-        model = self.manifest.model
-        return StageModule(
-            self.resolved.config,
-            self.spec,
-            share_layers=model.share_layers,
-            activation_checkpointing=model.activation_checkpointing,
-            precision=model.precision,
-        )
-
     def _initialise(self, module: StageModule) -> None:
         model = self.manifest.model
         if model.pretrained is None:
             initialise(module, self.manifest.seed)
         else:
-            load_pretrained(module, module.family, PretrainedSource(model.pretrained, self._cache_dir))
+            load_pretrained(module, module.family, ModelSource(model.pretrained, self._cache_dir))
 
     def forward(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> ForwardPass:
         """Run the stage, and keep what the backward pass needs.
@@ -329,7 +319,7 @@ class StageTrainer:
         Raises:
             UserError: pretrained weights that cannot be read or do not fit; nothing has changed then
         """
-        initial = self._make_module()
+        initial = StageModule(self.resolved.config, self.spec, self.manifest.model)
         self._initialise(initial)
         for parameter, value in zip(self.module.parameters(), initial.parameters(), strict=True):
             parameter.copy_(value)
@@ -364,6 +354,4 @@ class StageTrainer:
 
 def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:
     """More than any optimizer keeps of a stage: five fp32 values a parameter, and room for small entries."""
-    costs = model_costs(resolved.config, resolved.manifest.data.sequence_length)
-    cost = stage_cost(costs, resolved.specs[stage], resolved.manifest.model.share_layers)
-    return 20 * cost.parameters + 2**24
+    return 20 * resolved.costs.of(resolved.specs[stage]).parameters + 2**24

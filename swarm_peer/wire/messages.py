@@ -159,7 +159,7 @@ class VoteReply(Body):
     samples: Samples = 0
 
 
-class AveragePartCall(StageCall):
+class AveragePartCall(Call):
     """One part of the caller's gradients, which the callee averages. Tensor: the part; the reply's: the average.
 
     Attributes:
@@ -168,6 +168,7 @@ class AveragePartCall(StageCall):
     """
 
     op: Literal["average_part"] = "average_part"
+    stage: Stage
     group: bytes = Field(min_length=32, max_length=32)
     part: int = Field(ge=0, lt=2**32)
 

@@ -20,15 +20,13 @@ DEMO = next(path for path in CONFIGS if path.stem == "demo")
 def num_parameters(manifest: RunManifest) -> list[int]:
     """Of each stage, counted on modules without memory."""
     from swarm_peer.model.architecture import parse_model_config
-    from swarm_peer.model.partition import stages_of
+    from swarm_peer.model.resolved import ResolvedManifest
     from swarm_peer.model.stage import StageModule
 
     config = parse_model_config(manifest.model.config)
     return [
         sum(parameter.numel() for parameter in module.parameters())
-        for module in (
-            StageModule(config, spec, share_layers=manifest.model.share_layers) for spec in stages_of(manifest)
-        )
+        for module in (StageModule(config, spec, manifest.model) for spec in ResolvedManifest.of(manifest).specs)
     ]
 
 

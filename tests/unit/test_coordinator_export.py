@@ -14,7 +14,6 @@ import coordinator.cli
 import coordinator.watch.observer
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from swarm_peer.config import RunManifest
-from swarm_peer.model.partition import stages_of
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.state.index import StageState
@@ -54,7 +53,7 @@ def trainers_of(family="gpt2", share_layers=False, **data):
             "optimizer": {"learning_rate": 0.01},
         }
     )
-    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
+    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in ResolvedManifest.of(manifest).specs]
 
 
 def train_and_save(trainers, url, num_steps):

@@ -21,12 +21,12 @@ from coordinator.planning.peers_file import RESERVED_BYTES, load_peers
 from coordinator.planning.plan import make_report
 from coordinator.planning.plan_report import print_report
 from coordinator.planning.stage_work import stage_works, widened_layer_flops
-from swarm_peer.config import RunManifest, load_manifest
+from swarm_peer.config import ModelSection, RunManifest, load_manifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.costs import optimizer_bytes
 from swarm_peer.model.families import family_of
-from swarm_peer.model.partition import cut_stages, stages_of
+from swarm_peer.model.partition import cut_stages
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule, initialise
 from swarm_peer.model.training import StageTrainer
@@ -158,7 +158,7 @@ def test_prices_on_the_command_line_replace_those_of_the_file() -> None:
 def test_parameters_are_those_of_the_modules(name: str) -> None:
     manifest = manifest_of(name)
     config = parse_model_config(manifest.model.config)  # type: ignore[arg-type]
-    modules = [StageModule(config, spec, share_layers=manifest.model.share_layers) for spec in stages_of(manifest)]
+    modules = [StageModule(config, spec, manifest.model) for spec in ResolvedManifest.of(manifest).specs]
     works = stage_works(manifest, manifest.stages.count)
     assert [work.parameters for work in works] == [sum(p.numel() for p in module.parameters()) for module in modules]
 
@@ -198,7 +198,7 @@ def test_activations_are_those_that_autograd_keeps(config: dict[str, Any]) -> No
 def _kept_bytes(config: dict[str, Any], num_layers: int, length: int = 32) -> float:
     """Per token, of a stage in the middle."""
     parsed = parse_model_config(config | {"num_hidden_layers": num_layers + 2})
-    module = StageModule(parsed, cut_stages(parsed, 3, length, [1, num_layers, 1])[1])
+    module = StageModule(parsed, cut_stages(parsed, 3, length, [1, num_layers, 1])[1], ModelSection(config=config))
     initialise(module, 0)
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
@@ -219,7 +219,7 @@ def _kept_bytes(config: dict[str, Any], num_layers: int, length: int = 32) -> fl
 def test_optimizer_state_is_as_large_as_said(optimizer: str) -> None:
     name = () if optimizer.startswith("name") else ("optimizer.name=sgd",)
     manifest = manifest_of("demo", *name, f"optimizer.{optimizer}")
-    trainer = StageTrainer(ResolvedManifest.of(manifest), stages_of(manifest)[1])
+    trainer = StageTrainer(ResolvedManifest.of(manifest), ResolvedManifest.of(manifest).specs[1])
     state = trainer.state_template()
     held = sum(tensor.nbytes for entry, tensor in state.items() if entry.startswith("optimizer/"))
     parameters = sum(parameter.numel() for parameter in trainer.module.parameters())

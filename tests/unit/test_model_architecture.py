@@ -4,7 +4,6 @@ from math import inf
 
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIGS, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
@@ -12,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
-from swarm_peer.model import architecture
+from swarm_peer.model import pretrained
 from swarm_peer.model.architecture import parse_model_config, resolve_model_config
 from swarm_peer.model.families import FAMILIES, family_of
 from swarm_peer.model.partition import (
@@ -20,7 +19,6 @@ from swarm_peer.model.partition import (
     StageSpec,
     cut_stages,
     model_costs,
-    stage_cost,
 )
 from swarm_peer.model.stage import StageModule, initialise
 
@@ -257,19 +255,19 @@ def test_folder_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["./missing", "/missing/folder", "~/missing", "a/b/c"])
 def test_missing_folder(name):
-    with pytest.raises(UserError, match="is no folder: correct the path"):
+    with pytest.raises(UserError, match="is no folder on this machine: correct the path"):
         resolve_model_config(ModelSection(config=name))
 
 
 def test_folder_without_config(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read config\.json there"):
+    with pytest.raises(UserError, match=r"model\.config=.* has no config\.json: give the folder"):
         resolve_model_config(ModelSection(config=str(tmp_path)))
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_folder_with_broken_config(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match="check the folder"):
+    with pytest.raises(UserError, match="mend or replace that file"):
         resolve_model_config(ModelSection(config=str(tmp_path)))
 
 
@@ -277,23 +275,21 @@ def test_hub_name_is_downloaded(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     asked = []
 
-    def download(name, file):
+    def download(name, file, **_):
         asked.append((name, file))
         return str(tmp_path / "config.json")
 
-    monkeypatch.setattr(architecture, "hf_hub_download", download)
+    monkeypatch.setattr(pretrained, "hf_hub_download", download)
     assert resolve_model_config(ModelSection(config="openai-community/gpt2")) == GPT2
     assert asked == [("openai-community/gpt2", "config.json")]
 
 
 def test_unreachable_hub_name(monkeypatch):
-    def download(name, file):
-        raise LocalEntryNotFoundError("cannot reach it\nand more")
+    def download(name, file, **_):
+        raise OSError("cannot reach it\nand more")
 
-    monkeypatch.setattr(architecture, "hf_hub_download", download)
-    with pytest.raises(
-        UserError, match=r"'nobody/nothing' is no folder here, .* \(cannot reach it\): correct"
-    ) as caught:
+    monkeypatch.setattr(pretrained, "hf_hub_download", download)
+    with pytest.raises(UserError, match=r"'nobody/nothing' cannot be had .* \(cannot reach it\): correct") as caught:
         resolve_model_config(ModelSection(config="nobody/nothing"))
     assert "\n" not in str(caught.value)
 
@@ -385,10 +381,11 @@ def test_bad_configs_are_refused_in_one_line(config, message):
 @pytest.mark.parametrize("share_layers", [False, True])
 def test_parameters_are_those_of_the_modules(config, share_layers):
     parsed = parse_model_config(config)
-    costs = model_costs(parsed, sequence_length=12)
+    costs = model_costs(parsed, 12, share_layers)
+    section = ModelSection(config=config, share_layers=share_layers)
     for spec in cut_stages(parsed, 2, 12, layers=(1, 3)):
-        module = StageModule(parsed, spec, share_layers=share_layers)
-        assert stage_cost(costs, spec, share_layers).parameters == sum(p.numel() for p in module.parameters())
+        module = StageModule(parsed, spec, section)
+        assert costs.of(spec).parameters == sum(p.numel() for p in module.parameters())
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -397,7 +394,7 @@ def test_flops_are_those_that_torch_counts(config):
     parsed._attn_implementation = "eager"  # torch counts no operations of the fused attention on a CPU
     num_samples, length = 2, 12
     spec = StageSpec(0, 1, 0, parsed.num_hidden_layers)
-    module = StageModule(parsed, spec)
+    module = StageModule(parsed, spec, ModelSection(config=config))
     initialise(module, seed=0)
     tokens_BT = torch.zeros((num_samples, length), dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
@@ -406,7 +403,7 @@ def test_flops_are_those_that_torch_counts(config):
     # Eager attention multiplies the half of the matrix, too, that the causal mask takes away.
     unmasked = sum(not family.is_masked(index, length) for index in range(parsed.num_hidden_layers))
     masked_half = 2 * length * family.attention_width * unmasked
-    expected = stage_cost(model_costs(parsed, length), spec).forward_flops + masked_half
+    expected = model_costs(parsed, length).of(spec).forward_flops + masked_half
     assert counter.get_total_flops() == num_samples * length * expected
 
 
@@ -426,8 +423,8 @@ def test_a_wider_model_has_more_heads_of_the_same_size(config):
 def test_stage_spec():
     specs = cut_stages(parse_model_config(LLAMA), 3, 12, layers=(1, 2, 1))
     assert [list(spec.layers) for spec in specs] == [[0], [1, 2], [3]]
-    assert [spec.has_embedding for spec in specs] == [True, False, False]
-    assert [spec.has_head for spec in specs] == [False, False, True]
+    assert [spec.is_first for spec in specs] == [True, False, False]
+    assert [spec.is_last for spec in specs] == [False, False, True]
     assert [spec.index for spec in specs] == [0, 1, 2]
     only = cut_stages(parse_model_config(LLAMA), 1, 12)[0]
     assert only.is_first
@@ -445,11 +442,11 @@ def test_stage_spec():
 def test_the_cut_is_the_best_of_all(num_layers, num_stages, vocab_size, share_layers):
     num_stages = min(num_stages, num_layers)
     config = parse_model_config(GPT2 | {"n_layer": num_layers, "vocab_size": vocab_size})
-    costs = model_costs(config, 12)
+    costs = model_costs(config, 12, share_layers)
 
     def stage_costs(bounds):
         specs = [StageSpec(i, num_stages, bounds[i], bounds[i + 1]) for i in range(num_stages)]
-        stages = [stage_cost(costs, spec, share_layers) for spec in specs]
+        stages = [costs.of(spec) for spec in specs]
         flops, parameters = sum(s.forward_flops for s in stages), sum(s.parameters for s in stages)
         return [s.forward_flops / flops + PARAMETER_WEIGHT * s.parameters / parameters for s in stages]
 

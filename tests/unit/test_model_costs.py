@@ -39,7 +39,7 @@ def test_memory_is_predicted_as_it_is_measured(case: Case, figures: dict[str, tu
 def test_parameters_are_those_of_the_modules(case: Case) -> None:
     resolved = case.resolved()
     for spec, costs in zip(resolved.specs, stage_costs(resolved, "cpu"), strict=True):
-        parameters = list(StageModule(resolved.config, spec, share_layers=case.share_layers).parameters())
+        parameters = list(StageModule(resolved.config, spec, resolved.manifest.model).parameters())
         assert costs.parameters == sum(parameter.numel() for parameter in parameters)
 
 

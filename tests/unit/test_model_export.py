@@ -10,7 +10,6 @@ from swarm_peer.errors import UserError
 from swarm_peer.model import export
 from swarm_peer.model.export import export_model
 from swarm_peer.model.families import family_class
-from swarm_peer.model.partition import stages_of
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 
@@ -29,7 +28,7 @@ def train(config, share_layers=False):
             "optimizer": {"learning_rate": 0.01},
         }
     )
-    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
+    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in ResolvedManifest.of(manifest).specs]
     for trainer in trainers:
         trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
     return trainers, {name: value for trainer in trainers for name, value in trainer.state().items()}
@@ -58,9 +57,8 @@ def stage_logits(trainers):
 )
 def test_the_folder_loads_and_computes_the_same(config, share_layers, tmp_path):
     trainers, tensors = train(config, share_layers)
-    specs = [trainer.spec for trainer in trainers]
     folder = tmp_path / "new" / "model"
-    export_model(config, tensors, folder, specs=specs, share_layers=share_layers)
+    export_model(trainers[0].resolved, tensors, folder)
 
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
@@ -90,27 +88,29 @@ def test_states_that_do_not_fit_are_refused(change, message, share_layers, tmp_p
     trainers, tensors = train(LLAMA, share_layers)
     change(tensors)
     with pytest.raises(UserError, match=message):
-        export_model(LLAMA, tensors, tmp_path / "model", specs=[t.spec for t in trainers], share_layers=share_layers)
+        export_model(trainers[0].resolved, tensors, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_layers_that_are_not_shared_are_refused(tmp_path):
-    trainers, tensors = train(LLAMA)
+    _, tensors = train(LLAMA)
+    sharing, _ = train(LLAMA, share_layers=True)
     with pytest.raises(UserError, match=r"tensor model\.layers\.1\.\S+ belongs to no stage's first layer"):
-        export_model(LLAMA, tensors, tmp_path / "model", specs=[t.spec for t in trainers], share_layers=True)
+        export_model(sharing[0].resolved, tensors, tmp_path / "model")
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path):
-    _, tensors = train(LLAMA)
+    trainers, tensors = train(LLAMA)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "precious").touch()
     with pytest.raises(UserError, match="is there already and is no empty folder: name another one"):
-        export_model(LLAMA, tensors, tmp_path / "model")
+        export_model(trainers[0].resolved, tensors, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["precious"]
 
 
 def test_an_empty_folder_is_used(tmp_path):
-    export_model(LLAMA, train(LLAMA)[1], tmp_path)
+    trainers, tensors = train(LLAMA)
+    export_model(trainers[0].resolved, tensors, tmp_path)
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -118,7 +118,8 @@ def test_nothing_is_left_of_an_export_that_failed(tmp_path, monkeypatch):
     def disk_full(*_, **__):
         raise OSError("disk full")
 
+    trainers, tensors = train(LLAMA)
     monkeypatch.setattr(export, "save_file", disk_full)
     with pytest.raises(OSError, match="disk full"):
-        export_model(LLAMA, train(LLAMA)[1], tmp_path / "model")
+        export_model(trainers[0].resolved, tensors, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

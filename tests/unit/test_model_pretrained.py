@@ -18,8 +18,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.model import pretrained
 from swarm_peer.model.architecture import resolve_model, resolve_model_config
 from swarm_peer.model.export import export_model
-from swarm_peer.model.partition import stages_of
-from swarm_peer.model.pretrained import PretrainedSource, check_pretrained
+from swarm_peer.model.pretrained import ModelSource, check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 
@@ -59,7 +58,7 @@ def manifest_of(folder, num_stages=2, cache_dir=None, **model):
 
 def import_stages(folder, num_stages=2):
     manifest = manifest_of(folder, num_stages)
-    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
+    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in ResolvedManifest.of(manifest).specs]
 
 
 def sample():
@@ -114,7 +113,7 @@ def test_an_imported_model_is_exported_as_it_was(family, tied, tmp_path):
     expected = logits_of(save_model(tmp_path / "model", family, tied))
     trainers = import_stages(tmp_path / "model")
     tensors = {name: value for trainer in trainers for name, value in trainer.state().items()}
-    export_model(trainers[0].manifest.model.config, tensors, tmp_path / "exported")
+    export_model(trainers[0].resolved, tensors, tmp_path / "exported")
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not any(report.values())
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
@@ -174,7 +173,7 @@ def test_a_stage_needs_the_files_of_its_own_tensors_only(family, tied, num_stage
     save_model(tmp_path / "whole", family, tied, max_shard_size="8KB")
     index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())["weight_map"]
     manifest = manifest_of(tmp_path / "whole", num_stages)
-    for spec in stages_of(manifest):
+    for spec in ResolvedManifest.of(manifest).specs:
         part = tmp_path / f"part{spec.index}"
         shutil.copytree(tmp_path / "whole", part)
         names = {name for name, _ in StageTrainer(ResolvedManifest.of(manifest), spec).module.named_parameters()}
@@ -219,10 +218,10 @@ def test_a_stage_reads_its_own_tensors_only(family, tied, tmp_path, monkeypatch)
 
     monkeypatch.setattr(pretrained, "safe_open", Spy)
     manifest = manifest_of(tmp_path, 3)
-    for spec in stages_of(manifest):
+    for spec in ResolvedManifest.of(manifest).specs:
         read.clear()
         own = [name for name, _ in StageTrainer(ResolvedManifest.of(manifest), spec).module.named_parameters()]
-        if tied and spec.has_head:
+        if tied and spec.is_last:
             own[own.index("lm_head.weight")] = EMBEDDING[family]
         assert sorted(read) == sorted(own)
 
@@ -276,7 +275,7 @@ def test_a_stage_downloads_the_shards_that_it_needs(hub):
     manifest = manifest_of("someone/tiny", 2)
     index = json.loads((hub.folder / "model.safetensors.index.json").read_text())["weight_map"]
     trainers = []
-    for spec in stages_of(manifest):
+    for spec in ResolvedManifest.of(manifest).specs:
         hub.asked.clear()
         trainers.append(StageTrainer(ResolvedManifest.of(manifest), spec, cache_dir=Path("/cache")))
         shards = {index[name] for name, _ in trainers[-1].module.named_parameters()}
@@ -288,7 +287,7 @@ def test_a_stage_downloads_the_shards_that_it_needs(hub):
 def test_who_takes_the_state_from_another_downloads_nothing(hub):
     save_model(hub.folder, "llama")
     manifest = manifest_of("someone/tiny", 2)
-    for spec in stages_of(manifest):
+    for spec in ResolvedManifest.of(manifest).specs:
         mate = StageTrainer(ResolvedManifest.of(manifest), spec)
         hub.asked.clear()
         trainer = StageTrainer(ResolvedManifest.of(manifest), spec, blank=True)
@@ -329,12 +328,12 @@ def test_a_name_means_the_same_wherever_it_is_read(tmp_path, monkeypatch):
     save_model(tmp_path / "gpt2")
     monkeypatch.chdir(tmp_path)
     assert manifest_of("gpt2").model.pretrained == "./gpt2"
-    assert PretrainedSource("gpt2").folder is None
-    assert PretrainedSource("openai-community/gpt2").folder is None
-    assert PretrainedSource("openai-community/gpt2@refs/pr/1").folder is None
-    assert PretrainedSource("./gpt2").folder == Path("gpt2")
-    assert PretrainedSource("~/gpt2").folder == Path.home() / "gpt2"
-    assert PretrainedSource("data/models/gpt2").folder == Path("data/models/gpt2")
+    assert ModelSource("gpt2").folder is None
+    assert ModelSource("openai-community/gpt2").folder is None
+    assert ModelSource("openai-community/gpt2@refs/pr/1").folder is None
+    assert ModelSource("./gpt2").folder == Path("gpt2")
+    assert ModelSource("~/gpt2").folder == Path.home() / "gpt2"
+    assert ModelSource("data/models/gpt2").folder == Path("data/models/gpt2")
 
 
 def test_a_manifest_with_pretrained_weights_survives_publishing(tmp_path):

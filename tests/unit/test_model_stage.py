@@ -4,6 +4,7 @@ from tiny_models import ALIKE, CONFIGS, GPT2, LENGTH, LLAMA, LLAMA_LONG, VOCABUL
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.families import family_class
@@ -21,7 +22,8 @@ def layers_path(config):
 
 def build(config, num_stages, layers=None, seed=7, **options):
     parsed = parse_model_config(config)
-    modules = [StageModule(parsed, spec, **options) for spec in cut_stages(parsed, num_stages, LENGTH, layers)]
+    section = ModelSection(config=config, **options)
+    modules = [StageModule(parsed, spec, section) for spec in cut_stages(parsed, num_stages, LENGTH, layers)]
     for module in modules:
         initialise(module, seed)
     return modules
@@ -63,7 +65,7 @@ def test_a_stage_holds_its_own_layers_only(config):
 
 def test_nothing_is_real_before_it_is_initialised():
     parsed = parse_model_config(LLAMA)
-    module = StageModule(parsed, StageSpec(0, 1, 0, 4))
+    module = StageModule(parsed, StageSpec(0, 1, 0, 4), ModelSection(config=LLAMA))
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in module.buffers()} == {"cpu"}
     initialise(module, 0)

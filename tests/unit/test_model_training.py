@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.model.architecture import parse_model_config
-from swarm_peer.model.partition import stages_of
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import FP16_LOSS_SCALE, StageTrainer
 
@@ -30,7 +29,7 @@ def make_manifest(config=LLAMA, num_stages=2, **sections):
 
 
 def make_trainers(manifest):
-    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
+    return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in ResolvedManifest.of(manifest).specs]
 
 
 def tokens(seed, num_samples=3):
@@ -402,7 +401,10 @@ def test_a_peer_that_loads_the_state_goes_on_the_same(name):
 def test_a_restart_is_a_beginning(name, num_steps):
     manifest = make_manifest(optimizer={"name": name})
     fresh = make_trainers(manifest)
-    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec, blank=not num_steps) for spec in stages_of(manifest)]
+    trainers = [
+        StageTrainer(ResolvedManifest.of(manifest), spec, blank=not num_steps)
+        for spec in ResolvedManifest.of(manifest).specs
+    ]
     for step in range(num_steps):
         train_step(trainers, step)
     passes = go_forward(trainers, tokens(5))

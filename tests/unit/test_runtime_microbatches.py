@@ -20,7 +20,6 @@ from swarm_peer.errors import (
     PeerUnreachable,
     RoundClosed,
 )
-from swarm_peer.model.partition import stages_of
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.progress_counter import RoundCount
@@ -227,7 +226,7 @@ def make_microbatch(seed=0, round_number=0, mode="train"):
 
 def reference(manifest, seeds=(0,)):
     """Loss sum and mean gradients by stage of the same microbatches in one process."""
-    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in stages_of(manifest)]
+    trainers = [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in ResolvedManifest.of(manifest).specs]
     loss_sum = 0.0
     for seed in seeds:
         passes, gradient = [], None
@@ -788,7 +787,7 @@ async def group_of_two(swarm):
 
 
 def last_stage_sums(manifest, seeds):
-    trainer = StageTrainer(ResolvedManifest.of(manifest), stages_of(manifest)[1])
+    trainer = StageTrainer(ResolvedManifest.of(manifest), ResolvedManifest.of(manifest).specs[1])
     for seed in seeds:
         trainer.backward(trainer.forward(tokens(seed), torch.zeros(SAMPLES, LENGTH, HIDDEN)))
     return trainer.gradient_sums()[0]

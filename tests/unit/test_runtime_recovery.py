@@ -12,7 +12,6 @@ from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
-from swarm_peer.model.partition import stages_of
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
@@ -961,7 +960,10 @@ def assert_equal(state, expected):
 async def test_a_peer_begins_with_the_initial_weights(tmp_path):
     follower = Follower(tmp_path)
     await follower.steps.begin(FIRST_TIMELINE, None)
-    assert_equal(follower.trainer.state(), StageTrainer(ResolvedManifest.of(MANIFEST), stages_of(MANIFEST)[0]).state())
+    assert_equal(
+        follower.trainer.state(),
+        StageTrainer(ResolvedManifest.of(MANIFEST), ResolvedManifest.of(MANIFEST).specs[0]).state(),
+    )
     follower.device_thread.stop()
 
 
@@ -988,7 +990,7 @@ async def test_a_peer_goes_back_to_its_snapshot(follower):
 
 
 async def test_a_peer_goes_back_to_the_initial_weights(follower):
-    initial = StageTrainer(ResolvedManifest.of(MANIFEST), stages_of(MANIFEST)[0])
+    initial = StageTrainer(ResolvedManifest.of(MANIFEST), ResolvedManifest.of(MANIFEST).specs[0])
     running = asyncio.ensure_future(follower.steps.run())
     await follower.rewind(optimizer_step=0)
     await until(lambda: follower.steps.round_number == 38 and follower.admission.is_open)

@@ -12,7 +12,6 @@ from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
-from swarm_peer.model.partition import stages_of
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
@@ -765,7 +764,7 @@ async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
             "schedule": {"name": "cosine", "warmup_steps": 2},
         }
     )
-    spec = stages_of(manifest)[STAGE]
+    spec = ResolvedManifest.of(manifest).specs[STAGE]
     donor = await world.donor("a", round_number=0)
     trainer, newcomer = (
         StageTrainer(ResolvedManifest.of(manifest), spec),
