@@ -222,13 +222,13 @@ def events_of(caplog):
 def patience_s(monkeypatch):
     """The deadlines of all requests, None for the usual one."""
     given = []
-    ask = preemption._Endpoint.ask
+    ask = preemption._Watch.ask
 
     async def recorded(self, method, path, headers, answer_s=None):
         given.append(answer_s)
         return await ask(self, method, path, headers, answer_s)
 
-    monkeypatch.setattr(preemption._Endpoint, "ask", recorded)
+    monkeypatch.setattr(preemption._Watch, "ask", recorded)
     return given
 
 
@@ -719,7 +719,7 @@ async def test_tries_become_rarer_within_a_bound(monkeypatch):
         raise preemption._NoAnswer
 
     monkeypatch.setattr(anyio, "sleep", sleep)
-    monkeypatch.setattr(preemption._Endpoint, "ask", fail)
+    monkeypatch.setattr(preemption._Watch, "ask", fail)
     with pytest.raises(KeyboardInterrupt):
         await wait_for_notice("aws")
     assert slept[0] == 2 * preemption.POLL_S

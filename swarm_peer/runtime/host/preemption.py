@@ -51,12 +51,29 @@ class _Reply:
     body: str
 
 
-class _Endpoint:
-    """A metadata service, which gets one request at a time."""
+class _Watch(ABC):
+    """How to ask one cloud's metadata service for a notice; it gets one request at a time.
+
+    Args:
+        base_url: address of the service
+
+    Attributes:
+        usual_url: address of the cloud's own service
+    """
+
+    usual_url: ClassVar[str]
 
     def __init__(self, client: httpx2.AsyncClient, base_url: str):
         self._client = client
         self._base_url = base_url
+
+    @abstractmethod
+    async def look(self) -> str | None:
+        """Ask the cloud once. Returns its notice for this instance, in words; None if there is no notice.
+
+        Raises:
+            _NoAnswer: the service did not say
+        """
 
     async def ask(self, method: str, path: str, headers: dict[str, str], answer_s: float | None = None) -> _Reply:
         """Send a request and wait for the reply.
@@ -84,27 +101,6 @@ class _Endpoint:
         return _Reply(response.status_code, response.headers, body.decode(errors="replace"))
 
 
-class _Watch(ABC):
-    """How to ask one cloud for a notice.
-
-    Attributes:
-        base_url: address of the cloud's metadata service
-    """
-
-    base_url: ClassVar[str]
-
-    def __init__(self, endpoint: _Endpoint):
-        self._endpoint = endpoint
-
-    @abstractmethod
-    async def look(self) -> str | None:
-        """Ask the cloud once. Returns its notice for this instance, in words; None if there is no notice.
-
-        Raises:
-            _NoAnswer: the service did not say
-        """
-
-
 class _InstanceAction(BaseModel):
     """AWS's notice."""
 
@@ -119,12 +115,10 @@ class _Aws(_Watch):
     arrives.
     """
 
-    base_url = "http://169.254.169.254"
+    usual_url = "http://169.254.169.254"
 
-    def __init__(self, endpoint: _Endpoint):
-        super().__init__(endpoint)
-        self._token: str | None = None
-        self._hinted = False
+    _token: str | None = None
+    _hinted = False
 
     async def look(self) -> str | None:
         body = await self._get("/latest/meta-data/spot/instance-action")
@@ -143,7 +137,7 @@ class _Aws(_Watch):
         known = self._token is not None
         if self._token is None:
             self._token = await self._new_token()
-        reply = await self._endpoint.ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
+        reply = await self.ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
         if reply.status == 401:
             self._token = None
             if known:  # the token has expired
@@ -153,7 +147,7 @@ class _Aws(_Watch):
     async def _new_token(self) -> str:
         path = "/latest/api/token"
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFETIME_S)}
-        token = _body_of(await self._endpoint.ask("PUT", path, headers), path).strip()
+        token = _body_of(await self.ask("PUT", path, headers), path).strip()
         if not (0 < len(token) <= 1024 and token.isascii() and token.isprintable()):
             raise _NoAnswer(f"{path} answered no token")
         return token
@@ -166,18 +160,16 @@ class _Gcp(_Watch):
     is another one, even if it changed between two requests. Without an ETag such a change would be missed.
     """
 
-    base_url = "http://metadata.google.internal"
+    usual_url = "http://metadata.google.internal"
 
-    def __init__(self, endpoint: _Endpoint):
-        super().__init__(endpoint)
-        self._etag: str | None = None
+    _etag: str | None = None
 
     async def look(self) -> str | None:
         path, answer_s = "/computeMetadata/v1/instance/preempted", None
         if self._etag is not None:
             path += f"?wait_for_change=true&timeout_sec={LONG_POLL_S}&last_etag={self._etag}"
             answer_s = LONG_POLL_S + ANSWER_S
-        reply = await self._endpoint.ask("GET", path, {"Metadata-Flavor": "Google"}, answer_s)
+        reply = await self.ask("GET", path, {"Metadata-Flavor": "Google"}, answer_s)
         value = _body_of(reply, path).strip()
         if reply.headers.get("Metadata-Flavor") != "Google":
             raise _NoAnswer(f"{path} is not answered by Google's metadata server")
@@ -207,12 +199,10 @@ class _Azure(_Watch):
     carry it out at once, on all the machines that it names.
     """
 
-    base_url = "http://169.254.169.254"
+    usual_url = "http://169.254.169.254"
 
-    def __init__(self, endpoint: _Endpoint):
-        super().__init__(endpoint)
-        self._name: str | None = None
-        self._answer_s: float | None = AZURE_FIRST_ANSWER_S
+    _name: str | None = None
+    _answer_s: float | None = AZURE_FIRST_ANSWER_S
 
     async def look(self) -> str | None:
         if self._name is None:
@@ -233,7 +223,7 @@ class _Azure(_Watch):
         return name
 
     async def _get(self, path: str, answer_s: float | None = None) -> str:
-        return _body_of(await self._endpoint.ask("GET", path, {"Metadata": "true"}, answer_s), path)
+        return _body_of(await self.ask("GET", path, {"Metadata": "true"}, answer_s), path)
 
 
 _WATCHES: dict[Cloud, type[_Watch]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
@@ -280,7 +270,7 @@ async def wait_for_notice(
         headers={"Accept-Encoding": "identity"},
         limits=httpx2.Limits(max_keepalive_connections=0),
     ) as client:
-        watch = kind(_Endpoint(client, base_url or kind.base_url))
+        watch = kind(client, base_url or kind.usual_url)
         failures = 0
         while True:
             try:
