@@ -65,13 +65,13 @@ def measure(resolved: ResolvedManifest, every_s: float) -> dict[str, float]:
         folder = Path(name)
         for part in ("undisturbed", "killed"):
             (folder / part).mkdir()
-        *_, last = train(Baseline(resolved), manifest.training.steps)
+        *_, last = train(Baseline(resolved))
         run_swarm(manifest, [2, 2], folder / "undisturbed", 900, launch=new_peer)
         killer = Killer(every_s)
         run_swarm(manifest, [2, 2], folder / "killed", 900, script=killer, launch=new_peer)
         return {
             "kills": killer.kills,
-            "baseline": last.validation.loss if last.validation else 0.0,
+            "baseline": last.get("validation_loss", 0.0),
             **{part: last_validation(folder / part) for part in ("undisturbed", "killed")},
         }
 

@@ -21,7 +21,7 @@ from coordinator.run.baseline import STREAM_ID, microbatches_of
 from swarm_peer.config import load_manifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.data.slices import SampleStream
+from swarm_peer.runtime.data.slices import sample_stream
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 # GPipe holds the activations of all microbatches at once, of GPT-2 124M some 0.4 GB each: those of larger global
@@ -68,7 +68,7 @@ def train(options: argparse.Namespace, trainer: StageTrainer) -> None:
     group = min(microbatches, MOST_MICROBATCHES_OF_GPIPE) if options.schedule == "gpipe" else microbatches
     stage = PipelineStage(trainer.module, spec.index, spec.num_stages, trainer.device)
     schedule = SCHEDULES[options.schedule](stage, group, loss_fn=loss_sum, scale_grads=False)
-    batches = microbatches_of(SampleStream(manifest=manifest, stream_id=STREAM_ID), manifest)
+    batches = microbatches_of(sample_stream(manifest, STREAM_ID), manifest)
     metrics = (options.output / "metrics.jsonl").open("w") if spec.is_last else None
     for optimizer_step in range(1, manifest.training.steps + 1):
         begin = time.monotonic()

@@ -33,6 +33,8 @@ Codec = Literal["none", "fp16", "bf16", "blockwise_8bit"]
 CODEC_BLOCK_SIZE = 256
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+# Options that take several addresses one after the other.
+Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
 
 
 def codec_bytes(num_values: int, codec: Codec) -> int:
@@ -148,6 +150,11 @@ class TrainingSection(Section):
     validation_every: int = Field(100, ge=0, description="optimizer steps between validations; 0 for no validation")
     validation_samples: int = Field(32, ge=1, description="held-out samples of one validation")
 
+    def validates_at(self, optimizer_step: int) -> bool:
+        """Whether the weights of this optimizer step are validated."""
+        every = self.validation_every
+        return every > 0 and (optimizer_step % every == 0 or optimizer_step == self.steps)
+
     @model_validator(mode="after")
     def _batches_match(self) -> TrainingSection:
         if self.global_batch_size % self.microbatch_size:
@@ -262,7 +269,7 @@ class RunManifest(Section):
 class PeerOptions(Section):
     """How one peer takes part; each field is an option of swarm-peer."""
 
-    initial_peers: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = Field(
+    initial_peers: Addresses = Field(
         min_length=1, description="Addresses of any peers of the run, as the coordinator prints them."
     )
     stage: str = Field("auto", description="Pipeline stage to serve: a number, or auto for the neediest one.")
@@ -270,10 +277,8 @@ class PeerOptions(Section):
         None, description="Which run to join, where the addresses lead to several (the coordinator's key)."
     )
     device: str = Field("auto", description="cpu, cuda, cuda:N, or auto for the first GPU if there is one.")
-    host_maddrs: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = Field(
-        ("/ip4/0.0.0.0/tcp/0",), description="Multiaddresses to listen on."
-    )
-    announce_maddrs: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = Field(
+    host_maddrs: Addresses = Field(("/ip4/0.0.0.0/tcp/0",), description="Multiaddresses to listen on.")
+    announce_maddrs: Addresses = Field(
         (),
         description="Multiaddresses that other peers dial, if they differ from those it listens on (port forwarding).",
     )

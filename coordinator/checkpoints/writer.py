@@ -16,6 +16,7 @@ import anyio
 
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
+from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -55,34 +56,26 @@ class CheckpointPlan:
 NO_CHECKPOINTS = CheckpointPlan(None)
 
 
-def plan_checkpoints(
-    manifest: RunManifest, url: str, every: int | None, keep: int, resume: str | None
-) -> CheckpointPlan:
+def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOptions) -> CheckpointPlan:
     """Check the checkpoints that a user asked for.
-
-    Args:
-        every: optimizer steps between checkpoints; every snapshot if None; 0 for no checkpoints
 
     Raises:
         UserError: peers keep no snapshots at these steps, or there is nothing to resume from
     """
-    checkpoint = find_checkpoint(resume) if resume is not None else None
+    checkpoint = find_checkpoint(options.resume) if options.resume is not None else None
     if checkpoint is not None:
         _check_fits(checkpoint, manifest)
-    every = manifest.recovery.snapshot_every if every is None else every
+    snapshot_every = manifest.recovery.snapshot_every
+    every = snapshot_every if options.checkpoint_every is None else options.checkpoint_every
     if not every:
         return CheckpointPlan(None, resume=checkpoint)
-    _check_schedule(manifest, every)
-    return CheckpointPlan(CheckpointStore(url, keep), every, checkpoint)
-
-
-def _check_schedule(manifest: RunManifest, every: int) -> None:
-    snapshot_every = manifest.recovery.snapshot_every
     if not snapshot_every or every % snapshot_every:
         raise UserError(
             f"--checkpoint-every {every}: checkpoints are made of the snapshots that peers keep every "
             f"recovery.snapshot_every={snapshot_every} optimizer steps; name a multiple of it, or change it"
         )
+    url = options.checkpoints or str(output / "checkpoints")
+    return CheckpointPlan(CheckpointStore(url, options.keep_checkpoints), every, checkpoint)
 
 
 def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:

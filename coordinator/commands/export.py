@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.commands.options import Addresses
 from swarm_peer.cli import configure_logging
+from swarm_peer.config import Addresses
 from swarm_peer.errors import UserError
 
 

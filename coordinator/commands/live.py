@@ -12,8 +12,9 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from coordinator.commands.options import Addresses, Json, NotNegative, Positive
+from coordinator.commands.options import Json, NotNegative, Positive
 from swarm_peer.cli import configure_logging
+from swarm_peer.config import Addresses
 from swarm_peer.errors import UserError
 
 
@@ -25,17 +26,17 @@ def status(*, initial_peers: Addresses, run_id: str | None = None, json_: Json =
         run_id: Which run, where the addresses lead to several.
     """
     configure_logging("warning")
-    from coordinator.watch.observer import observe_run, summarise
-
-    summary = observe_run(initial_peers, run_id, summarise)
-    if json_:
-        print(json.dumps(summary))
-        return
     from rich.console import Console
 
-    from coordinator.watch.live import summary_table
+    from coordinator.watch.live import run_table
+    from coordinator.watch.observer import look_once, observe_run
+    from coordinator.watch.summary import summarise
 
-    Console().print(summary_table(f"run {summary['name']}", summary))
+    watch = observe_run(initial_peers, run_id, look_once)
+    if json_:
+        print(json.dumps(summarise(watch)))
+    else:
+        Console().print(run_table(watch))
 
 
 def end(*, initial_peers: Addresses, identity_path: Path) -> None:

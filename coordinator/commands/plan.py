@@ -7,9 +7,9 @@ from math import inf
 from pathlib import Path
 from typing import Annotated
 
-from coordinator.commands.options import Addresses, Json, NotNegative, Overrides, Positive
+from coordinator.commands.options import Json, NotNegative, Overrides, Positive
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import load_manifest
+from swarm_peer.config import Addresses, load_manifest
 from swarm_peer.errors import UserError
 
 

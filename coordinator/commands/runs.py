@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from coordinator.commands.options import (
-    CheckpointEvery,
-    CheckpointOptions,
-    Flat,
-    LogLevel,
-    LogTo,
-    Overrides,
-    load_and_resolve,
-)
-from coordinator.run.options import NodeOptions
+from coordinator.commands.options import Flat, LogLevel, LogTo, Overrides, load_and_resolve
+from coordinator.run.options import CheckpointOptions, LocalCheckpointOptions, NodeOptions
 from coordinator.watch.loggers import check_installed, open_loggers
 from swarm_peer.cli import configure_logging
 from swarm_peer.errors import UserError
@@ -54,6 +45,7 @@ def serve(
     check_installed(log_to)
     resolved = load_and_resolve(config, set_, cache_dir)
 
+    from coordinator.checkpoints.writer import plan_checkpoints
     from coordinator.run.rebalancer import RebalancingOptions
     from coordinator.run.serve import run_serve
     from coordinator.run.service import RunOptions
@@ -62,19 +54,12 @@ def serve(
     options = RunOptions(
         output=output,
         resume=True,
-        plan=checkpoints.plan(resolved.manifest, output),
+        plan=plan_checkpoints(resolved.manifest, output, checkpoints),
         cache_dir=cache_dir,
         rebalancing=RebalancingOptions(min_replicas) if rebalance else None,
         standby=standby,
     )
     run_serve(resolved, node, options, log_to)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalCheckpointOptions(CheckpointOptions):
-    """As of any run, but without checkpoints if nothing is said."""
-
-    checkpoint_every: CheckpointEvery = 0
 
 
 def local(
@@ -86,7 +71,7 @@ def local(
     device: str = "cpu",
     cache_dir: Path | None = None,
     sample: int = 0,
-    checkpoints: Annotated[LocalCheckpointOptions, Flat] = LocalCheckpointOptions(),
+    checkpoints: Annotated[LocalCheckpointOptions, Flat] = LocalCheckpointOptions(),  # noqa: B008 (frozen)
     log_to: LogTo = (),
     set_: Overrides = (),
     log_level: LogLevel = "warning",
@@ -110,21 +95,21 @@ def local(
     check_installed(log_to)
     manifest = load_and_resolve(config, set_, cache_dir, steps).manifest
 
+    from coordinator.checkpoints.writer import plan_checkpoints
     from coordinator.run.local import run_local
     from coordinator.run.service import RunOptions
     from swarm_peer.runtime.data.slices import validation_samples
 
     validation_samples(manifest, 1, cache_dir)  # complains here rather than in a peer's log
-    plan = checkpoints.plan(manifest, output)
+    plan = plan_checkpoints(manifest, output, checkpoints)
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir)
     _print_result(run_local(manifest, peers_by_stage, device, options, log_to), sample, cache_dir)
 
 
 def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) -> None:
-    summary = service.watch.summary()
-    validation = summary["validation_loss"]
+    line, validation = service.watch.lines[-1], service.watch.validation_loss
     text = f", validation loss {validation:.4f} nats per token" if validation is not None else ""
-    print(f"{summary['optimizer_step']} optimizer steps done: loss {summary['loss']:.4f}{text}")
+    print(f"{line['optimizer_step']} optimizer steps done: loss {line['loss']:.4f}{text}")
     if num_tokens:
         from coordinator.query.sampling import generate
 
@@ -160,7 +145,7 @@ def baseline(
 
     import torch
 
-    from coordinator.run.baseline import Baseline, metrics_line_of, train
+    from coordinator.run.baseline import Baseline, train
     from coordinator.run.service import check_output
     from coordinator.watch.metrics_file import MetricsFile
     from swarm_peer.model.export import export_model
@@ -169,11 +154,9 @@ def baseline(
     if threads is not None:
         torch.set_num_threads(threads)
     check_output(output)
-    manifest = resolved.manifest
     trained = Baseline(resolved, choose_device(device), cache_dir=cache_dir)
-    with open_loggers(log_to, manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
-        for step in train(trained, manifest.training.steps, cache_dir):
-            line = metrics_line_of(step, manifest)
+    with open_loggers(log_to, resolved.manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
+        for line in train(trained, cache_dir):
             metrics.write(line)
             on_line(line)
             print(json.dumps(line), flush=True)

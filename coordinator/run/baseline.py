@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,21 +17,10 @@ from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.data.slices import SampleStream, validation_samples
+from swarm_peer.runtime.data.slices import sample_stream, validation_samples
 
 # The stream that the baseline reads; peers use their ids.
 STREAM_ID = "baseline"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineStep:
-    """One optimizer step, numbered from 1, and the validation of the weights after it where it was due."""
-
-    optimizer_step: int
-    loss: float
-    samples: int
-    seconds: float
-    validation: ValidationLoss | None = None
 
 
 class Baseline:
@@ -88,35 +76,24 @@ def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iter
         yield list(torch.split(torch.from_numpy(np.stack(batch)), training.microbatch_size))
 
 
-def metrics_line_of(step: BaselineStep, manifest: RunManifest) -> MetricsLine:
-    """The step as a line of metrics.jsonl: each stage has one peer, and the run never goes back."""
-    return metrics_line(
-        optimizer_step=step.optimizer_step,
-        round_number=step.optimizer_step,
-        loss=step.loss,
-        samples=step.samples,
-        seconds=step.seconds,
-        sequence_length=manifest.data.sequence_length,
-        peers=[1] * manifest.stages.count,
-        validation=step.validation,
-    )
-
-
-def train(baseline: Baseline, num_steps: int, cache_dir: Path | None = None) -> Iterator[BaselineStep]:
-    """Train on a sample stream of its own, yielding after each optimizer step."""
+def train(baseline: Baseline, cache_dir: Path | None = None) -> Iterator[MetricsLine]:
+    """Train on a sample stream of its own, yielding the line of metrics.jsonl after each optimizer step."""
     manifest = baseline.manifest
     training = manifest.training
     held_out = validation_samples(manifest, training.validation_samples, cache_dir)
-    stream = SampleStream(manifest=manifest, stream_id=STREAM_ID, cache_dir=cache_dir)
-    batches = microbatches_of(stream, manifest)
-    for optimizer_step in range(1, num_steps + 1):
+    batches = microbatches_of(sample_stream(manifest, STREAM_ID, cache_dir), manifest)
+    for optimizer_step in range(1, training.steps + 1):
         begin = time.monotonic()
         loss, samples = baseline.train_step(next(batches))
         seconds = time.monotonic() - begin
-        due = training.validation_every and (
-            optimizer_step % training.validation_every == 0 or optimizer_step == num_steps
-        )
-        validation = ValidationLoss(baseline.evaluate(held_out), len(held_out)) if due else None
-        yield BaselineStep(
-            optimizer_step=optimizer_step, loss=loss, samples=samples, seconds=seconds, validation=validation
+        due = training.validates_at(optimizer_step)
+        yield metrics_line(
+            optimizer_step=optimizer_step,
+            round_number=optimizer_step,  # the run never goes back
+            loss=loss,
+            samples=samples,
+            seconds=seconds,
+            sequence_length=manifest.data.sequence_length,
+            peers=[1] * manifest.stages.count,
+            validation=ValidationLoss(baseline.evaluate(held_out), len(held_out)) if due else None,
         )

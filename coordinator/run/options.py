@@ -1,4 +1,4 @@
-"""Options of a coordinator's node. Imports nothing heavy: the command line is made of them."""
+"""Options of a coordinator. Imports nothing heavy: the command line is made of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+
+from swarm_peer.config import Addresses
+
+CheckpointEvery = Annotated[
+    int | None,
+    Parameter(
+        help="Optimizer steps between checkpoints, a multiple of recovery.snapshot_every (the default); 0 for none."
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +31,32 @@ class NodeOptions:
         metrics_port: Port for Prometheus; 0 takes a free one; none if not given.
     """
 
-    host_maddrs: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ("/ip4/0.0.0.0/tcp/31337",)
-    announce_maddrs: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
-    initial_peers: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = ()
+    host_maddrs: Addresses = ("/ip4/0.0.0.0/tcp/31337",)
+    announce_maddrs: Addresses = ()
+    initial_peers: Addresses = ()
     identity_path: Path | None = None
     address_file: Path | None = None
     metrics_port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Where a run's checkpoints go, and which one it goes on from.
+
+    Attributes:
+        checkpoints: Folder or URL (such as s3://bucket/run) of checkpoints; OUTPUT/checkpoints if not given.
+        keep_checkpoints: How many of them are kept.
+        resume: Checkpoint folder or URL to go on from: its newest good one, or one of them.
+    """
+
+    checkpoints: str | None = None
+    checkpoint_every: CheckpointEvery = None
+    keep_checkpoints: int = 3
+    resume: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCheckpointOptions(CheckpointOptions):
+    """As of any run, but without checkpoints if nothing is said."""
+
+    checkpoint_every: CheckpointEvery = 0

@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.summary import CoordinatorSummary, RunSummary
 
 # Seconds between lines where the output is no terminal.
 PLAIN_LINE_S = 5.0
@@ -19,9 +18,8 @@ PLAIN_LINE_S = 5.0
 class LiveView:
     """Shows a run in a terminal: a context manager, to `update` after each look at the run."""
 
-    def __init__(self, title: str, num_steps: int, *, console: Console | None = None):
-        self._console = console or Console()
-        self._title = title
+    def __init__(self, num_steps: int):
+        self._console = Console()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -51,67 +49,66 @@ class LiveView:
 
     def update(self, watch: RunWatch) -> None:
         """Show the run as it is now."""
-        summary = watch.summary()
         if not self._console.is_terminal:
-            self._print_line(summary)
+            self._print_line(watch)
             return
-        self._progress.update(self._task, completed=summary["optimizer_step"])
-        self._live.update(Group(summary_table(self._title, summary), self._progress))
+        self._progress.update(self._task, completed=watch.optimizer_step)
+        self._live.update(Group(run_table(watch), self._progress))
 
-    def _print_line(self, summary: RunSummary) -> None:
-        done = summary["optimizer_step"] == summary["optimizer_steps"]
-        if summary["optimizer_step"] == self._printed_step or (
+    def _print_line(self, watch: RunWatch) -> None:
+        done = watch.optimizer_step == watch.manifest.training.steps
+        if watch.optimizer_step == self._printed_step or (
             time.monotonic() < self._printed_at + PLAIN_LINE_S and not done
         ):
             return
-        self._printed_at, self._printed_step = time.monotonic(), summary["optimizer_step"]
-        peers = ",".join(str(len(stage["peers"])) for stage in summary["stages"])
-        self._console.print(
-            f"step {summary['optimizer_step']}/{summary['optimizer_steps']}  "
-            f"loss {_number(summary['loss'], '.4f')}  validation loss "
-            f"{_number(summary['validation_loss'], '.4f')}  {_number(summary['tokens_per_s'], ',.0f')} tokens/s  "
-            f"peers {peers}",
-            highlight=False,
-        )
+        self._printed_at, self._printed_step = time.monotonic(), watch.optimizer_step
+        peers = ",".join(str(len(watch.view.in_stage(stage))) for stage in range(watch.view.num_stages))
+        self._console.print("  ".join([_step(watch), *_figures(watch), f"peers {peers}"]), highlight=False)
 
 
-def summary_table(title: str, summary: RunSummary) -> Table:
+def run_table(watch: RunWatch) -> Table:
     """Stages with their peers, queue and throughput; the run in the caption."""
-    table = Table(
-        title=title,
-        expand=True,
-        caption=(
-            f"step {summary['optimizer_step']}/{summary['optimizer_steps']} "
-            f"({summary['samples_in_round']}/{summary['global_batch_size']} samples of the next)   "
-            f"loss {_number(summary['loss'], '.4f')}   validation loss {_number(summary['validation_loss'], '.4f')}   "
-            f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s"
-            f"{_coordination(summary['coordinator'])}"
-        ),
-    )
+    manifest = watch.manifest
+    samples = f"({watch.current_samples}/{manifest.training.global_batch_size} samples of the next)"
+    caption = "   ".join([f"{_step(watch)} {samples}", *_figures(watch)]) + _coordination(watch)
+    table = Table(title=f"run {manifest.name}", expand=True, caption=caption)
     for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "step"):
         table.add_column(column, justify="right")
-    for stage in summary["stages"]:
-        peers = stage["peers"]
-        serving = [peer for peer in peers if peer["state"] == "serving"]
+    for stage in range(manifest.stages.count):
+        peers, num_serving = watch.view.in_stage(stage), len(watch.view.serving(stage))
         table.add_row(
-            str(stage["stage"]),
-            str(len(serving)),
-            str(len(peers) - len(serving)),
-            str(sum(peer["queue"] for peer in peers)),
-            f"{sum(peer['tokens_per_s'] for peer in peers):,.0f}",
-            str(max((peer["optimizer_step"] for peer in peers), default="-")),
+            str(stage),
+            str(num_serving),
+            str(len(peers) - num_serving),
+            str(sum(peer.queue for peer in peers)),
+            f"{sum(peer.samples_per_s for peer in peers) * manifest.data.sequence_length:,.0f}",
+            str(max((peer.optimizer_step for peer in peers), default="-")),
         )
     return table
 
 
-def _coordination(coordinator: CoordinatorSummary | None) -> str:
+def _coordination(watch: RunWatch) -> str:
     """The coordinator's last decision and the moves that are under way."""
-    if coordinator is None:
+    if watch.coordination is None:
         return ""
+    _, record = watch.coordination
     moves = [
-        f"peer {move['peer'][-8:]} moves from stage {move['from']} to {move['to']}" for move in coordinator["moves"]
+        f"peer {move.peer[-8:]} moves from stage {move.from_stage} to {move.to_stage}" for move in record.assignments
     ]
-    return "".join(f"\n{line}" for line in (coordinator["decision"], *moves) if line)
+    return "".join(f"\n{line}" for line in (record.reason, *moves) if line)
+
+
+def _step(watch: RunWatch) -> str:
+    return f"step {watch.optimizer_step}/{watch.manifest.training.steps}"
+
+
+def _figures(watch: RunWatch) -> list[str]:
+    line = watch.last_line
+    return [
+        f"loss {_number(line['loss'] if line else None, '.4f')}",
+        f"validation loss {_number(watch.validation_loss, '.4f')}",
+        f"{_number(line['tokens_per_s'] if line else None, ',.0f')} tokens/s",
+    ]
 
 
 def _number(value: float | None, form: str) -> str:

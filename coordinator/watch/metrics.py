@@ -29,16 +29,13 @@ class CoordinatorMetrics:
 
     def update(self, watch: RunWatch) -> None:
         """Set the gauges to the run as it is now."""
-        summary = watch.summary()
-        self._step.set(summary["optimizer_step"])
-        self._steps.set(summary["optimizer_steps"])
-        for gauge, value in (
-            (self._loss, summary["loss"]),
-            (self._validation_loss, summary["validation_loss"]),
-            (self._tokens_per_s, summary["tokens_per_s"]),
-        ):
-            if value is not None:
-                gauge.set(value)
+        self._step.set(watch.optimizer_step)
+        self._steps.set(watch.manifest.training.steps)
+        if (line := watch.last_line) is not None:
+            self._loss.set(line["loss"])
+            self._tokens_per_s.set(line["tokens_per_s"])
+        if watch.validation_loss is not None:
+            self._validation_loss.set(watch.validation_loss)
         for stage in range(watch.manifest.stages.count):
             peers = watch.view.in_stage(stage)
             for state in PeerState:

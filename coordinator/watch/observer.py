@@ -18,7 +18,6 @@ import anyio
 
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.summary import RunSummary
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
@@ -44,6 +43,24 @@ NOBODY_S = 2.0
 END_LIFETIME_S = 3600.0
 
 
+def start_node(
+    identity_path: Path, initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str] = ()
+) -> SwarmDHT:
+    """Join a DHT, or begin one, with the identity in a file, which is made if it is missing.
+
+    Raises:
+        UserError: see SwarmDHT.start
+    """
+    return SwarmDHT.start(
+        initial_peers=initial_peers,
+        host_maddrs=host_maddrs,
+        announce_maddrs=announce_maddrs,
+        identity=Identity.load_or_create(identity_path),
+        identity_path=identity_path,
+        metrics=PeerMetrics(),
+    )
+
+
 @contextmanager
 def observer_dht(addresses: Sequence[str]) -> Iterator[SwarmDHT]:
     """Join the DHT of these addresses (from read_addresses), with an identity of its own that is then forgotten.
@@ -52,15 +69,7 @@ def observer_dht(addresses: Sequence[str]) -> Iterator[SwarmDHT]:
         UserError: nobody answers
     """
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        identity_path = Path(folder) / "identity"
-        dht = SwarmDHT.start(
-            initial_peers=addresses,
-            host_maddrs=("/ip4/0.0.0.0/tcp/0",),
-            announce_maddrs=(),
-            identity=Identity.load_or_create(identity_path),
-            identity_path=identity_path,
-            metrics=PeerMetrics(),
-        )
+        dht = start_node(Path(folder) / "identity", addresses, ("/ip4/0.0.0.0/tcp/0",))
         try:
             yield dht
         finally:
@@ -107,14 +116,14 @@ def observe_run(initial_peers: Sequence[str], run_id: str | None, work: Callable
         return run_loop(find_and_work)
 
 
-async def summarise(run: LiveRun) -> RunSummary:
-    """The summary of a live run."""
+async def look_once(run: LiveRun) -> RunWatch:
+    """A live run as it is now."""
     manifest = run.manifest
     watch = RunWatch(manifest, SwarmView(manifest.stages.count))
     await observe(run.dht, await run.directory.refresh(range(manifest.stages.count)), watch)
     records = await run.dht.fetch_coordination(run.run_id)
     watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))
-    return watch.summary()
+    return watch
 
 
 def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high, median_low
 
 from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
-from coordinator.watch.summary import RunSummary, summarise_coordinator, summarise_stages
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.run_progress import Position, is_reached
@@ -31,6 +30,7 @@ class RunWatch:
         lines: the newest lines of metrics.jsonl, one for each optimizer step, in order; a rewind takes some back
         current_round: the round that stage-0 peers work on
         current_samples: samples that count in it so far
+        coordination: the newest term, and the last record of its coordinator
     """
 
     def __init__(self, manifest: RunManifest, view: SwarmView):
@@ -39,12 +39,23 @@ class RunWatch:
         self.lines: list[MetricsLine] = []
         self.current_samples = 0
         self.current_round = 0
-        self._coordination: tuple[Term, CoordinationRecord] | None = None
+        self.coordination: tuple[Term, CoordinationRecord] | None = None
         # Reports that have no line yet, by round, with the peers by stage and the time when they were believed.
         self._reports: dict[int, tuple[RoundReport, list[int], float]] = {}
         self._validations: dict[int, dict[str, tuple[int, float]]] = {}  # by round and author
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
+
+    @property
+    def last_line(self) -> MetricsLine | None:
+        """The line of the last finished step."""
+        return self.lines[-1] if self.lines else None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The newest one, in nats per token."""
+        losses = (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line)
+        return next(losses, self._older_validation_loss)
 
     @property
     def optimizer_step(self) -> int:
@@ -112,7 +123,7 @@ class RunWatch:
 
     def observe_coordinator(self, newest: tuple[Term, CoordinationRecord] | None) -> None:
         """Take in the newest term and the last record of its coordinator, for the summary."""
-        self._coordination = newest
+        self.coordination = newest
 
     def _believe(self, known: Mapping[str, ProgressRecord], now: float) -> None:
         """Take over what stage-0 peers report of rounds since the last one, as far as it can be true."""
@@ -144,9 +155,7 @@ class RunWatch:
         validation = self._validation(report.round_number + 1)
         samples = 0 if validation is None else validation.samples
         training = self.manifest.training
-        due = training.validation_every and (
-            report.optimizer_step % training.validation_every == 0 or report.optimizer_step == training.steps
-        )
+        due = training.validates_at(report.optimizer_step)
         if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
             return None
         return metrics_line(
@@ -159,26 +168,6 @@ class RunWatch:
             peers=peers,
             validation=validation,
         )
-
-    def summary(self) -> RunSummary:
-        """The run as a whole, its stages and their peers, as `status` shows them."""
-        last = self.lines[-1] if self.lines else None
-        return {
-            "name": self.manifest.name,
-            "manifest": self.manifest.hash,
-            "optimizer_step": self.optimizer_step,
-            "optimizer_steps": self.manifest.training.steps,
-            "samples_in_round": self.current_samples,
-            "global_batch_size": self.manifest.training.global_batch_size,
-            "loss": last["loss"] if last else None,
-            "tokens_per_s": last["tokens_per_s"] if last else None,
-            "validation_loss": next(
-                (line["validation_loss"] for line in reversed(self.lines) if "validation_loss" in line),
-                self._older_validation_loss,
-            ),
-            "coordinator": None if self._coordination is None else summarise_coordinator(*self._coordination),
-            "stages": summarise_stages(self.view, self.manifest),
-        }
 
 
 def _reached_by(report: RoundReport) -> Position:

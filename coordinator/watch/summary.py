@@ -1,93 +1,54 @@
-"""The summary of a run that `status` shows, as plain values for people and programs."""
+"""The summary of a run that `status --json` prints, as plain values."""
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any
 
-from swarm_peer.config import RunManifest
+from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.view import PeerView, SwarmView
+from swarm_peer.policy.view import PeerView
 from swarm_peer.wire.records import CoordinationRecord
 
 
-class PeerSummary(TypedDict):
-    """One peer of a stage, as it announced itself last."""
-
-    peer: str
-    state: str
-    optimizer_step: int
-    note: str
-    samples_per_s: float
-    tokens_per_s: float
-    queue: int
-
-
-class StageSummary(TypedDict):
-    """One stage and its peers."""
-
-    stage: int
-    peers: list[PeerSummary]
-
-
-# `from` is a keyword of Python, so that this one cannot be written as a class.
-MoveSummary = TypedDict("MoveSummary", {"peer": str, "from": int, "to": int, "reason": str})
-
-
-class CoordinatorSummary(TypedDict):
-    """The coordinator that acts: its last decision, and the moves that are under way."""
-
-    peer: str
-    term: int
-    decision: str
-    moves: list[MoveSummary]
-
-
-class RunSummary(TypedDict):
-    """The run as a whole; losses in nats per token, None where there is none yet."""
-
-    name: str
-    manifest: str
-    optimizer_step: int
-    optimizer_steps: int
-    samples_in_round: int
-    global_batch_size: int
-    loss: float | None
-    tokens_per_s: float | None
-    validation_loss: float | None
-    coordinator: CoordinatorSummary | None
-    stages: list[StageSummary]
-
-
-def summarise_stages(view: SwarmView, manifest: RunManifest) -> list[StageSummary]:
-    """All stages of a view, each with the peers that announce it."""
+def summarise(watch: RunWatch) -> dict[str, Any]:
+    """The run as a whole, its stages and their peers; losses in nats per token, None where there is none yet."""
+    manifest, line = watch.manifest, watch.last_line
     length = manifest.data.sequence_length
-    return [
-        StageSummary(stage=stage, peers=[_peer_summary(peer, length) for peer in view.in_stage(stage)])
-        for stage in range(manifest.stages.count)
+    return {
+        "name": manifest.name,
+        "manifest": manifest.hash,
+        "optimizer_step": watch.optimizer_step,
+        "optimizer_steps": manifest.training.steps,
+        "samples_in_round": watch.current_samples,
+        "global_batch_size": manifest.training.global_batch_size,
+        "loss": line["loss"] if line else None,
+        "tokens_per_s": line["tokens_per_s"] if line else None,
+        "validation_loss": watch.validation_loss,
+        "coordinator": None if watch.coordination is None else _summarise_coordinator(*watch.coordination),
+        "stages": [
+            {"stage": stage, "peers": [_summarise_peer(peer, length) for peer in watch.view.in_stage(stage)]}
+            for stage in range(manifest.stages.count)
+        ],
+    }
+
+
+def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
+    """One peer of a stage, as it announced itself last."""
+    return {
+        "peer": peer.peer_id,
+        "state": peer.state.value,
+        "optimizer_step": peer.optimizer_step,
+        "note": peer.note,
+        "samples_per_s": round(peer.samples_per_s, 3),
+        "tokens_per_s": round(peer.samples_per_s * sequence_length, 1),
+        "queue": peer.queue,
+    }
+
+
+def _summarise_coordinator(term: Term, record: CoordinationRecord) -> dict[str, Any]:
+    """The coordinator that acts: its last decision, and the moves that are under way."""
+    moves = [
+        {"peer": move.peer, "from": move.from_stage, "to": move.to_stage, "reason": move.reason}
+        for move in record.assignments
     ]
-
-
-def _peer_summary(peer: PeerView, sequence_length: int) -> PeerSummary:
-    return PeerSummary(
-        peer=peer.peer_id,
-        state=peer.state.value,
-        optimizer_step=peer.optimizer_step,
-        note=peer.note,
-        samples_per_s=round(peer.samples_per_s, 3),
-        tokens_per_s=round(peer.samples_per_s * sequence_length, 1),
-        queue=peer.queue,
-    )
-
-
-def summarise_coordinator(term: Term, record: CoordinationRecord) -> CoordinatorSummary:
-    """The last decision of a term's coordinator."""
-    moves: list[MoveSummary] = [
-        {
-            "peer": assignment.peer,
-            "from": assignment.from_stage,
-            "to": assignment.to_stage,
-            "reason": assignment.reason,
-        }
-        for assignment in record.assignments
-    ]
-    return CoordinatorSummary(peer=term.coordinator, term=term.number, decision=record.reason, moves=moves)
+    return {"peer": term.coordinator, "term": term.number, "decision": record.reason, "moves": moves}

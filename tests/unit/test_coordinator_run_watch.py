@@ -4,6 +4,7 @@ import pytest
 
 from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line
 from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, RunWatch
+from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
@@ -137,7 +138,7 @@ def test_the_last_validation_is_known_however_long_ago_it_was():
         watch.observe(view, {"a": record(report(round_number))}, 100.0 * round_number)
         watch.observe(view, {"a": record(report(round_number))}, 100.0 * round_number + VALIDATION_WAIT_S)
     assert watch.lines[0]["optimizer_step"] > 10
-    assert watch.summary()["validation_loss"] == 2.0
+    assert watch.validation_loss == 2.0
 
 
 def test_a_step_that_comes_too_late_is_no_line_any_more():
@@ -408,7 +409,7 @@ def test_progress_of_the_newest_step_is_summed():
 
 
 def test_the_summary_before_anything_happened():
-    summary = make_watch().summary()
+    summary = summarise(make_watch())
     assert summary["optimizer_step"] == 0
     assert summary["loss"] is summary["tokens_per_s"] is summary["validation_loss"] is None
     assert [stage["peers"] for stage in summary["stages"]] == [[], []]
@@ -419,7 +420,7 @@ def test_the_summary():
     watch.observe(VIEW, {"a": record(report(1), round_number=1, samples=4, validations=[(1, 2, 3.0)])}, 0.0)
     watch.observe(VIEW, {"a": record(report(2, loss=2.0), round_number=2, samples=6)}, 0.0)
     watch.observe(VIEW, {"a": record(report(2, loss=2.0), round_number=2, samples=6)}, VALIDATION_WAIT_S)
-    summary = watch.summary()
+    summary = summarise(watch)
     assert json.loads(json.dumps(summary)) == summary
     expected = {
         "name": "watched",

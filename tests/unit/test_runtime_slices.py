@@ -23,7 +23,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.runtime.data import corpus as documents
 from swarm_peer.runtime.data import slices as data
-from swarm_peer.runtime.data.slices import MIN_SLICES, OPEN_SLICES, SampleStream, SliceReader, validation_samples
+from swarm_peer.runtime.data.slices import MIN_SLICES, OPEN_SLICES, SliceReader, sample_stream, validation_samples
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer, load_tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported, so not from a fixture
@@ -71,7 +71,7 @@ def write(folder: Path, kind: str, documents: list[str], name: str = "data", fie
     return str(path)
 
 
-def take(stream: SampleStream, count: int) -> np.ndarray:
+def take(stream: sample_stream, count: int) -> np.ndarray:
     return np.stack(list(islice(stream, count)))
 
 
@@ -161,7 +161,7 @@ def test_slices_are_the_same_in_another_process(tmp_path: Path) -> None:
         "from swarm_peer.policy.data.ranges import SliceId\n"
         "run = RunManifest.model_validate_json(sys.argv[1])\n"
         "windows = [tokens.tobytes() for _, tokens in SliceReader(manifest=run).open(SliceId(1, 5))]\n"
-        "stream = SampleStream(manifest=run, stream_id='a')\n"
+        "stream = sample_stream(run, 'a')\n"
         "samples = [next(stream).tobytes() for _ in range(20)]\n"
         "sys.stdout.write(b''.join(windows + samples).hex())"
     )
@@ -169,7 +169,7 @@ def test_slices_are_the_same_in_another_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=50, env=environment).stdout
     windows = b"".join(windows_of(run, SliceId(1, 5)).values())
-    assert bytes.fromhex(output) == windows + take(SampleStream(manifest=run, stream_id="a"), 20).tobytes()
+    assert bytes.fromhex(output) == windows + take(sample_stream(run, "a"), 20).tobytes()
 
 
 def test_other_slices_passes_and_seeds_give_other_samples(tmp_path: Path) -> None:
@@ -240,11 +240,11 @@ def test_the_open_slices_share_the_shuffle_buffer() -> None:
 
 def test_same_stream_id_gives_the_same_samples(tmp_path: Path) -> None:
     run = many_slices(tmp_path, shuffle_buffer=16)
-    first, again = (take(SampleStream(manifest=run, stream_id="a"), 600) for _ in range(2))
+    first, again = (take(sample_stream(run, "a"), 600) for _ in range(2))
     assert first.shape == (600, LENGTH + 1)
     assert first.dtype == np.int32
     np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, take(SampleStream(manifest=run, stream_id="b"), 600))
+    assert not np.array_equal(first, take(sample_stream(run, "b"), 600))
 
 
 def test_a_stream_reads_all_samples_of_a_pass_and_then_the_next(tmp_path: Path) -> None:
@@ -253,9 +253,7 @@ def test_a_stream_reads_all_samples_of_a_pass_and_then_the_next(tmp_path: Path) 
         sorted(tokens for index in range(64) for tokens in windows_of(run, SliceId(number, index)).values())
         for number in (0, 1)
     ]
-    samples = [
-        sample.tobytes() for sample in take(SampleStream(manifest=run, stream_id="a"), len(passes[0]) + len(passes[1]))
-    ]
+    samples = [sample.tobytes() for sample in take(sample_stream(run, "a"), len(passes[0]) + len(passes[1]))]
     assert sorted(samples[: len(passes[0])]) == passes[0]
     assert sorted(samples[len(passes[0]) :]) == passes[1]
 
@@ -263,7 +261,7 @@ def test_a_stream_reads_all_samples_of_a_pass_and_then_the_next(tmp_path: Path) 
 def test_a_stream_mixes_slices(tmp_path: Path) -> None:
     run = many_slices(tmp_path)
     slice_of = {tokens: index for index in range(64) for tokens in windows_of(run, SliceId(0, index)).values()}
-    slices = [slice_of[sample.tobytes()] for sample in take(SampleStream(manifest=run, stream_id="a"), 100)]
+    slices = [slice_of[sample.tobytes()] for sample in take(sample_stream(run, "a"), 100)]
     assert len(set(slices)) == OPEN_SLICES
     assert slices[:OPEN_SLICES] != sorted(slices[:OPEN_SLICES])
 
@@ -343,7 +341,7 @@ def test_embedded_text_is_there_and_spread() -> None:
     run = manifest()
     held_out = data._held_out(run.data, 0, None)
     assert 32 <= len(held_out) <= run.data.validation_documents
-    assert take(SampleStream(manifest=run, stream_id="a"), 50).shape == (50, LENGTH + 1)
+    assert take(sample_stream(run, "a"), 50).shape == (50, LENGTH + 1)
     samples = validation_samples(run, 32)
     texts = [BytesTokenizer().decode(sample.tolist()).split("\0")[0] for sample in samples]
     sources = {key for key, document in held_out.items() for text in texts if text in document}
@@ -463,11 +461,9 @@ def test_bad_data_is_one_line_that_names_it(tmp_path: Path, section: dict[str, A
     assert "\n" not in str(caught.value)
 
 
-def test_a_stream_reports_bad_data_each_time_it_is_asked(tmp_path: Path) -> None:
-    stream = SampleStream(manifest=manifest(dataset="text", files=[str(tmp_path / "no.txt")]), stream_id="a")
-    for _ in range(2):
-        with pytest.raises(UserError, match="names no file"):
-            next(stream)
+def test_a_stream_reports_bad_data(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="names no file"):
+        next(sample_stream(manifest(dataset="text", files=[str(tmp_path / "no.txt")]), "a"))
 
 
 def test_a_data_set_that_is_all_held_out_ends_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +471,7 @@ def test_a_data_set_that_is_all_held_out_ends_in_an_error(tmp_path: Path, monkey
     everything = {data._fingerprint(text, run.seed): text for text in paragraphs(20)}
     monkeypatch.setattr(data, "_held_out", lambda *_: everything)
     with pytest.raises(UserError, match="no text besides the documents held out"):
-        next(SampleStream(manifest=run, stream_id="a"))
+        next(sample_stream(run, "a"))
 
 
 # --- tokenizers

@@ -266,9 +266,8 @@ class MicrobatchLauncher:
         return self._timeline().optimizer_step_at(round_number)
 
     def _validation_is_due(self, round_number: int) -> bool:
-        every, optimizer_step = self._manifest.training.validation_every, self._optimizer_step(round_number)
-        at_end = optimizer_step == self._manifest.training.steps
-        return bool(every) and round_number > self._validated_round and (optimizer_step % every == 0 or at_end)
+        is_due = self._manifest.training.validates_at(self._optimizer_step(round_number))
+        return is_due and round_number > self._validated_round
 
     async def _validate(self, round_number: int) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the round."""

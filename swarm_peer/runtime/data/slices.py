@@ -48,7 +48,7 @@ from swarm_peer.runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 Item = TypeVar("Item")
 
-__all__ = ["OPEN_SLICES", "SampleStream", "SliceReader", "SliceWindows", "load_tokenizer", "validation_samples"]
+__all__ = ["OPEN_SLICES", "SliceReader", "SliceWindows", "load_tokenizer", "sample_stream", "validation_samples"]
 
 # So that eight peers find eight slices each. A peer that takes over a slice which another one has begun has at most a
 # 64th of a file to tokenize again.
@@ -187,66 +187,41 @@ class SliceWindows:
         raise StopIteration
 
 
-class SampleStream:
-    """Endless iterator over the samples of all slices, pass after pass, for a process that trains alone.
+def sample_stream(
+    manifest: RunManifest, stream_id: str, cache_dir: Path | None = None
+) -> Iterator[npt.NDArray[np.int32]]:
+    """The samples of all slices, pass after pass, without end, for a process that trains alone.
 
     A sample is an array of int32 of shape (T+1,). OPEN_SLICES slices are mixed at a time. The same manifest and
     `stream_id` give the same samples again, bitwise.
 
     Args:
         stream_id: any string; the order of the slices is drawn from it
-        cache_dir, tokenizer: as for SliceReader
+        cache_dir: as for SliceReader
 
     Raises:
         UserError: from `next`: the data or the tokenizer cannot be read, or there is no text to train on
     """
-
-    def __init__(
-        self,
-        *,
-        manifest: RunManifest,
-        stream_id: str,
-        cache_dir: Path | None = None,
-        tokenizer: Tokenizer | None = None,
-    ):
-        self._reader = SliceReader(manifest=manifest, cache_dir=cache_dir, tokenizer=tokenizer)
-        self._rng = f"{manifest.seed}/{stream_id}"
-        self._samples: Iterator[npt.NDArray[np.int32]] | None = None
-
-    def __iter__(self) -> SampleStream:
-        return self
-
-    def __next__(self) -> npt.NDArray[np.int32]:
-        if self._samples is None:
-            self._samples = self._read(random.Random(self._rng))
-        try:
-            return next(self._samples)
-        except UserError:
-            self._samples = None  # the generator would raise nothing but StopIteration from now on
-            raise
-
-    def _read(self, rng: random.Random) -> Iterator[npt.NDArray[np.int32]]:
-        for pass_number in itertools.count():
-            is_empty = True
-            order = list(range(self._reader.num_slices()))
-            rng.shuffle(order)
-            slices = (self._reader.open(SliceId(pass_number, index)) for index in order)
-            opened = list(itertools.islice(slices, OPEN_SLICES))
-            while opened:
-                position = rng.randrange(len(opened))
-                item = next(opened[position], None)
-                if item is None:
-                    opened[position : position + 1] = itertools.islice(slices, 1)
-                    continue
-                is_empty = False
-                yield item[1]
-            if is_empty:
-                raise self._reader.no_text()
+    reader, rng = SliceReader(manifest=manifest, cache_dir=cache_dir), random.Random(f"{manifest.seed}/{stream_id}")
+    for pass_number in itertools.count():
+        is_empty = True
+        order = list(range(reader.num_slices()))
+        rng.shuffle(order)
+        slices = (reader.open(SliceId(pass_number, index)) for index in order)
+        opened = list(itertools.islice(slices, OPEN_SLICES))
+        while opened:
+            position = rng.randrange(len(opened))
+            item = next(opened[position], None)
+            if item is None:
+                opened[position : position + 1] = itertools.islice(slices, 1)
+                continue
+            is_empty = False
+            yield item[1]
+        if is_empty:
+            raise reader.no_text()
 
 
-def validation_samples(
-    manifest: RunManifest, num_samples: int, cache_dir: Path | None = None, tokenizer: Tokenizer | None = None
-) -> npt.NDArray[np.int32]:
+def validation_samples(manifest: RunManifest, num_samples: int, cache_dir: Path | None = None) -> npt.NDArray[np.int32]:
     """The held-out samples of a run, int32 of shape (N, T+1). They are the same for every peer, and in no slice.
 
     They are spread evenly over the held-out documents, so a larger or smaller number of them covers the same text. N is
@@ -257,7 +232,7 @@ def validation_samples(
     """
     data = manifest.data
     documents = list(_held_out(data, manifest.seed, cache_dir).values())
-    samples = samples_of(manifest, documents, num_samples, cache_dir, tokenizer)
+    samples = samples_of(manifest, documents, num_samples, cache_dir)
     if samples is None:
         raise UserError(
             f"the {len(documents)} documents held out for validation are too short for one sample of "
@@ -268,11 +243,7 @@ def validation_samples(
 
 
 def samples_of(
-    manifest: RunManifest,
-    documents: Iterable[str],
-    num_samples: int,
-    cache_dir: Path | None = None,
-    tokenizer: Tokenizer | None = None,
+    manifest: RunManifest, documents: Iterable[str], num_samples: int, cache_dir: Path | None = None
 ) -> npt.NDArray[np.int32] | None:
     """At most `num_samples` samples, spread evenly over some documents, int32 of shape (N, T+1).
 
@@ -282,8 +253,7 @@ def samples_of(
     Raises:
         UserError: the tokenizer cannot be loaded
     """
-    tokenizer = tokenizer or _tokenizer_of(manifest, cache_dir)
-    windows = list(_pack(documents, tokenizer, manifest.data.sequence_length))
+    windows = list(_pack(documents, _tokenizer_of(manifest, cache_dir), manifest.data.sequence_length))
     if not windows:
         return None
     count = min(num_samples, len(windows))
