@@ -21,7 +21,7 @@ import anyio
 
 from coordinator.checkpoints.fetching import open_transport
 from coordinator.query.live_model import LiveModel
-from coordinator.run.local import LOOPBACK, peers_running
+from coordinator.run.local import LOOPBACK, LocalPeers
 from coordinator.run.service import RunOptions, RunService
 from coordinator.watch.observer import observer_directory
 from swarm_peer.config import load_manifest
@@ -99,7 +99,7 @@ def main() -> None:
             metrics=PeerMetrics(),
         )
         try:
-            with peers_running(dht.addresses(), PEERS_BY_STAGE, output):
+            with LocalPeers(dht.addresses(), PEERS_BY_STAGE, output).running():
                 service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=output))
                 run_loop(measure, service, dht, output, options.phases, options.phase_seconds)
         finally:

@@ -20,13 +20,11 @@ import anyio
 from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
+from coordinator.watch.observer import start_node
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import die_with_parent, run_loop
-from swarm_peer.runtime.network.dht import SwarmDHT
-from swarm_peer.wire.identity import Identity
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +37,6 @@ WATCH_PROCESSES_S = 0.5
 class Process(Protocol):
     """The part of subprocess.Popen that is used here."""
 
-    pid: int
-
     @property
     def returncode(self) -> int | None:
         """See subprocess.Popen."""
@@ -49,9 +45,6 @@ class Process(Protocol):
         """See subprocess.Popen."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """See subprocess.Popen."""
-
-    def send_signal(self, number: int, /) -> None:
         """See subprocess.Popen."""
 
     def terminate(self) -> None:
@@ -107,26 +100,17 @@ def run_local(
     check_output(output)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        identity = Identity.load_or_create(Path(folder) / "identity")
-        dht = SwarmDHT.start(
-            initial_peers=(),
-            host_maddrs=(LOOPBACK,),
-            announce_maddrs=(),
-            identity=identity,
-            identity_path=Path(folder) / "identity",
-            metrics=PeerMetrics(),
-        )
+        dht = start_node(Path(folder) / "identity", (), (LOOPBACK,))
         try:
             with (
                 open_loggers(log_to, manifest, output, options.resume) as on_line,
-                LiveView(f"run {manifest.name}", manifest.training.steps) as live,
+                LiveView(manifest.training.steps) as live,
             ):
                 events = RunEvents(on_update=live.update, on_line=on_line)
                 service = RunService(resolved, dht, options, events=events)
-                with peers_running(
-                    dht.addresses(), peers_by_stage, output, device=device, cache_dir=options.cache_dir
-                ) as running:
-                    run_loop(_watch, service, running.peers)
+                peers = LocalPeers(dht.addresses(), peers_by_stage, output, device=device, cache_dir=options.cache_dir)
+                with peers.running():
+                    run_loop(_watch, service, peers.peers)
         finally:
             dht.shutdown()
     return service
@@ -160,27 +144,39 @@ class LocalPeers:
     """Peers of one run as child processes of this one.
 
     Args:
+        peers_by_stage: how many each stage gets; together they share the cores
         output: folder of the run; the peers' logs go to a folder below it
-        num_peers: number of peers that share the cores
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
+        peers_by_stage: Sequence[int],
         output: Path,
         *,
-        num_peers: int,
         device: str = "cpu",
         cache_dir: Path | None = None,
         launch: Launch | None = None,
     ):
         self.peers: list[LocalPeer] = []
         self._addresses = addresses
+        self._peers_by_stage = peers_by_stage
         self._logs = output / "logs"
-        self._threads = max(1, (os.cpu_count() or 1) // max(1, num_peers))
+        self._threads = max(1, (os.cpu_count() or 1) // max(1, sum(peers_by_stage)))
         self._device = device
         self._cache_dir = cache_dir
         self._launch = launch or launch_peer
+
+    @contextmanager
+    def running(self) -> Iterator[LocalPeers]:
+        """Start the peers; on leaving, have all of them go, by force if they do not."""
+        try:
+            for stage, count in enumerate(self._peers_by_stage):
+                for number in range(count):
+                    self.start(stage, f"{stage}.{number}")
+            yield self
+        finally:
+            self.stop()
 
     def start(self, stage: int | str, name: str, launch: Launch | None = None) -> LocalPeer:
         """Start a peer of a stage, or of the stage that it chooses itself (auto)."""
@@ -213,29 +209,6 @@ class LocalPeers:
                     )
                     peer.process.kill()
                     peer.process.wait()
-
-
-@contextmanager
-def peers_running(
-    addresses: Sequence[str],
-    peers_by_stage: Sequence[int],
-    output: Path,
-    *,
-    device: str = "cpu",
-    cache_dir: Path | None = None,
-    launch: Launch | None = None,
-) -> Iterator[LocalPeers]:
-    """Start the peers; on leaving, have all of them go, by force if they do not."""
-    running = LocalPeers(
-        addresses, output, num_peers=sum(peers_by_stage), device=device, cache_dir=cache_dir, launch=launch
-    )
-    try:
-        for stage, count in enumerate(peers_by_stage):
-            for number in range(count):
-                running.start(stage, f"{stage}.{number}")
-        yield running
-    finally:
-        running.stop()
 
 
 def launch_peer(

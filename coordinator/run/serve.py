@@ -19,11 +19,11 @@ from coordinator.run.options import NodeOptions
 from coordinator.run.service import RunEvents, RunOptions, RunService, check_output, join_command
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
-from coordinator.watch.observer import observer_directory
+from coordinator.watch.observer import observer_directory, start_node
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.host.metrics import serve_metrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import parse_manifest, read_addresses
@@ -55,10 +55,11 @@ def run_serve(
         # libp2p would take two nodes of one identity for one.
         own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
         begins = not node.initial_peers and options.plan.resume is None
-        if begins:
-            dht = _start_where_it_was(options.output, lambda addresses: _start_node(node, own_path, addresses))
-        else:
-            dht = _start_node(node, own_path, read_addresses(node.initial_peers))
+
+        def start(addresses: Sequence[str]) -> SwarmDHT:
+            return start_node(own_path, addresses, node.host_maddrs, node.announce_maddrs)
+
+        dht = _start_where_it_was(options.output, start) if begins else start(read_addresses(node.initial_peers))
         try:
             run_key = Identity.load_or_create(key_path)
             must_be_known = options.standby or (begins and _has_begun(options.output))
@@ -67,17 +68,6 @@ def run_serve(
             _serve_on(dht, run_key, resolved, node, options, log_to)
         finally:
             dht.shutdown()
-
-
-def _start_node(node: NodeOptions, identity_path: Path, addresses: Sequence[str]) -> SwarmDHT:
-    return SwarmDHT.start(
-        initial_peers=addresses,
-        host_maddrs=node.host_maddrs,
-        announce_maddrs=node.announce_maddrs,
-        identity=Identity.load_or_create(identity_path),
-        identity_path=identity_path,
-        metrics=PeerMetrics(),
-    )
 
 
 def _serve_on(
@@ -93,7 +83,7 @@ def _serve_on(
     addresses = dht.addresses()
     with (
         open_loggers(log_to, manifest, options.output, resume=True) as on_line,
-        LiveView(f"run {manifest.name}", manifest.training.steps) as live,
+        LiveView(manifest.training.steps) as live,
     ):
 
         def on_ready() -> None:

@@ -7,10 +7,10 @@ the DHT.
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, SwarmErro
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -43,13 +43,7 @@ from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import ListSnapshotsCall
-from swarm_peer.wire.records import (
-    MANIFESTS_KEY,
-    ManifestRecord,
-    Record,
-    TimelineRecord,
-    timeline_key,
-)
+from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord, Record, TimelineRecord, timeline_key
 
 log = logging.getLogger(__name__)
 
@@ -178,10 +172,17 @@ class RunService:
             SwarmError: the DHT process has died, or the run was ended before its model was saved
         """
         check_output(self._options.output)
-        metrics_file = MetricsFile(self._options.output, self._options.resume)
-        try:
+        with (
+            closing(MetricsFile(self._options.output, self._options.resume)) as metrics_file,
+            tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as scratch,
+        ):
             async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
-                coordination = await self._begin(transport, metrics_file, tasks)
+                tasks.start_soon(self._dht.watch)
+                if self._options.plan.resume is not None:
+                    await self._resume_run(self._options.plan.resume, transport, metrics_file, Path(scratch))
+                else:
+                    await self._find_timeline()
+                coordination = await self._begin(transport, tasks)
                 saved = False
                 while not saved and self.ended is None:
                     await self._look_at_run(metrics_file, coordination)
@@ -189,19 +190,12 @@ class RunService:
                         saved = await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
                 tasks.cancel_scope.cancel()
-        finally:
-            metrics_file.close()
         if not saved and coordination.acts and self._steps_are_done():
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
-    async def _begin(self, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup) -> Coordination:
+    async def _begin(self, transport: P2PTransport, tasks: TaskGroup) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""
-        tasks.start_soon(self._dht.watch)
-        if self._options.plan.resume is not None:
-            self._timeline = await self._resume_run(self._options.plan.resume, transport, metrics_file, tasks)
-        else:
-            await self._find_timeline()
         await self._publish_run()
         tasks.start_soon(self._keep_published)
         self._events.on_ready()
@@ -263,10 +257,6 @@ class RunService:
     async def _look_for_end(self) -> None:
         self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
 
-    async def look(self, stages: Sequence[int]) -> SwarmView:
-        """Look up which peers announce these stages now."""
-        return await self._directory.refresh(stages)
-
     async def end(self, reason: str) -> None:
         """Tell the peers, and other coordinators, that they may go."""
         await end_run_for(self._dht, self._run_key, self._begun, reason)
@@ -284,14 +274,13 @@ class RunService:
             return
 
     async def _resume_run(
-        self, checkpoint: Checkpoint, transport: P2PTransport, metrics_file: MetricsFile, tasks: TaskGroup
-    ) -> Timeline:
+        self, checkpoint: Checkpoint, transport: P2PTransport, metrics_file: MetricsFile, scratch: Path
+    ) -> None:
+        """Begin a new timeline from a checkpoint, whose states are kept in the folder `scratch` for peers."""
         round_number = max(checkpoint.round_number, metrics_file.round_number) + ROUNDS_BETWEEN_TIMELINES
-        folder = Path(tempfile.mkdtemp(prefix="swarm-"))
-        tasks.start_soon(_removed_at_end, folder)
-        resumption = Resumption(self.manifest, checkpoint, first_round=round_number, folder=folder)
+        resumption = Resumption(self.manifest, checkpoint, first_round=round_number, folder=scratch)
         await resumption.prepare(transport)
-        return resumption.timeline
+        self._timeline = resumption.timeline
 
     async def _drop_silent_peers(self, transport: P2PTransport) -> None:
         """Call peers that have missed an announcement: to wait until the last one expires would take longer."""
@@ -344,10 +333,3 @@ class RunService:
         await anyio.to_thread.run_sync(export_states, self.resolved, states, self.model_folder, self._options.cache_dir)
         log.info("model_saved folder=%s", self.model_folder)
         return True
-
-
-async def _removed_at_end(folder: Path) -> None:
-    try:
-        await anyio.sleep_forever()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

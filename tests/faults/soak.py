@@ -143,7 +143,7 @@ class Soak:
         async with open_transport(swarm.dht, metrics) as transport:
             for stage in range(NUM_STAGES):
                 found: dict[int, list[str]] = {}
-                view = await swarm.service.look([stage])
+                view = await swarm.service._directory.refresh([stage])
                 newest = swarm.optimizer_step // SNAPSHOT_EVERY * SNAPSHOT_EVERY
                 for optimizer_step in range(max(newest - SNAPSHOT_EVERY, SNAPSHOT_EVERY), newest + 1, SNAPSHOT_EVERY):
                     if (created_at_round := swarm.service.watch.created_at_round(optimizer_step)) is None:

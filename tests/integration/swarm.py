@@ -18,7 +18,7 @@ import torch
 from forks import fork
 
 from coordinator.checkpoints.fetching import open_transport
-from coordinator.run.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer, peers_running
+from coordinator.run.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer
 from coordinator.run.service import RunOptions, RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
@@ -266,7 +266,7 @@ def run_swarm(
     )
     try:
         service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder))
-        with peers_running(dht.addresses(), peers_by_stage, folder, launch=launch(records, "")) as running:
+        with LocalPeers(dht.addresses(), peers_by_stage, folder, launch=launch(records, "")).running() as running:
             live = LiveSwarm(service, dht, running, records, launch)
             states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
         live.check_exit_codes()
@@ -305,7 +305,7 @@ async def _train_and_fetch(
         states = []
         async with open_transport(dht, PeerMetrics()) as transport:
             for stage in range(manifest.stages.count):
-                view = await service.look([stage])
+                view = await service._directory.refresh([stage])
                 call = StateIndexCall(manifest=manifest.hash, of_stage=stage, min_round=service.watch.round_number + 1)
                 limit = max_state_bytes(ResolvedManifest.of(manifest), stage)
                 peers = [peer.peer_id for peer in view.serving(stage) if peer.peer_id not in live.dead_ids()]
