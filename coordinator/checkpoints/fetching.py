@@ -55,12 +55,19 @@ async def fetch_states(
         SwarmError: a stage's peers did not give their state, or the run is too fast
     """
     states: dict[int, StageState] = {}
+
+    async def fetch(stage: int, target: int) -> None:
+        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target)
+
     for number in range(MODEL_TRIES):
         view = await directory.refresh(range(resolved.num_stages))
         margin = 2 ** max(number - 1, 0) - 1
         target = max(min_round, aim(view, states.values(), resolved.manifest.training.steps, margin))
-        missing = [stage for stage in range(resolved.num_stages) if _round_of(states.get(stage)) != target]
-        states |= await _fetch_all(transport, directory, resolved, missing, target)
+        with first_error():
+            async with anyio.create_task_group() as tasks:
+                for stage in range(resolved.num_stages):
+                    if stage not in states or states[stage].round_number != target:
+                        tasks.start_soon(fetch, stage, target)
         if len({(state.round_number, state.optimizer_step) for state in states.values()}) == 1:
             return [states[stage] for stage in range(resolved.num_stages)]
         log.info("states_differ rounds=%s", ",".join(str(states[stage].round_number) for stage in sorted(states)))
@@ -86,25 +93,6 @@ def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin:
     ]
     round_number, optimizer_step = max([newest, *given])
     return min(round_number + max(min(margin, num_updates - optimizer_step), 0), MAX_ROUND)
-
-
-def _round_of(state: StageState | None) -> int:
-    return -1 if state is None else state.round_number
-
-
-async def _fetch_all(
-    transport: Transport, directory: Directory, resolved: ResolvedManifest, stages: list[int], min_round: int
-) -> dict[int, StageState]:
-    states: dict[int, StageState] = {}
-
-    async def fetch(stage: int) -> None:
-        states[stage] = await _fetch_stage(transport, directory, resolved, stage, min_round)
-
-    with first_error():
-        async with anyio.create_task_group() as tasks:
-            for stage in stages:
-                tasks.start_soon(fetch, stage)
-    return states
 
 
 async def _fetch_stage(

@@ -124,13 +124,8 @@ def write_checkpoint(
     entries = {MANIFEST: files.write(f"{folder}/{MANIFEST}", lambda path: path.write_bytes(manifest_json))}
     for stage, state in enumerate(stages):
         name, tensors = _stage_file(stage), {key: value.cpu().contiguous() for key, value in state.tensors.items()}
-        notes = {
-            "manifest": manifest.hash,
-            "stage": str(stage),
-            "updates": str(optimizer_step),
-            "history_hash": state.history_hash,
-        }
-        notes |= {"format": "pt", "step": str(state.round_number)}
+        notes = {"format": "pt", "manifest": manifest.hash, "history_hash": state.history_hash}
+        notes |= {"stage": str(stage), "updates": str(optimizer_step), "step": str(state.round_number)}
         entries[name] = files.write(f"{folder}/{name}", _saving(tensors, notes))
     fields = tuple(StateFields(**{key: getattr(state, key) for key in StateFields.model_fields}) for state in stages)
     contents = Contents(optimizer_step=optimizer_step, manifest=manifest.hash, stages=fields, files=entries)

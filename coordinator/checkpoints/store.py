@@ -78,7 +78,7 @@ class CheckpointStore:
             ) from error
         log.info("checkpoint_saved path=%s optimizer_step=%d bytes=%d", folder, optimizer_step, num_bytes)
         try:
-            self._prune(known_good=folder)
+            self.prune(known_good=folder)
         except (OSError, UserError) as error:
             log.warning("checkpoints_not_pruned path=%s reason=%s", self._url, one_line(error))
         return self._files.address(folder)
@@ -123,20 +123,17 @@ class CheckpointStore:
         complete = [folder for folder in found if self._is_complete(folder)]
         return open_checkpoint(self._files, (complete or found)[0])
 
-    def prune(self) -> None:
+    def prune(self, known_good: str | None = None) -> None:
         """Remove all but the newest complete checkpoints, and the remains of saves that were cut off.
 
         If all that would stay are damaged, the newest good one stays, too; if none is good, all stay.
 
-        Raises:
-            UserError: the store does not answer
-        """
-        try:
-            self._prune(known_good=None)
-        except OSError as error:
-            raise UserError(f"cannot prune {self._url} ({one_line(error)}): check permissions and network") from error
+        Args:
+            known_good: a checkpoint that need not be read to know that it is good
 
-    def _prune(self, known_good: str | None) -> None:
+        Raises:
+            UserError, OSError: the store does not answer
+        """
         folders = self._folders()
         complete = [folder for folder in folders if self._is_complete(folder)]
         if not complete:

@@ -7,7 +7,8 @@ tokens, days and dollars.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from dataclasses import asdict
+from math import inf, isfinite
 from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
@@ -105,47 +106,30 @@ def _misfit(manifest: RunManifest, made: Plan, num_stages: int | None, num_layer
 
 
 def _group_report(made: Plan, prediction: Prediction, index: int) -> dict[str, Any]:
-    group = made.groups[index]
-    return {
-        "name": group.name,
-        "count": group.count,
-        "used": sum(stage.peers[index] for stage in prediction.stages),
-        "flops_per_s": group.flops_per_s,
-        "memory_bytes": _finite(group.memory_bytes),
-        "upload_bytes_per_s": _finite(group.upload_bytes_per_s),
-        "download_bytes_per_s": _finite(group.download_bytes_per_s),
-        "latency_s": group.latency_s,
-        "dollars_per_hour": group.dollars_per_hour,
-        "dollars_per_gb": group.dollars_per_sent_byte * 1e9,
-    }
+    group = _finite(asdict(made.groups[index]))
+    dollars_per_gb = group.pop("dollars_per_sent_byte") * 1e9
+    used = sum(stage.peers[index] for stage in prediction.stages)
+    return group | {"used": used, "dollars_per_gb": dollars_per_gb}
 
 
-def _finite(value: float) -> float | None:
-    return value if isfinite(value) else None
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value == inf else value for name, value in values.items()}
 
 
 def _stage_reports(made: Plan, option: Option, prediction: Prediction, length: int) -> list[dict[str, Any]]:
     reports, first = [], 0
     for index, (work, stage) in enumerate(zip(option.works, prediction.stages, strict=True)):
+        fields = _finite(asdict(stage)) | asdict(work.memory)
+        samples_per_s = fields.pop("samples_per_s")
         reports.append(
-            {
+            fields
+            | {
                 "stage": index,
                 "first_layer": first,
                 "layers": work.layers,
                 "parameters": work.parameters,
                 "peers": {g.name: n for g, n in zip(made.groups, stage.peers, strict=True) if n},
-                "tokens_per_s": stage.samples_per_s * length,
-                "limit": stage.limit,
-                "busy_share": stage.busy_share,
-                "in_flight": stage.in_flight,
-                "memory_bytes": stage.memory_bytes,
-                "memory_limit_bytes": _finite(stage.memory_limit_bytes),
-                "weight_bytes": work.memory.weight_bytes,
-                "weight_gradient_bytes": work.memory.weight_gradient_bytes,
-                "optimizer_bytes": work.memory.optimizer_bytes,
-                "microbatch_bytes": work.memory.microbatch_bytes,
-                "averaging_s": stage.averaging_s,
-                "update_s": stage.update_s,
+                "tokens_per_s": samples_per_s * length,
             }
         )
         first += work.layers

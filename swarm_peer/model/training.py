@@ -114,9 +114,8 @@ class StageTrainer:
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
-        self._weights_version = (
-            0  # tells passes before a change of weights from those after it, even at one optimizer step
-        )
+        # Tells passes before a change of weights from those after it, even at one optimizer step.
+        self._weights_version = 0
 
     def _initialise(self, module: StageModule) -> None:
         model = self.manifest.model
@@ -228,14 +227,10 @@ class StageTrainer:
 
         Zeros where nothing is accumulated; weigh it by `num_samples` when averaging with others.
         """
-        means = []
-        for parameter in self.module.parameters():
-            if parameter.grad is None or self.num_samples == 0:
-                means.append(torch.zeros(parameter.shape))
-            else:
-                total = parameter.grad.to("cpu", torch.float32, copy=True)
-                means.append(total.div_(self.num_samples * self.loss_scale))
-        return means
+        sums, num_samples = self.gradient_sums()
+        if num_samples == 0:
+            return [torch.zeros_like(total) for total in sums]
+        return [total.div_(num_samples * self.loss_scale) for total in sums]
 
     def gradient_sums(self) -> tuple[list[Tensor], int]:
         """The accumulated gradients (CPU copies, fp32) and how many samples they are of, for a stage-mate."""

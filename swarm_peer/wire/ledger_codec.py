@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgpack
 from pydantic import AfterValidator, Field
@@ -15,28 +15,25 @@ from swarm_peer.policy.data.sample_ledger import MAX_PASSES, MAX_SLICES, MAX_WIN
 MAX_LEDGER_BYTES = 16 << 20
 
 
-def _check_range(item: WindowRange) -> WindowRange:
-    if not (
-        0 <= item.pass_number < MAX_PASSES
-        and 0 <= item.slice_index < MAX_SLICES
-        and 0 <= item.start <= item.end <= MAX_WINDOWS
-    ):
-        raise ValueError("no range of windows")
+AnySlice = TypeVar("AnySlice", SliceId, WindowRange)
+
+
+def _check_slice(item: AnySlice) -> AnySlice:
+    if not (0 <= item.pass_number < MAX_PASSES and 0 <= item.slice_index < MAX_SLICES):
+        raise ValueError("no slice")
     return item
+
+
+def _check_range(item: WindowRange) -> WindowRange:
+    if not 0 <= item.start <= item.end <= MAX_WINDOWS:
+        raise ValueError("no range of windows")
+    return _check_slice(item)
 
 
 # Fields of pydantic models. `CountedRanges` are the samples that a peer has counted in one round. The schema checks
 # nothing but their form; `SampleLedger.admits` checks whether they can be samples of this run.
 CountedRange = Annotated[WindowRange, AfterValidator(_check_range)]
 CountedRanges = Annotated[tuple[CountedRange, ...], Field(max_length=MAX_RANGES)]
-
-
-def _check_slice(item: SliceId) -> SliceId:
-    if not (0 <= item.pass_number < MAX_PASSES and 0 <= item.slice_index < MAX_SLICES):
-        raise ValueError("no slice")
-    return item
-
-
 SliceName = Annotated[SliceId, AfterValidator(_check_slice)]
 
 

@@ -118,8 +118,7 @@ def test_what_was_there_is_a_duplicate() -> None:
     assert ledger.add([WindowRange(0, 0, 3, 9)]) == 3
     assert ledger.add([WindowRange(0, 1, 3, 9)]) == 0, "another slice"
     assert ledger.add([WindowRange(1, 0, 3, 9)]) == 0, "another pass"
-    ledger.finish(SliceId(0, 0), 10)
-    assert ledger.is_finished(SliceId(0, 0))
+    ledger.add([WindowRange(0, 0, 10, 10, True)])
     assert ledger.add([WindowRange(0, 0, 2, 4)]) == 2, "of a finished slice"
     finish_pass(ledger)
     assert ledger.current_pass == 1
@@ -135,7 +134,6 @@ def test_a_slice_is_finished_when_its_end_is_known_and_all_before_has_counted(or
         ledger.note_lease(SliceId(0, 2), "a")
         ledger.add([news[index]])
         assert ledger.is_finished(SliceId(0, 2)) == (position == 2)
-    assert ledger.num_finished == 1
     assert ledger.counted(SliceId(0, 2)) == (WindowRange(0, 2, 0, 6, True),)
     assert ledger.uncounted(SliceId(0, 2)) == ((), MAX_WINDOWS)
     assert ledger.owner(SliceId(0, 2)) is None, "there is nothing to lease any more"
@@ -143,7 +141,7 @@ def test_a_slice_is_finished_when_its_end_is_known_and_all_before_has_counted(or
 
 def test_a_slice_without_windows_is_finished_at_once() -> None:
     ledger = SampleLedger(NUM_SLICES)
-    ledger.finish(SliceId(0, 1), 0)
+    ledger.add([WindowRange(0, 1, 0, 0, True)])
     assert ledger.is_finished(SliceId(0, 1))
 
 
@@ -166,10 +164,10 @@ def test_of_two_ends_the_smaller_one_counts() -> None:
     for ends in ((5, 7), (7, 5)):
         ledger = SampleLedger(NUM_SLICES)
         for end in ends:
-            ledger.finish(SliceId(0, 0), end)
+            ledger.add([WindowRange(0, 0, end, end, True)])
         ledger.add([WindowRange(0, 0, 0, 5)])
         assert ledger.is_finished(SliceId(0, 0))
-    ledger.finish(SliceId(0, 0), 3)
+    ledger.add([WindowRange(0, 0, 3, 3, True)])
     assert ledger.counted(SliceId(0, 0)) == (WindowRange(0, 0, 0, 3, True),)
 
 
@@ -393,7 +391,8 @@ def test_no_ledger(value: object) -> None:
 def test_a_ledger_has_no_more_facts_than_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm_peer.policy.data.sample_ledger.MAX_SPARE_FACTS", 3)
     ranges = [[0, 0, 2 * n, 2 * n + 1, False] for n in range(12)]
-    assert decode_ledger(msgpack.packb([4, 0, ranges[:-1]]), 4).num_finished == 0
+    ledger = decode_ledger(msgpack.packb([4, 0, ranges[:-1]]), 4)
+    assert not any(ledger.is_finished(SliceId(0, index)) for index in range(4))
     with pytest.raises(InvalidMessage, match="12 facts: at most 11 go with 4 slices"):
         decode_ledger(msgpack.packb([4, 0, ranges]), 4)
 

@@ -118,12 +118,6 @@ class SampleLedger:
 
     __hash__ = None  # type: ignore[assignment]  # it changes
 
-    @property
-    def num_finished(self) -> int:
-        """The number of finished slices in the current pass: all their samples have counted."""
-        known = self._passes.get(self.current_pass)
-        return len(known.finished) if known else 0
-
     # --- facts
 
     def admits(self, item: WindowRange) -> bool:
@@ -184,10 +178,6 @@ class SampleLedger:
                 elif item.end == 0:
                     max_empty -= 1
             yield item
-
-    def finish(self, slice_id: SliceId, num_windows: int) -> None:
-        """Note where a slice ends. The slice is finished when all windows before its end have counted."""
-        self.add([WindowRange(*slice_id, num_windows, num_windows, True)])
 
     def begin_pass(self, pass_number: int) -> None:
         """Note that all samples of the passes before `pass_number` have counted. An older pass changes nothing."""
