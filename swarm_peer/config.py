@@ -51,31 +51,26 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error."""
+    """Base of all sections: immutable, and an unknown key is an error. The text under a field describes it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelSection(Section):
     """The model, and the weights that it begins with."""
 
-    config: dict[str, Any] | str | None = Field(
-        None,
-        description="transformers config: inline (with model_type), a local folder, or a hub name; if not given, the "
-        "config of the pretrained model",
-    )
-    pretrained: Name | None = Field(
-        None,
-        description="weights to begin with: a local folder of safetensors or a hub name, perhaps with @REVISION; if "
-        "not given, random weights, drawn with the seed",
-    )
-    share_layers: bool = Field(False, description="all transformer layers of a stage share their weights")
-    activation_checkpointing: bool = Field(
-        False, description="keep only a stage's input, recompute the rest in the backward pass"
-    )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="autocast type on GPUs; weights are always fp32, and CPUs compute in fp32"
-    )
+    config: dict[str, Any] | str | None = None
+    """transformers config: inline (with model_type), a local folder, or a hub name; if not given, the config of the
+    pretrained model"""
+    pretrained: Name | None = None
+    """weights to begin with: a local folder of safetensors or a hub name, perhaps with @REVISION; if not given, random
+    weights, drawn with the seed"""
+    share_layers: bool = False
+    """all transformer layers of a stage share their weights"""
+    activation_checkpointing: bool = False
+    """keep only a stage's input, recompute the rest in the backward pass"""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """autocast type on GPUs; weights are always fp32, and CPUs compute in fp32"""
 
     @model_validator(mode="after")
     def _has_a_source(self) -> ModelSection:
@@ -91,13 +86,12 @@ class ModelSection(Section):
 class StagesSection(Section):
     """How the model is cut into stages."""
 
-    count: int = Field(ge=1, le=256, description="number of pipeline stages K")
-    layers: tuple[int, ...] | None = Field(
-        None, description="number of transformer layers of each stage; if not given, the stages are balanced by cost"
-    )
-    peers_to_start: int = Field(
-        1, ge=1, description="peers that each stage must have before the run's first microbatch is launched"
-    )
+    count: int = Field(ge=1, le=256)
+    """number of pipeline stages K"""
+    layers: tuple[int, ...] | None = None
+    """number of transformer layers of each stage; if not given, the stages are balanced by cost"""
+    peers_to_start: int = Field(1, ge=1)
+    """peers that each stage must have before the run's first microbatch is launched"""
 
     @model_validator(mode="after")
     def _explicit_cut_matches(self) -> StagesSection:
@@ -112,21 +106,25 @@ class StagesSection(Section):
 class DataSection(Section):
     """The training data, and how it becomes samples."""
 
-    dataset: Name = Field(
-        "embedded",
-        description="embedded (text that comes with every Python), text, json or parquet (with files), a local folder "
-        "(a path that begins with ., / or ~), or a hub name",
-    )
-    files: tuple[Name, ...] = Field((), description="local files or glob patterns for text, json and parquet")
-    subset: Name | None = Field(None, description="name of the hub dataset's configuration")
-    split: Name = Field("train", description="split to train on")
-    text_field: str = Field("text", description="name of the field that holds the text")
-    tokenizer: Name = Field("bytes", description="bytes, or a tokenizer's hub name or local folder")
-    sequence_length: int = Field(ge=2, le=1 << 20, description="tokens of a sample, T")
-    shuffle_buffer: int = Field(
-        1024, ge=1, description="size of the buffer that shuffles a stream, in documents and in samples"
-    )
-    validation_documents: int = Field(64, ge=1, description="documents kept from training, for validation")
+    dataset: Name = "embedded"
+    """embedded (text that comes with every Python), text, json or parquet (with files), a local folder (a path that
+    begins with ., / or ~), or a hub name"""
+    files: tuple[Name, ...] = ()
+    """local files or glob patterns for text, json and parquet"""
+    subset: Name | None = None
+    """name of the hub dataset's configuration"""
+    split: Name = "train"
+    """split to train on"""
+    text_field: str = "text"
+    """name of the field that holds the text"""
+    tokenizer: Name = "bytes"
+    """bytes, or a tokenizer's hub name or local folder"""
+    sequence_length: int = Field(ge=2, le=1 << 20)
+    """tokens of a sample, T"""
+    shuffle_buffer: int = Field(1024, ge=1)
+    """size of the buffer that shuffles a stream, in documents and in samples"""
+    validation_documents: int = Field(64, ge=1)
+    """documents kept from training, for validation"""
 
     @model_validator(mode="after")
     def _files_match(self) -> DataSection:
@@ -141,14 +139,18 @@ class DataSection(Section):
 class TrainingSection(Section):
     """How long the run trains, and in which batches."""
 
-    steps: int = Field(ge=1, description="optimizer steps of the whole run")
-    global_batch_size: int = Field(ge=1, description="samples of one optimizer step")
-    microbatch_size: int = Field(ge=1, description="samples of one microbatch, which travel together")
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="clip each stage's gradient to this norm; null for no clipping"
-    )
-    validation_every: int = Field(100, ge=0, description="optimizer steps between validations; 0 for no validation")
-    validation_samples: int = Field(32, ge=1, description="held-out samples of one validation")
+    steps: int = Field(ge=1)
+    """optimizer steps of the whole run"""
+    global_batch_size: int = Field(ge=1)
+    """samples of one optimizer step"""
+    microbatch_size: int = Field(ge=1)
+    """samples of one microbatch, which travel together"""
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    """clip each stage's gradient to this norm; null for no clipping"""
+    validation_every: int = Field(100, ge=0)
+    """optimizer steps between validations; 0 for no validation"""
+    validation_samples: int = Field(32, ge=1)
+    """held-out samples of one validation"""
 
     def validates_at(self, optimizer_step: int) -> bool:
         """Whether the weights of this optimizer step are validated."""
@@ -172,69 +174,71 @@ class OptimizerSection(Section):
     learning_rate: float = Field(gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1, description="for sgd")
-    weight_decay: float = Field(0.0, ge=0, description="decay of matrices; vectors (biases, norms) are not decayed")
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """for sgd"""
+    weight_decay: float = Field(0.0, ge=0)
+    """decay of matrices; vectors (biases, norms) are not decayed"""
 
 
 class ScheduleSection(Section):
     """The learning rate over the run's optimizer steps."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    final_fraction: float = Field(0.1, ge=0, le=1, description="the last learning rate as a share of the highest")
+    warmup_steps: int = Field(0, ge=0)
+    """optimizer steps of linear warm-up"""
+    final_fraction: float = Field(0.1, ge=0, le=1)
+    """the last learning rate as a share of the highest"""
 
 
 class WireSection(Section):
     """How activations and their gradients are encoded between stages."""
 
-    activations: Codec = Field("none", description="codec of activations between stages")
-    gradients: Codec = Field("none", description="codec of activation gradients between stages")
+    activations: Codec = "none"
+    """codec of activations between stages"""
+    gradients: Codec = "none"
+    """codec of activation gradients between stages"""
 
 
 class AveragingSection(Section):
     """How stage-mates average their gradients."""
 
     mode: Literal["synchronous"] = "synchronous"
-    compression: Codec = Field("none", description="codec of weight gradients within a stage")
-    round_timeout_s: float = Field(
-        60.0, gt=0, description="longest averaging round, in seconds; set it to about three times a normal one"
-    )
-    chunk_timeout_s: float = Field(
-        8.0, gt=0, description="seconds of silence after which a stage-mate is dropped from an averaging round"
-    )
-    max_tries: int = Field(
-        3, ge=1, description="averaging rounds that may fail before each stage-mate offers its own gradient instead"
-    )
+    compression: Codec = "none"
+    """codec of weight gradients within a stage"""
+    round_timeout_s: float = Field(60.0, gt=0)
+    """longest averaging round, in seconds; set it to about three times a normal one"""
+    chunk_timeout_s: float = Field(8.0, gt=0)
+    """seconds of silence after which a stage-mate is dropped from an averaging round"""
+    max_tries: int = Field(3, ge=1)
+    """averaging rounds that may fail before each stage-mate offers its own gradient instead"""
 
 
 class RecoverySection(Section):
     """How a run survives the loss of a whole stage."""
 
-    snapshot_every: int = Field(
-        50,
-        ge=0,
-        description="optimizer steps between snapshots; each peer keeps one of its own stage and one of the next, so "
-        "that other peers can take over a stage that has lost all its peers; 0 for no snapshots",
-    )
+    snapshot_every: int = Field(50, ge=0)
+    """optimizer steps between snapshots; each peer keeps one of its own stage and one of the next, so that other peers
+    can take over a stage that has lost all its peers; 0 for no snapshots"""
 
 
 class LimitsSection(Section):
     """Deadlines, tries and lifetimes that all peers keep."""
 
-    hop_timeout_s: float = Field(
-        60.0, gt=0, description="longest wait for one hop's reply, in seconds, the time of later stages included"
-    )
-    hop_tries: int = Field(
-        4, ge=1, description="peers tried for one hop before it fails and the stage before tries another peer"
-    )
-    max_in_flight: int = Field(8, ge=1, description="most microbatches that one peer holds at once")
-    announcement_s: float = Field(30.0, ge=2, description="lifetime of an announcement in the DHT, in seconds")
+    hop_timeout_s: float = Field(60.0, gt=0)
+    """longest wait for one hop's reply, in seconds, the time of later stages included"""
+    hop_tries: int = Field(4, ge=1)
+    """peers tried for one hop before it fails and the stage before tries another peer"""
+    max_in_flight: int = Field(8, ge=1)
+    """most microbatches that one peer holds at once"""
+    announcement_s: float = Field(30.0, ge=2)
+    """lifetime of an announcement in the DHT, in seconds"""
 
 
 class RunManifest(Section):
     """Everything that all peers of a run must agree on; immutable, identified by its hash."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="name of the run: a-z, 0-9 and -")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """name of the run: a-z, 0-9 and -"""
     seed: int = Field(0, ge=0, lt=2**63)
     model: ModelSection
     stages: StagesSection
@@ -269,46 +273,36 @@ class RunManifest(Section):
 class PeerOptions(Section):
     """How one peer takes part; each field is an option of swarm-peer."""
 
-    initial_peers: Addresses = Field(
-        min_length=1, description="Addresses of any peers of the run, as the coordinator prints them."
-    )
-    stage: str = Field("auto", description="Pipeline stage to serve: a number, or auto for the neediest one.")
-    run_id: str | None = Field(
-        None, description="Which run to join, where the addresses lead to several (the coordinator's key)."
-    )
-    device: str = Field("auto", description="cpu, cuda, cuda:N, or auto for the first GPU if there is one.")
-    host_maddrs: Addresses = Field(("/ip4/0.0.0.0/tcp/0",), description="Multiaddresses to listen on.")
-    announce_maddrs: Addresses = Field(
-        (),
-        description="Multiaddresses that other peers dial, if they differ from those it listens on (port forwarding).",
-    )
-    identity_path: Path | None = Field(
-        None,
-        description="File of the private key, created if it is missing; if not given, each start has a new identity.",
-    )
-    metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="Port for Prometheus metrics; 0 for any free port; no metrics if not given."
-    )
-    cache_dir: Path | None = Field(None, description="Where datasets and tokenizers are cached.")
-    data_dir: Path | None = Field(
-        None, description="Folder that the run may read local data files from; none if not given."
-    )
-    max_memory: ByteSize | None = Field(
-        None, description="Memory that training may use, such as 8GiB; all of the device's memory if not given."
-    )
-    grace_s: float = Field(
-        20.0, gt=0, description="Seconds to finish and hand over its work when told to leave; spot instances have 30."
-    )
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads that torch computes with; torch's own choice if not given."
-    )
-    preemption_notice: Literal["none", "aws", "gcp", "azure"] = Field(
-        "none",
-        description="Cloud provider; the peer leaves when it gives notice that it takes this spot instance away.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe log line to print."
-    )
+    initial_peers: Addresses = Field(min_length=1)
+    """Addresses of any peers of the run, as the coordinator prints them."""
+    stage: str = "auto"
+    """Pipeline stage to serve: a number, or auto for the neediest one."""
+    run_id: str | None = None
+    """Which run to join, where the addresses lead to several (the coordinator's key)."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto for the first GPU if there is one."""
+    host_maddrs: Addresses = ("/ip4/0.0.0.0/tcp/0",)
+    """Multiaddresses to listen on."""
+    announce_maddrs: Addresses = ()
+    """Multiaddresses that other peers dial, if they differ from those it listens on (port forwarding)."""
+    identity_path: Path | None = None
+    """File of the private key, created if it is missing; if not given, each start has a new identity."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Port for Prometheus metrics; 0 for any free port; no metrics if not given."""
+    cache_dir: Path | None = None
+    """Where datasets and tokenizers are cached."""
+    data_dir: Path | None = None
+    """Folder that the run may read local data files from; none if not given."""
+    max_memory: ByteSize | None = None
+    """Memory that training may use, such as 8GiB; all of the device's memory if not given."""
+    grace_s: float = Field(20.0, gt=0)
+    """Seconds to finish and hand over its work when told to leave; spot instances have 30."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads that torch computes with; torch's own choice if not given."""
+    preemption_notice: Literal["none", "aws", "gcp", "azure"] = "none"
+    """Cloud provider; the peer leaves when it gives notice that it takes this spot instance away."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log line to print."""
 
     @field_validator("stage")
     @classmethod

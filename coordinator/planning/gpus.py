@@ -23,9 +23,12 @@ class Gpu(Section):
 
     name: str
     aliases: tuple[str, ...] = ()
-    fp32: float = Field(gt=0, description="peak TFLOP/s")
-    fp16: float | None = Field(None, gt=0, description="peak TFLOP/s of matrix units that add up in fp32")
-    bf16: float | None = Field(None, gt=0, description="peak TFLOP/s of matrix units")
+    fp32: float = Field(gt=0)
+    """peak TFLOP/s"""
+    fp16: float | None = Field(None, gt=0)
+    """peak TFLOP/s of matrix units that add up in fp32"""
+    bf16: float | None = Field(None, gt=0)
+    """peak TFLOP/s of matrix units"""
     memory_gb: float = Field(gt=0)
     source: str
 

@@ -28,26 +28,28 @@ RESERVED_BYTES = 1.0e9
 class PeerGroupSection(Section):
     """Some peers that are alike."""
 
-    gpu: str | None = Field(None, description="a GPU of the table, such as T4: for its TFLOP/s and memory")
-    tflops: float | None = Field(
-        None, gt=0, description="peak TFLOP/s of one peer at the run's precision; that of the GPU if not given"
-    )
-    utilisation: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of the peak that training reaches; 0.3 in 16 bits, 0.6 in fp32 if not given",
-    )
-    memory_gb: float | None = Field(
-        None, gt=0, description="memory of the device, 1e9 bytes; that of the GPU if not given"
-    )
-    name: str | None = Field(None, min_length=1, description="what reports call them; the GPU if not given")
-    count: int = Field(1, ge=1, le=100_000, description="how many there are")
-    upload_mbps: float = Field(gt=0, description="megabits per second that one peer sends")
-    download_mbps: float = Field(gt=0, description="megabits per second that one peer receives")
-    latency_ms: float = Field(0.0, ge=0, description="round trip to another peer")
-    dollars_per_hour: float = Field(0.0, ge=0, description="price of one peer")
-    dollars_per_gb: float = Field(0.0, ge=0, description="price of what it sends, per 1e9 bytes")
+    gpu: str | None = None
+    """a GPU of the table, such as T4: for its TFLOP/s and memory"""
+    tflops: float | None = Field(None, gt=0)
+    """peak TFLOP/s of one peer at the run's precision; that of the GPU if not given"""
+    utilisation: float | None = Field(None, gt=0, le=1)
+    """share of the peak that training reaches; 0.3 in 16 bits, 0.6 in fp32 if not given"""
+    memory_gb: float | None = Field(None, gt=0)
+    """memory of the device, 1e9 bytes; that of the GPU if not given"""
+    name: str | None = Field(None, min_length=1)
+    """what reports call them; the GPU if not given"""
+    count: int = Field(1, ge=1, le=100_000)
+    """how many there are"""
+    upload_mbps: float = Field(gt=0)
+    """megabits per second that one peer sends"""
+    download_mbps: float = Field(gt=0)
+    """megabits per second that one peer receives"""
+    latency_ms: float = Field(0.0, ge=0)
+    """round trip to another peer"""
+    dollars_per_hour: float = Field(0.0, ge=0)
+    """price of one peer"""
+    dollars_per_gb: float = Field(0.0, ge=0)
+    """price of what it sends, per 1e9 bytes"""
 
     @model_validator(mode="after")
     def _can_compute(self) -> PeerGroupSection:
@@ -82,7 +84,8 @@ class PeerGroupSection(Section):
 class PeersFile(Section):
     """The content of a file of peers."""
 
-    peers: tuple[PeerGroupSection, ...] = Field(min_length=1, description="groups of peers that are alike")
+    peers: tuple[PeerGroupSection, ...] = Field(min_length=1)
+    """groups of peers that are alike"""
 
 
 def load_peers(path: Path, precision: Precision) -> list[PeerGroup]:
