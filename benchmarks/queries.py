@@ -23,14 +23,13 @@ from coordinator.checkpoints.fetching import open_transport
 from coordinator.query.live_model import LiveModel
 from coordinator.run.local import LOOPBACK, LocalPeers
 from coordinator.run.service import RunOptions, RunService
-from coordinator.watch.observer import observer_directory
-from swarm_peer.config import load_manifest
+from coordinator.watch.observer import observer_directory, open_node
+from swarm_peer.config import RunManifest, load_manifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.slices import validation_samples
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network.dht import SwarmDHT
-from swarm_peer.wire.identity import Identity
 
 PEERS_BY_STAGE = [2, 2]
 WARM_UP_STEPS = 5
@@ -79,6 +78,16 @@ async def measure(service: RunService, dht: SwarmDHT, output: Path, phases: int,
     print(f"ratio with queries to without: {median(ratios):.3f}  of {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
 
 
+async def run(manifest: RunManifest, output: Path, phases: int, phase_s: float) -> None:
+    """Start a swarm and measure it."""
+    async with (
+        open_node(output / "identity", (), (LOOPBACK,)) as dht,
+        LocalPeers(dht.addresses, PEERS_BY_STAGE, output).running(),
+    ):
+        service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=output))
+        await measure(service, dht, output, phases, phase_s)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,20 +99,7 @@ def main() -> None:
     manifest = load_manifest(options.config, ("training.steps=1000000", "training.validation_every=0"))
     with tempfile.TemporaryDirectory() as folder:
         output = options.output or Path(folder)
-        dht = SwarmDHT.start(
-            initial_peers=(),
-            host_maddrs=(LOOPBACK,),
-            announce_maddrs=(),
-            identity=Identity.load_or_create(output / "identity"),
-            identity_path=output / "identity",
-            metrics=PeerMetrics(),
-        )
-        try:
-            with LocalPeers(dht.addresses(), PEERS_BY_STAGE, output).running():
-                service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=output))
-                run_loop(measure, service, dht, output, options.phases, options.phase_seconds)
-        finally:
-            dht.shutdown()
+        run_loop(run, manifest, output, options.phases, options.phase_seconds)
 
 
 if __name__ == "__main__":

@@ -31,14 +31,7 @@ def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
 
 def _exit_on_sigterm() -> None:
     """Exit at once on SIGTERM, until the peer takes part in the run and has something to hand over."""
-    me = os.getpid()
-
-    def leave(number: int, frame: object) -> None:
-        if os.getpid() != me:  # a child process inherits this handler, and has nothing of its own to clean up
-            os._exit(128 + number)
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 
 
 def configure_logging(level: str) -> None:

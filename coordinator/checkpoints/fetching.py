@@ -36,9 +36,7 @@ MODEL_TRIES = 8
 @asynccontextmanager
 async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P2PTransport]:
     """A transport for downloading states."""
-    async with P2PTransport.open(
-        await dht.p2p(), max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics
-    ) as transport:
+    async with P2PTransport.open(dht.p2p, max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics) as transport:
         yield transport
 
 

@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import anyio
+import anyio.to_thread
 
 from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
-from coordinator.watch.observer import start_node
+from coordinator.watch.observer import open_node
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -93,27 +94,34 @@ def run_local(
         )
     stages = manifest.stages.model_copy(update={"peers_to_start": min(peers_by_stage)})
     resolved = ResolvedManifest.of(manifest.model_copy(update={"stages": stages}))
-    manifest = resolved.manifest
     # A checkpoint is gone on from, and with it the folder's metrics.jsonl; anything else begins anew.
     options = replace(options, resume=options.plan.resume is not None)
-    output = options.output
-    check_output(output)
-    output.mkdir(parents=True, exist_ok=True)
+    check_output(options.output)
+    options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        dht = start_node(Path(folder) / "identity", (), (LOOPBACK,))
-        try:
-            with (
-                open_loggers(log_to, manifest, output, options.resume) as on_line,
-                LiveView(manifest.training.steps) as live,
-            ):
-                events = RunEvents(on_update=live.update, on_line=on_line)
-                service = RunService(resolved, dht, options, events=events)
-                peers = LocalPeers(dht.addresses(), peers_by_stage, output, device=device, cache_dir=options.cache_dir)
-                with peers.running():
-                    run_loop(_watch, service, peers.peers)
-        finally:
-            dht.shutdown()
-    return service
+        return run_loop(_run, resolved, Path(folder), peers_by_stage, device, options, log_to)
+
+
+async def _run(
+    resolved: ResolvedManifest,
+    folder: Path,
+    peers_by_stage: Sequence[int],
+    device: str,
+    options: RunOptions,
+    log_to: Sequence[LoggerName],
+) -> RunService:
+    manifest, output = resolved.manifest, options.output
+    async with open_node(folder / "identity", (), (LOOPBACK,)) as dht:
+        with (
+            open_loggers(log_to, manifest, output, options.resume) as on_line,
+            LiveView(manifest.training.steps) as live,
+        ):
+            events = RunEvents(on_update=live.update, on_line=on_line)
+            service = RunService(resolved, dht, options, events=events)
+            peers = LocalPeers(dht.addresses, peers_by_stage, output, device=device, cache_dir=options.cache_dir)
+            async with peers.running():
+                await _watch(service, peers.peers)
+            return service
 
 
 async def _watch(service: RunService, peers: Sequence[LocalPeer]) -> None:
@@ -167,8 +175,8 @@ class LocalPeers:
         self._cache_dir = cache_dir
         self._launch = launch or launch_peer
 
-    @contextmanager
-    def running(self) -> Iterator[LocalPeers]:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[LocalPeers]:
         """Start the peers; on leaving, have all of them go, by force if they do not."""
         try:
             for stage, count in enumerate(self._peers_by_stage):
@@ -176,7 +184,8 @@ class LocalPeers:
                     self.start(stage, f"{stage}.{number}")
             yield self
         finally:
-            self.stop()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self.stop)  # in a thread: leaving peers talk to this process
 
     def start(self, stage: int | str, name: str, launch: Launch | None = None) -> LocalPeer:
         """Start a peer of a stage, or of the stage that it chooses itself (auto)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import IO
 
@@ -19,7 +19,7 @@ from coordinator.run.options import NodeOptions
 from coordinator.run.service import RunEvents, RunOptions, RunService, check_output, join_command
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
-from coordinator.watch.observer import observer_directory, start_node
+from coordinator.watch.observer import observer_directory, open_node
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -52,25 +52,34 @@ def run_serve(
         key_path = node.identity_path or options.output / "identity"
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
-        # libp2p would take two nodes of one identity for one.
-        own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
-        begins = not node.initial_peers and options.plan.resume is None
-
-        def start(addresses: Sequence[str]) -> SwarmDHT:
-            return start_node(own_path, addresses, node.host_maddrs, node.announce_maddrs)
-
-        dht = _start_where_it_was(options.output, start) if begins else start(read_addresses(node.initial_peers))
-        try:
-            run_key = Identity.load_or_create(key_path)
-            must_be_known = options.standby or (begins and _has_begun(options.output))
-            is_resumed = options.plan.resume is not None
-            run_loop(_check_known_run, dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
-            _serve_on(dht, run_key, resolved, node, options, log_to)
-        finally:
-            dht.shutdown()
+        addresses = read_addresses(node.initial_peers)
+        run_loop(_join_and_serve, resolved, node, options, addresses, key_path, log_to)
 
 
-def _serve_on(
+async def _join_and_serve(
+    resolved: ResolvedManifest,
+    node: NodeOptions,
+    options: RunOptions,
+    addresses: Sequence[str],
+    key_path: Path,
+    log_to: Sequence[LoggerName],
+) -> None:
+    # libp2p would take two nodes of one identity for one.
+    own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
+    is_resumed = options.plan.resume is not None
+    begins = not addresses and not is_resumed
+    must_be_known = options.standby or (begins and _has_begun(options.output))
+
+    def open_own(addresses: Sequence[str]) -> AbstractAsyncContextManager[SwarmDHT]:
+        return open_node(own_path, addresses, node.host_maddrs, node.announce_maddrs)
+
+    async with _open_where_it_was(options.output, open_own) if begins else open_own(addresses) as dht:
+        run_key = Identity.load_or_create(key_path)
+        await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
+        await _serve_on(dht, run_key, resolved, node, options, log_to)
+
+
+async def _serve_on(
     dht: SwarmDHT,
     run_key: Identity,
     resolved: ResolvedManifest,
@@ -80,7 +89,6 @@ def _serve_on(
 ) -> None:
     """Show and serve the run on a node that has joined its DHT."""
     manifest = resolved.manifest
-    addresses = dht.addresses()
     with (
         open_loggers(log_to, manifest, options.output, resume=True) as on_line,
         LiveView(manifest.training.steps) as live,
@@ -88,15 +96,15 @@ def _serve_on(
 
         def on_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
-            live.print(f"Peers join with:\n\n  {join_command(addresses)}\n")
+            live.print(f"Peers join with:\n\n  {join_command(dht.addresses)}\n")
             if node.address_file is not None:
-                write_addresses(node.address_file, addresses)
+                write_addresses(node.address_file, dht.addresses)
 
         events = RunEvents(on_ready=on_ready, on_update=live.update, on_line=on_line)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
         if node.metrics_port is not None:
             log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, node.metrics_port))
-        run_loop(_serve, service, options.plan)
+        await _serve(service, options.plan)
 
 
 def _lock(output: Path) -> IO[str]:
@@ -125,27 +133,34 @@ def _has_begun(output: Path) -> bool:
     return metrics.exists() and metrics.stat().st_size > 0
 
 
-def _start_where_it_was(output: Path, start: Callable[[Sequence[str]], SwarmDHT]) -> SwarmDHT:
+@asynccontextmanager
+async def _open_where_it_was(
+    output: Path, open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]]
+) -> AsyncIterator[SwarmDHT]:
     """Join the peers of the run that this folder is of, if there are any, or else begin a new swarm.
 
     Raises:
         UserError: it has peers or has begun, and none of its peers answers
     """
     known = KnownPeers(output).read()
-    if known:
-        log.info("carrying_on peers=%d", len(known))
-        try:
-            return start(known)
-        except NobodyAnswers as error:
-            log.warning("peers_not_found reason=%s", error)
-    if known or _has_begun(output):
-        raise UserError(
-            f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} addresses "
-            f"in {output / PEERS}, and without its peers it would begin anew: carry on with --initial-peers and the "
-            f"address of any of them (the last peer_started line of a peer's log), go on from a checkpoint with "
-            f"--resume, or name another --output"
-        )
-    return start(())
+    async with AsyncExitStack() as opened:
+        dht = None
+        if known:
+            log.info("carrying_on peers=%d", len(known))
+            try:
+                dht = await opened.enter_async_context(open_own(known))
+            except NobodyAnswers as error:
+                log.warning("peers_not_found reason=%s", error)
+        if dht is None and (known or _has_begun(output)):
+            raise UserError(
+                f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} "
+                f"addresses in {output / PEERS}, and without its peers it would begin anew: carry on with "
+                f"--initial-peers and the address of any of them (the last peer_started line of a peer's log), go on "
+                f"from a checkpoint with --resume, or name another --output"
+            )
+        if dht is None:
+            dht = await opened.enter_async_context(open_own(()))
+        yield dht
 
 
 def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: CheckpointPlan) -> None:

@@ -169,7 +169,7 @@ class RunService:
 
         Raises:
             UserError: the model could not be saved in that folder
-            SwarmError: the DHT process has died, or the run was ended before its model was saved
+            SwarmError: libp2p's daemon has died, or the run was ended before its model was saved
         """
         check_output(self._options.output)
         with (

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -43,15 +43,15 @@ NOBODY_S = 2.0
 END_LIFETIME_S = 3600.0
 
 
-def start_node(
+def open_node(
     identity_path: Path, initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str] = ()
-) -> SwarmDHT:
+) -> AbstractAsyncContextManager[SwarmDHT]:
     """Join a DHT, or begin one, with the identity in a file, which is made if it is missing.
 
     Raises:
-        UserError: see SwarmDHT.start
+        UserError: see SwarmDHT.open
     """
-    return SwarmDHT.start(
+    return SwarmDHT.open(
         initial_peers=initial_peers,
         host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs,
@@ -61,19 +61,16 @@ def start_node(
     )
 
 
-@contextmanager
-def observer_dht(addresses: Sequence[str]) -> Iterator[SwarmDHT]:
+@asynccontextmanager
+async def observer_dht(addresses: Sequence[str]) -> AsyncIterator[SwarmDHT]:
     """Join the DHT of these addresses (from read_addresses), with an identity of its own that is then forgotten.
 
     Raises:
         UserError: nobody answers
     """
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        dht = start_node(Path(folder) / "identity", addresses, ("/ip4/0.0.0.0/tcp/0",))
-        try:
+        async with open_node(Path(folder) / "identity", addresses, ("/ip4/0.0.0.0/tcp/0",)) as dht:
             yield dht
-        finally:
-            dht.shutdown()
 
 
 def observer_directory(manifest: RunManifest, dht: SwarmDHT, metrics: PeerMetrics | None = None) -> Directory:
@@ -107,13 +104,14 @@ def observe_run(initial_peers: Sequence[str], run_id: str | None, work: Callable
     addresses = read_addresses(initial_peers)
 
     async def find_and_work() -> T:
-        found_id, manifest = await find_manifest(dht, addresses, run_id)
-        metrics = PeerMetrics()
-        directory = observer_directory(manifest, dht, metrics)
-        return await work(LiveRun(run_id=found_id, manifest=manifest, dht=dht, directory=directory, metrics=metrics))
+        async with observer_dht(addresses) as dht:
+            found_id, manifest = await find_manifest(dht, addresses, run_id)
+            metrics = PeerMetrics()
+            directory = observer_directory(manifest, dht, metrics)
+            run = LiveRun(run_id=found_id, manifest=manifest, dht=dht, directory=directory, metrics=metrics)
+            return await work(run)
 
-    with observer_dht(addresses) as dht:
-        return run_loop(find_and_work)
+    return run_loop(find_and_work)
 
 
 async def look_once(run: LiveRun) -> RunWatch:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 
 import anyio
-import torch
 
 from swarm_peer.errors import CallError
-from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
@@ -43,14 +41,13 @@ FRAME_SLACK_BYTES = 16 * 2**20
 
 
 class Peer:
-    """One peer of one stage. The constructor builds the model; `run` does the rest."""
+    """One peer of one stage."""
 
     def __init__(
         self,
         *,
         context: PeerContext,
-        spec: StageSpec,
-        device: torch.device,
+        trainer: StageTrainer,
         dht: SwarmDHT,
         counted: CountedHook | None = None,
         before: Restart | None = None,
@@ -58,6 +55,7 @@ class Peer:
         """Make a peer that has not joined yet.
 
         Args:
+            trainer: of the stage, without weights yet
             counted: told of each microbatch that a stage-0 peer counts; for tests
             before: the life of this process before this one, if it moved from a stage, perhaps this same one
         """
@@ -65,7 +63,7 @@ class Peer:
         self._manifest = context.resolved.manifest
         self._hash = context.resolved.hash
         self._run_id = context.run_id
-        self._spec = spec
+        self._spec = trainer.spec
         self._options = context.options
         self._dht = dht
         self._metrics = context.metrics
@@ -73,9 +71,7 @@ class Peer:
         self._before = before
         self._me = context.identity.peer_id
         self._lifecycle = Lifecycle(context.clock)
-        self._trainer = StageTrainer(
-            context.resolved, spec, device=device, cache_dir=context.options.cache_dir, blank=True
-        )
+        self._trainer = trainer
         self._device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self._directory = Directory(
             manifest=self._manifest,
@@ -84,10 +80,10 @@ class Peer:
             metrics=context.metrics,
             changed=context.changed,
             describe_self=self._describe,
-            device=str(device),
+            device=str(trainer.device),
         )
         self._made: PeerParts | None = None
-        context.metrics.stage.set(spec.index)
+        context.metrics.stage.set(trainer.spec.index)
 
     @property
     def restart(self) -> Restart | None:
@@ -128,10 +124,9 @@ class Peer:
     async def run(self) -> None:
         """Take part in the run until a signal or the run's end."""
         lifecycle = self._lifecycle
-        p2p = await self._dht.p2p()
         async with (
             P2PTransport.open(
-                p2p,
+                self._dht.p2p,
                 max_payload_bytes=self._max_payload_bytes(),
                 metrics=self._metrics,
                 on_unreachable=self._directory.drop,

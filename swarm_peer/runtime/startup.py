@@ -1,4 +1,4 @@
-"""From a command line to a running peer: its place in the DHT, its run, its stage, and its processes."""
+"""From a command line to a running peer: its place in the DHT, its run and its stage."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import torch
 
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import PeerOptions
 from swarm_peer.errors import UserError
 from swarm_peer.model.costs import forward_flops, safe_stage_memory
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
-from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.context import PeerContext, Storage
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.host.preparation import choose_device
-from swarm_peer.runtime.host.processes import Restart, run_loop, start_anew, take_restart
+from swarm_peer.runtime.host.processes import Restart, run_loop, spare_imports, start_anew, take_restart
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -47,9 +49,7 @@ class _Start:
     device: torch.device
     dht: SwarmDHT
     metrics: PeerMetrics
-    snapshots: Path
     before: Restart | None
-    counted: CountedHook | None
 
 
 def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
@@ -77,29 +77,24 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
             Path(before.snapshots).rename(snapshots)
         identity_path = options.identity_path or folder / "identity"
         identity = Identity.load_or_create(identity_path)
-        dht = SwarmDHT.start(
-            initial_peers=addresses,
-            host_maddrs=options.host_maddrs,
-            announce_maddrs=options.announce_maddrs,
-            identity=identity,
-            identity_path=identity_path,
-            metrics=metrics,
-        )
-        log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses()))
-        start = _Start(
-            options=options,
-            addresses=addresses,
-            device=device,
-            dht=dht,
-            metrics=metrics,
-            snapshots=snapshots,
-            before=before,
-            counted=counted,
-        )
-        try:
-            restart = _run_in_swarm(start)
-        finally:
-            dht.shutdown()
+
+        async def run() -> Restart | None:
+            async with SwarmDHT.open(
+                initial_peers=addresses,
+                host_maddrs=options.host_maddrs,
+                announce_maddrs=options.announce_maddrs,
+                identity=identity,
+                identity_path=identity_path,
+                metrics=metrics,
+            ) as dht:
+                log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses))
+                start = _Start(
+                    options=options, addresses=addresses, device=device, dht=dht, metrics=metrics, before=before
+                )
+                return await _run_in_swarm(start, FolderStorage(snapshots), counted)
+
+        spare_imports()
+        restart = run_loop(run)
         if restart is not None and snapshots.exists():
             kept = Path(tempfile.mkdtemp(prefix="swarm-"))
             restart = replace(restart, snapshots=str(snapshots.rename(kept)))
@@ -107,15 +102,15 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         start_anew(restart)
 
 
-def _run_in_swarm(start: _Start) -> Restart | None:
+async def _run_in_swarm(start: _Start, storage: Storage, counted: CountedHook | None) -> Restart | None:
     """Run the peer. Returns how to start anew, if at all."""
-    options = start.options
-    run_id, manifest, stage = run_loop(_choose_run_and_stage, start)
-    resolved = ResolvedManifest.of(manifest)
+    options, threads = start.options, SystemThreads()
+    run_id, resolved, stage = await _choose_run_and_stage(start)
     spec = resolved.specs[stage]
-    check_pretrained(manifest, options.data_dir)
+    # Slow work happens in threads: this process is a node of the DHT already.
+    await threads.run(check_pretrained, resolved.manifest, options.data_dir)
     if spec.is_first:
-        check_data_files(manifest, options.data_dir)
+        await threads.run(check_data_files, resolved.manifest, options.data_dir)
     log.info("stage_chosen run=%s manifest=%s stage=%d layers=%s", run_id, resolved.hash, stage, list(spec.layers))
     context = PeerContext(
         run_id=run_id,
@@ -123,34 +118,31 @@ def _run_in_swarm(start: _Start) -> Restart | None:
         identity=start.dht.identity,
         options=options,
         clock=SystemClock(),
-        random=SystemRandom(f"{manifest.seed} {start.dht.identity.peer_id}"),
-        threads=SystemThreads(),
-        storage=FolderStorage(start.snapshots),
+        random=SystemRandom(f"{resolved.manifest.seed} {start.dht.identity.peer_id}"),
+        threads=threads,
+        storage=storage,
         metrics=start.metrics,
         changed=Condition(),
     )
-    peer = Peer(
-        context=context,
-        spec=spec,
-        device=start.device,
-        dht=start.dht,
-        counted=start.counted,
-        before=start.before,
+    trainer = await threads.run(
+        lambda: StageTrainer(resolved, spec, device=start.device, cache_dir=options.cache_dir, blank=True)
     )
-    run_loop(peer.run)
+    peer = Peer(context=context, trainer=trainer, dht=start.dht, counted=counted, before=start.before)
+    await peer.run()
     return peer.restart
 
 
-async def _choose_run_and_stage(start: _Start) -> tuple[str, RunManifest, int]:
+async def _choose_run_and_stage(start: _Start) -> tuple[str, ResolvedManifest, int]:
     options, before, dht = start.options, start.before, start.dht
     run_id, manifest = await find_manifest(dht, start.addresses, options.run_id if before is None else before.run_id)
+    resolved = await anyio.to_thread.run_sync(ResolvedManifest.of, manifest)
     count = manifest.stages.count
     if before is not None:
-        return run_id, manifest, before.stage
+        return run_id, resolved, before.stage
     if options.stage != "auto":
         if int(options.stage) >= count:
             raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
-        return run_id, manifest, int(options.stage)
+        return run_id, resolved, int(options.stage)
     me = dht.identity.peer_id
     myself = PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING, memory_bytes=options.max_memory or 0)
     directory = Directory(
@@ -165,7 +157,6 @@ async def _choose_run_and_stage(start: _Start) -> tuple[str, RunManifest, int]:
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
     view = await directory.refresh_surely([*range(count), UNDECIDED])
-    resolved = ResolvedManifest.of(manifest)
     choice = choose_stage(view, forward_flops(resolved), me, stage_memory_bytes=safe_stage_memory(resolved))
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
-    return run_id, manifest, choice.stage
+    return run_id, resolved, choice.stage

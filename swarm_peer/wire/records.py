@@ -24,7 +24,7 @@ from swarm_peer.wire.ledger_codec import CountedRanges
 
 # The largest records are counts with many ranges of samples.
 MAX_RECORD_BYTES = 64 * 1024
-# A request of more than 16 KiB kills hivemind's DHT process: it reads only half of the request from its pipe.
+# Every node keeps the records of others in memory, and every look at a key brings all of them.
 MAX_STORED_BYTES = 15 * 1024
 # Addresses in one announcement: one for each network that the peer is in.
 MAX_ADDRESSES = 4

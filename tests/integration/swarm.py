@@ -20,6 +20,7 @@ from forks import fork
 from coordinator.checkpoints.fetching import open_transport
 from coordinator.run.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer
 from coordinator.run.service import RunOptions, RunService
+from coordinator.watch.observer import open_node
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
@@ -29,7 +30,6 @@ from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
-from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
@@ -255,23 +255,18 @@ def run_swarm(
     """
     records = folder / "records"
     records.mkdir()
-    identity = Identity.load_or_create(folder / "identity")
-    dht = SwarmDHT.start(
-        initial_peers=(),
-        host_maddrs=(LOOPBACK,),
-        announce_maddrs=(),
-        identity=identity,
-        identity_path=folder / "identity",
-        metrics=PeerMetrics(),
-    )
-    try:
-        service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder))
-        with LocalPeers(dht.addresses(), peers_by_stage, folder, launch=launch(records, "")).running() as running:
-            live = LiveSwarm(service, dht, running, records, launch)
-            states = run_loop(_train_and_fetch, live, dht, script, timeout_s)
-        live.check_exit_codes()
-    finally:
-        dht.shutdown()
+
+    async def run() -> list[list[StageState]]:
+        async with open_node(folder / "identity", (), (LOOPBACK,)) as dht:
+            service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder))
+            peers = LocalPeers(dht.addresses, peers_by_stage, folder, launch=launch(records, ""))
+            async with peers.running():
+                live = LiveSwarm(service, dht, peers, records, launch)
+                states = await _train_and_fetch(live, dht, script, timeout_s)
+            live.check_exit_codes()
+            return states
+
+    states = run_loop(run)
     counted, samples = defaultdict(list), defaultdict(list)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():

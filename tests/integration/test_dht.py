@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from pathlib import Path
 
 import anyio
 import pytest
-from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P
 from hivemind.utils import get_dht_time
 
-from swarm_peer.runtime.host.metrics import PeerMetrics
+from coordinator.watch.observer import open_node
+from swarm_peer.errors import SwarmError
 from swarm_peer.runtime.network.dht import SwarmDHT
-from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,59 +24,60 @@ LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 LIFETIME_S = 3600.0
 
 
-def start_node(folder: Path, name: str, initial_peers: list[str]) -> SwarmDHT:
-    identity = Identity.load_or_create(folder / name)
-    return SwarmDHT.start(
-        initial_peers=initial_peers, host_maddrs=LOOPBACK, announce_maddrs=[], identity=identity,
-        identity_path=folder / name, metrics=PeerMetrics(),
-    )  # fmt: skip
+async def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:
+    async with (
+        open_node(tmp_path / "run", (), LOOPBACK) as run,
+        open_node(tmp_path / "peer", run.addresses, LOOPBACK) as peer,
+    ):
+        p2p = await P2P.create(initial_peers=run.addresses, host_maddrs=LOOPBACK, nat_port_map=False, auto_nat=False)
+        hostile = await DHTNode.create(p2p=p2p, initial_peers=run.addresses)
+        run_id = run.identity.peer_id
+        key = end_key(run_id)
 
+        async def end(reason: str) -> None:
+            await run.store(key, EndRecord(reason=reason, begun=1), run_id, LIFETIME_S)
 
-def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:
-    run = start_node(tmp_path, "run", [])
-    peer = start_node(tmp_path, "peer", run.addresses())
-    hostile = DHT(initial_peers=run.addresses(), start=True, host_maddrs=LOOPBACK, nat_port_map=False, auto_nat=False)
-    run_id = run.identity.peer_id
-    key = end_key(run_id)
+        async def heard(node: SwarmDHT) -> str | None:
+            records = await node.fetch(key, EndRecord, run_id)
+            return records[run_id].reason if run_id in records else None
 
-    async def end(reason: str) -> None:
-        await run.store(key, EndRecord(reason=reason, begun=1), run_id, LIFETIME_S)
-
-    async def heard(node: SwarmDHT) -> str | None:
-        records = await node.fetch(key, EndRecord, run_id)
-        return records[run_id].reason if run_id in records else None
-
-    async def check() -> None:
         await end("first")
         assert await heard(peer) == "first"
-        entry = hostile.get(key, latest=True).value[run_id]
+        entry = (await hostile.get(key, latest=True)).value[run_id]
         later = get_dht_time() + 10 * LIFETIME_S
-        assert not hostile.store(key, entry.value, later, subkey=run_id)
+        assert not await hostile.store(key, entry.value, later, subkey=run_id)
         for expiration in (later, math.inf):
-            assert not hostile.store(key, b"x", expiration)
-            assert not hostile.store(key, os.urandom(10_000), expiration, subkey=os.urandom(8))
+            assert not await hostile.store(key, b"x", expiration)
+            assert not await hostile.store(key, os.urandom(10_000), expiration, subkey=os.urandom(8))
         await end("second")  # hivemind says that it failed: the hostile node has not taken it
         assert await heard(peer) == await heard(run) == "second"
-
-    try:
-        anyio.run(check)
-    finally:
-        for node in (hostile, peer, run):
-            node.shutdown()
+        await hostile.shutdown()
+        await p2p.shutdown()
 
 
-def test_the_largest_record_does_not_end_the_dht_process(tmp_path: Path) -> None:
-    node = start_node(tmp_path, "run", [])
-    run_id = node.identity.peer_id
-
-    async def check() -> None:
+async def test_the_largest_record_can_be_stored_again_and_again(tmp_path: Path) -> None:
+    async with open_node(tmp_path / "run", (), LOOPBACK) as node:
+        run_id = node.identity.peer_id
         record = ManifestRecord(manifest="x" * (MAX_STORED_BYTES - 250))
         for _ in range(50):
             assert await node.store("largest", record, run_id, LIFETIME_S)
         assert await node.fetch("largest", ManifestRecord, run_id) == {run_id: record}
-        assert node.node.is_alive()
 
-    try:
-        anyio.run(check, backend_options={"use_uvloop": True})
-    finally:
-        node.shutdown()
+
+async def test_a_node_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    async with open_node(tmp_path / "run", (), LOOPBACK) as node:
+        await node.store("manifests", ManifestRecord(manifest="{}"), node.identity.peer_id, LIFETIME_S)
+        daemon = node.p2p._child.pid
+        os.kill(daemon, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(daemon, 0)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_peer_learns_that_its_daemon_has_died(tmp_path: Path) -> None:
+    async with open_node(tmp_path / "run", (), LOOPBACK) as node:
+        node.p2p._child.kill()
+        with pytest.raises(SwarmError, match="daemon has died"), anyio.fail_after(5):
+            await node.watch()

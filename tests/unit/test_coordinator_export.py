@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
@@ -113,8 +113,8 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     checkpoint = find_checkpoint(str(tmp_path / "checkpoints"))
     inside = []
 
-    @contextmanager
-    def observer_dht(addresses):
+    @asynccontextmanager
+    async def observer_dht(addresses):
         inside.extend(addresses)
         yield "a DHT"
         inside.clear()

@@ -10,9 +10,9 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -495,7 +495,7 @@ def test_local_goes_on_with_its_loggers_where_it_goes_on_with_its_run(tmp_path, 
         asked.append((names, resume))
         raise UserError("far enough")
 
-    monkeypatch.setattr(local, "start_node", lambda *_: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(local, "open_node", lambda *_: nullcontext())
     monkeypatch.setattr(local, "open_loggers", opened)
     plan = dataclasses.replace(NO_CHECKPOINTS, resume=object() if resumes else None)
     options = RunOptions(output=tmp_path / "output", plan=plan)

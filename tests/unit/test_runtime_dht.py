@@ -61,7 +61,7 @@ def test_anything_else_is_not(record):
     assert not SignedRecordValidator().validate(record)
 
 
-def test_initial_peers_are_those_where_somebody_listens():
+async def test_initial_peers_are_those_where_somebody_listens():
     with socket.create_server(("127.0.0.1", 0)) as open_, socket.socket() as closed, ThreadPoolExecutor(1) as pool:
         closed.bind(("127.0.0.1", 0))  # and does not listen
 
@@ -76,9 +76,9 @@ def test_initial_peers_are_those_where_somebody_listens():
         greeted = pool.submit(greet, GREETING, b"SSH-2.0", b"")
         no_name = f"/dns4/{'x' * 70}/tcp/1/p2p/{ME.peer_id}"
         other = f"/ip4/127.0.0.1/udp/1/quic/p2p/{ME.peer_id}"
-        assert _listening([nowhere, here, no_name, other]) == [here, other]
-        assert _listening([nowhere, no_name]) == []
-        assert [_listening([here]) for _ in range(2)] == [[], []], "it is somebody else"
+        assert await _listening([nowhere, here, no_name, other]) == [here, other]
+        assert await _listening([nowhere, no_name]) == []
+        assert [await _listening([here]) for _ in range(2)] == [[], []], "it is somebody else"
         greeted.result()
 
 

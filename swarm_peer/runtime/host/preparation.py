@@ -11,7 +11,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that `--device` names. Does not initialise CUDA, because forks are still to come.
+    """The device that `--device` names. Does not initialise CUDA.
 
     Raises:
         UserError: this machine has no such device

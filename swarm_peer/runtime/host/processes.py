@@ -56,8 +56,7 @@ class Restart:
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Have the kernel kill this process when its parent dies. To be called at the very beginning of a child process.
 
-    Otherwise a peer that is killed would leave its DHT, averager and libp2p daemon running, and the swarm would go on
-    using them. On other systems than Linux it does nothing.
+    On other systems than Linux it does nothing.
     """
     if sys.platform != "linux":
         return
@@ -67,18 +66,13 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
         os._exit(1)
 
 
-def prepare_to_fork() -> None:
-    """Let a child process share the memory of this one for good. To be called right before each fork.
+def spare_imports() -> None:
+    """Keep the garbage collector off all that has been imported. To be called once, before the event loop runs.
 
-    The garbage collector writes to every object that it visits, and the kernel copies memory that is written to. So the
-    first full collection in each process, minutes to hours after the fork, would copy all imported modules: some 100 MB
-    in each of a peer's three processes.
+    A full collection visits every object, and would hold up the event loop for a quarter of a second each time.
     """
     gc.collect()
     gc.freeze()
-    # This collection finds nothing, on purpose. The next full one comes when the objects have grown by a quarter since
-    # the last one. Without this collection the frozen objects would be among those.
-    gc.collect()
 
 
 def run_loop(function: Callable[..., Awaitable[T]], *args: object) -> T:

@@ -1,4 +1,4 @@
-"""Signed records in hivemind's DHT: its process, the deadlines of requests, and the check before a record is stored."""
+"""Signed records in hivemind's DHT: its node, the deadlines of requests, and the check before a record is stored."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import logging
 import re
 import socket
 import struct
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import anyio
-from hivemind.dht import DHT, DHTID
+from hivemind.dht import DHTID
+from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer, get_dht_time
@@ -22,7 +23,6 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.host.processes import die_with_parent, prepare_to_fork
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.records import (
     MAX_STORED_BYTES,
@@ -38,10 +38,12 @@ from swarm_peer.wire.records import (
 
 log = logging.getLogger(__name__)
 
-# If a request takes longer, the DHT process or the network is lost.
+# If a request takes longer, the network is lost.
 REQUEST_TIMEOUT_S = 10.0
 # The start of libp2p itself takes half a second. To dial an address that does not answer takes all the time there is.
 START_TIMEOUT_S = 15.0
+# The daemon ends upon a signal, and at once as a rule.
+SHUTDOWN_S = 5.0
 # If there are several initial peers, those that do not accept a connection in this time are not dialled.
 CONNECT_TIMEOUT_S = 3.0
 # Addresses that are tried at the same time.
@@ -68,7 +70,7 @@ class SignedRecordValidator(RecordValidatorBase):
         try:
             author, envelope = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
             kind, _, _ = open_envelope(envelope, author, _place(record.key, record.expiration_time))
-        except Exception:  # in hivemind's process any exception would end the request for all records of the key
+        except Exception:  # in hivemind any exception would end the request for all records of the key
             return False
         lasts_s = record.expiration_time - get_dht_time()
         return kind in STORED_KINDS and len(envelope) <= MAX_STORED_BYTES and lasts_s <= LONGEST_LIFETIME_S
@@ -79,29 +81,25 @@ def _place(key: bytes, expiration: float) -> bytes:
     return key + struct.pack(">d", expiration)
 
 
-class _DHTProcess(DHT):
-    """hivemind's DHT process, which shares the memory of this process and dies with it."""
-
-    def start(self) -> None:
-        prepare_to_fork()
-        super().start()
-
-    def run(self) -> None:
-        die_with_parent(self._parent_pid)
-        super().run()
-
-
 class SwarmDHT:
-    """This process's DHT node. Start it in the main thread, before the event loop and before CUDA (it forks)."""
+    """This process's DHT node, and the libp2p daemon that the node shares with the transport. Made by `open`.
 
-    def __init__(self, *, node: DHT, identity: Identity, metrics: PeerMetrics, addresses: Sequence[str]):
-        self.node = node
+    Attributes:
+        p2p: client of the daemon
+        addresses: that this node listens on
+    """
+
+    def __init__(self, *, node: DHTNode, identity: Identity, metrics: PeerMetrics, addresses: Sequence[str]):
+        self.p2p: P2P = node.p2p
         self.identity = identity
+        self.addresses = list(addresses)
+        self._node = node
         self._metrics = metrics
-        self._addresses = list(addresses)
+        self._requests: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    def start(
+    @asynccontextmanager
+    async def open(
         cls,
         *,
         initial_peers: Sequence[str],
@@ -110,7 +108,7 @@ class SwarmDHT:
         identity: Identity,
         identity_path: Path,
         metrics: PeerMetrics,
-    ) -> SwarmDHT:
+    ) -> AsyncIterator[SwarmDHT]:
         """Start a node and join the DHT of `initial_peers`, or begin a new one if there are none.
 
         Raises:
@@ -123,41 +121,48 @@ class SwarmDHT:
         for address in host_maddrs:
             _check_port_is_free(address)
         if len(initial_peers) > 1:
-            initial_peers = _listening(initial_peers) or initial_peers
-        node = _DHTProcess(
-            initial_peers=list(initial_peers) or None,
-            start=False,
-            host_maddrs=list(host_maddrs),
-            announce_maddrs=list(announce_maddrs) or None,
-            identity_path=str(identity_path),
-            check_if_identity_free=False,
-            record_validators=[SignedRecordValidator()],
-            # Port mapping and NAT probing are the operator's choice.
-            nat_port_map=False,
-            auto_nat=False,
-            startup_timeout=START_TIMEOUT_S,
-        )
+            initial_peers = await _listening(initial_peers) or initial_peers
+        p2p = None
         try:
-            node.run_in_background(await_ready=True, timeout=START_TIMEOUT_S + 2)
-            addresses = [str(address) for address in node.get_visible_maddrs()]
-        except Exception as error:  # hivemind raises any error of its child process
-            node.kill()
+            p2p = await P2P.create(
+                initial_peers=list(initial_peers) or None,
+                host_maddrs=list(host_maddrs),
+                announce_maddrs=list(announce_maddrs) or None,
+                identity_path=str(identity_path),
+                check_if_identity_free=False,
+                # Port mapping and NAT probing are the operator's choice.
+                nat_port_map=False,
+                auto_nat=False,
+                startup_timeout=START_TIMEOUT_S,
+            )
+            node = await DHTNode.create(
+                p2p=p2p, initial_peers=list(initial_peers) or None, record_validator=SignedRecordValidator()
+            )
+            addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+        except Exception as error:  # hivemind raises errors of many types
+            if p2p is not None:
+                await p2p.shutdown()
             raise _explain_start_failure(error, initial_peers) from error
-        return cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
+        dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
+        try:
+            yield dht
+        finally:
+            with anyio.move_on_after(SHUTDOWN_S, shield=True):
+                await dht._close()
 
-    def addresses(self) -> list[str]:
-        """The addresses that this node listens on."""
-        return self._addresses
-
-    async def p2p(self) -> P2P:
-        """Connect to the libp2p daemon of this node, from the present event loop."""
-        return await self.node.replicate_p2p()
+    async def _close(self) -> None:
+        tasks = [*self._requests, *([self._node.cache_refresh_task] if self._node.cache_refresh_task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._node.shutdown()
+        await self.p2p.shutdown()
 
     async def connections(self) -> list[str]:
         """Addresses that this node is connected to. If the other peer dialled, it may not listen on its address."""
         peers: list[Any] = []
         with anyio.move_on_after(REQUEST_TIMEOUT_S):
-            peers = await (await self.p2p()).list_peers()
+            peers = await self.p2p.list_peers()
         # Other programs that use hivemind may have connected, too. The ids of peers are those of Ed25519 keys.
         known = [(peer.peer_id.to_base58(), address) for peer in peers for address in peer.addrs]
         return [f"{address}/p2p/{peer_id}" for peer_id, address in known if is_peer_id(peer_id)]
@@ -182,11 +187,9 @@ class SwarmDHT:
         envelope = seal(record, run, signer, _place(DHTID.generate(source=key).to_bytes(), expiration))
         if len(envelope) > MAX_STORED_BYTES:
             raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")
-        future = self.node.store(
-            key, subkey=signer.peer_id, value=envelope, expiration_time=expiration, return_future=True
-        )
         try:
-            return bool(await self._request("store", key, future))
+            stored = self._node.store(key, envelope, expiration, subkey=signer.peer_id)
+            return bool(await self._request("store", key, stored))
         except CallError:
             return False
 
@@ -199,7 +202,7 @@ class SwarmDHT:
         Raises:
             CallError: the DHT does not answer, which says nothing about the records
         """
-        found = await self._request("fetch", key, self.node.get(key, latest=True, return_future=True))
+        found = await self._request("fetch", key, self._node.get(key, latest=True))
         entries = found.value if found is not None else None
         if not isinstance(entries, dict):
             return {}
@@ -230,29 +233,33 @@ class SwarmDHT:
                 log.warning("invalid_record key=%s reason=%s", coordination_key(run_id), error)
         return found
 
-    async def _request(self, name: str, key: str, future: Any) -> Any:
-        try:
-            with anyio.fail_after(REQUEST_TIMEOUT_S):
-                return await future
-        except TimeoutError:
+    async def _request(self, name: str, key: str, request: Coroutine[Any, Any, Any]) -> Any:
+        # In a task of its own: hivemind shares a search among all that ask for one key, so its asker must not end it.
+        task = asyncio.get_running_loop().create_task(request)
+        self._requests.add(task)
+        task.add_done_callback(self._forget)
+        await asyncio.wait([task], timeout=REQUEST_TIMEOUT_S)
+        if not task.done():
             reason = f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # hivemind passes on any error of its process
+        elif task.cancelled():
+            reason = "the node is shutting down"
+        elif (error := task.exception()) is None:
+            return task.result()
+        else:
             reason = repr(error)
         self._metrics.dht_failures.labels(name).inc()
         log.warning("dht_%s_failed key=%s reason=%s", name, key, reason)
         raise CallError(f"the DHT request {name} {key} failed: {reason:.200}")
 
-    async def watch(self) -> None:
-        """Wait until the DHT process or its libp2p daemon has died, and raise SwarmError: a peer cannot go on then."""
-        await anyio.wait_readable(self.node.sentinel)
-        raise SwarmError("the DHT process has died: start the peer again (out of memory? see the kernel's log)")
+    def _forget(self, request: asyncio.Task[Any]) -> None:
+        self._requests.discard(request)
+        if not request.cancelled():
+            request.exception()  # taken: its asker may have gone
 
-    def shutdown(self) -> None:
-        """End the DHT process."""
-        self.node.shutdown()
-        self.node.join(timeout=1.0)
+    async def watch(self) -> None:
+        """Wait until the libp2p daemon has died, and raise SwarmError: a peer cannot go on then."""
+        await self.p2p._child.wait()
+        raise SwarmError("libp2p's daemon has died: start the peer again (out of memory? see the kernel's log)")
 
 
 def _check_multiaddress(address: str) -> Multiaddr:
@@ -279,20 +286,32 @@ def _check_port_is_free(address: str) -> None:
                     ) from error
 
 
-def _listening(addresses: Sequence[str]) -> list[str]:
+async def _listening(addresses: Sequence[str]) -> list[str]:
     """The addresses where libp2p listens. It would dial all of them in turn, and give each silent one five seconds."""
-    with ThreadPoolExecutor(min(len(addresses), MOST_CONNECTING)) as pool:
-        return [address for address, accepts in zip(addresses, pool.map(_accepts, addresses), strict=True) if accepts]
+    listening: set[str] = set()
+    room = anyio.Semaphore(MOST_CONNECTING)
+
+    async def check(address: str) -> None:
+        async with room:
+            if await _accepts(address):
+                listening.add(address)
+
+    async with anyio.create_task_group() as tasks:
+        for address in addresses:
+            tasks.start_soon(check, address)
+    return [address for address in addresses if address in listening]
 
 
-def _accepts(address: str) -> bool:
+async def _accepts(address: str) -> bool:
     """Whether libp2p answers at the address; True if that cannot be told, since the address is not plain TCP."""
     match address.split("/"):
         case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, "p2p", _]:
             try:
-                with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
-                    return connection.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
-            except (OSError, UnicodeError):  # nothing listens there, or the host is no valid name
+                with anyio.fail_after(CONNECT_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(host, int(port))
+                    with closing(writer):
+                        return await reader.readexactly(len(GREETING)) == GREETING
+            except (OSError, EOFError, UnicodeError):  # nothing listens there, or the host is no valid name
                 return False
     return True
 
