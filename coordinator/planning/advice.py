@@ -56,9 +56,9 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
     averaging = manifest.averaging
-    if prediction.averaging_s > averaging.round_timeout_s:
+    if prediction.times.averaging_s > averaging.round_timeout_s:
         notes.append(
-            f"a round of averaging takes {prediction.averaging_s:.0f} s, longer than "
+            f"a round of averaging takes {prediction.times.averaging_s:.0f} s, longer than "
             f"averaging.round_timeout_s={averaging.round_timeout_s:g}: raise that"
         )
     held = [stage for stage in prediction.stages if stage.limit in (ROUND_TRIPS, MEMORY)]

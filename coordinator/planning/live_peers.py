@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log10
+from typing import Any
 
 from coordinator.planning.peers_file import distinct
 from coordinator.planning.stage_work import stage_works
@@ -83,11 +84,9 @@ def with_prices(
     groups: Iterable[PeerGroup], dollars_per_hour: float | None, dollars_per_gb: float | None
 ) -> list[PeerGroup]:
     """The same groups at other prices, where some are given."""
-    changed = []
-    for group in groups:
-        if dollars_per_hour is not None:
-            group = replace(group, dollars_per_hour=dollars_per_hour)
-        if dollars_per_gb is not None:
-            group = replace(group, dollars_per_sent_byte=dollars_per_gb / 1e9)
-        changed.append(group)
-    return changed
+    prices: dict[str, Any] = {}
+    if dollars_per_hour is not None:
+        prices["dollars_per_hour"] = dollars_per_hour
+    if dollars_per_gb is not None:
+        prices["dollars_per_sent_byte"] = dollars_per_gb / 1e9
+    return [replace(group, **prices) for group in groups]

@@ -70,10 +70,7 @@ def make_report(
         "reason": made.best.reason,
         "step": {
             "seconds": prediction.step_s,
-            "stream_s": prediction.stream_s,
-            "fill_s": prediction.fill_s,
-            "averaging_s": prediction.averaging_s,
-            "update_s": prediction.update_s,
+            **prediction.times._asdict(),
             "mode": manifest.averaging.mode,
         },
         "groups": [_group_report(made, prediction, index) for index in range(len(made.groups))],
@@ -144,7 +141,7 @@ def _option_report(option: Option, length: int) -> dict[str, Any]:
         "peers": [sum(stage.peers) for stage in possible.stages] if possible else None,
         "tokens_per_s": possible.samples_per_s * length if possible else None,
         "limit": possible.limit if possible else None,
-        "averaging_share": possible.averaging_s / possible.step_s if possible else None,
+        "averaging_share": possible.times.averaging_s / possible.step_s if possible else None,
         "largest_memory_bytes": max(work.memory.peak_bytes(1) for work in option.works),
         "reason": option.reason,
     }
@@ -190,12 +187,7 @@ def _square_cube(manifest: RunManifest, groups: Sequence[PeerGroup], option: Opt
                 "in_flight": hop.in_flight,
             }
         rows.append(row)
-    return {
-        "group": group.name,
-        "bytes_per_s": group.link_bytes_per_s,
-        "latency_s": group.latency_s,
-        "rows": rows,
-    }
+    return {"group": group.name, "bytes_per_s": group.link_bytes_per_s, "latency_s": group.latency_s, "rows": rows}
 
 
 def _training(manifest: RunManifest, prediction: Prediction, tokens: int | None) -> dict[str, Any]:

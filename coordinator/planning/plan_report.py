@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -65,7 +66,8 @@ def _stages(report: dict[str, Any]) -> Table:
     columns = ("stage", "layers", "params", "peers", "tokens/s", "busy", "memory\nGB", "in\nflight", "limit")
     caption = "busy: share of a step that devices compute; memory: with the microbatches in flight, of what is there"
     table = _table("Stages", *columns, caption=caption)
-    for _, alike in groupby(report["stage_plans"], key=_kind):
+    # Neighbouring stages that agree in these values share a row.
+    for _, alike in groupby(report["stage_plans"], key=itemgetter("layers", "parameters", "peers", "limit")):
         run = list(alike)
         first, last = run[0], run[-1]
         limit = first["memory_limit_bytes"]
@@ -81,11 +83,6 @@ def _stages(report: dict[str, Any]) -> Table:
             first["limit"],
         )
     return table
-
-
-def _kind(stage: dict[str, Any]) -> Any:
-    """Neighbouring stages that agree in these values share a row."""
-    return stage["layers"], stage["parameters"], stage["peers"], stage["limit"]
 
 
 def _span(first: int, last: int) -> str:

@@ -60,15 +60,15 @@ def test_a_case_computed_by_hand():
     # A microbatch of two samples: a 2 s, b 1 s; c computes 2/3 s, and 8 bytes come in at 16/s: 1/2 s.
     assert made.stages[0].samples_per_s == pytest.approx(1 + 2)
     assert made.stages[1].samples_per_s == pytest.approx(3)
-    assert made.stream_s == pytest.approx(96 / 3)
+    assert made.times.stream_s == pytest.approx(96 / 3)
     # Held at stage 1 for 2/3 s; on the way 1/2 s for the activations (c receives more slowly than they are sent), 1/4 s
     # for the gradients (c sends more slowly), 0.2 s for the round trip; and two thirds of all are computed by b.
     # The stages are equally slow: the first one's peers compute 4/3 s on the average microbatch.
     first = 2 / 3 + 1 / 2 + 1 / 4 + 0.2 + (2 * 1 + 1 * 2) / 3
-    assert made.fill_s == pytest.approx(first - 4 / 3)
+    assert made.times.fill_s == pytest.approx(first - 4 / 3)
     # Two peers: each moves its gradients once, 30 bytes at 20/s, and four round trips of 0.1 s.
-    assert made.averaging_s == pytest.approx(1.5 + ROUND_TRIPS_OF_A_ROUND * 0.1)
-    assert made.step_s == pytest.approx(made.stream_s + made.fill_s + made.averaging_s)
+    assert made.times.averaging_s == pytest.approx(1.5 + ROUND_TRIPS_OF_A_ROUND * 0.1)
+    assert made.step_s == pytest.approx(made.times.stream_s + made.times.fill_s + made.times.averaging_s)
     assert made.samples_per_s == pytest.approx(96 / made.step_s)
     assert made.sent_bytes == pytest.approx(96 * (4 + 2) + 2 * 30)
     assert made.stages[0].busy_share == pytest.approx(96 * 10 / 30 / made.step_s)
@@ -177,10 +177,15 @@ def check(made, step):
             for each, number in zip(made.groups, stage.peers, strict=True):
                 assert not number or needs.memory.peak_bytes(1) <= each.memory_bytes
         slowest = min(stage.samples_per_s for stage in prediction.stages)
-        assert prediction.stream_s == pytest.approx(step.global_batch_size / slowest)
+        assert prediction.times.stream_s == pytest.approx(step.global_batch_size / slowest)
         assert prediction.samples_per_s == pytest.approx(
             step.global_batch_size
-            / (prediction.stream_s + prediction.fill_s + prediction.averaging_s + prediction.update_s)
+            / (
+                prediction.times.stream_s
+                + prediction.times.fill_s
+                + prediction.times.averaging_s
+                + prediction.times.update_s
+            )
         )
         assert made.best is not None
         assert made.best.samples_per_s >= option.samples_per_s

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import NamedTuple
 
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
 
@@ -75,12 +76,21 @@ class StagePrediction:
     update_s: float
 
 
+class StepTimes(NamedTuple):
+    """The four parts of an optimizer step, which follow each other."""
+
+    stream_s: float
+    fill_s: float
+    averaging_s: float
+    update_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """The prediction for one assignment of peers to stages.
 
     Attributes:
-        step_s: time of one optimizer step, the sum of the four times that follow
+        step_s: time of one optimizer step, the sum of `times`
         slowest_stage: the stage with the lowest rate
         limit: what takes most of a step, in words
         sent_bytes: traffic of all peers in one step
@@ -90,10 +100,7 @@ class Prediction:
 
     samples_per_s: float
     step_s: float
-    stream_s: float
-    fill_s: float
-    averaging_s: float
-    update_s: float
+    times: StepTimes
     slowest_stage: int
     limit: str
     stages: tuple[StagePrediction, ...]
@@ -111,17 +118,12 @@ class _Pair:
     """One microbatch at one peer of a group in one stage: seconds of each resource; the window is 0 without room."""
 
     compute_s: float
-    upload_s: float
-    download_s: float
+    service_s: float  # of the scarcest resource: device, upload or download
     window: int
     send_s: float  # activations, to the next stage
     receive_s: float  # activations, from the stage before
     send_back_s: float  # gradients, to the stage before
     receive_back_s: float  # gradients, from the next stage
-
-    @property
-    def service_s(self) -> float:
-        return max(self.compute_s, self.upload_s, self.download_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +170,11 @@ class Predictor:
         received = self.works[stage - 1].activation_bytes if stage else 0.0
         returned = self.works[stage + 1].gradient_bytes if stage + 1 < len(self.works) else 0.0
         up, down = group.upload_bytes_per_s, group.download_bytes_per_s
+        compute_s = samples * work.flops / group.flops_per_s
+        sent = work.activation_bytes + work.gradient_bytes
         return _Pair(
-            compute_s=samples * work.flops / group.flops_per_s,
-            upload_s=samples * (work.activation_bytes + work.gradient_bytes) / up,
-            download_s=samples * (received + returned) / down,
+            compute_s=compute_s,
+            service_s=max(compute_s, samples * sent / up, samples * (received + returned) / down),
             window=work.memory.window(group.memory_bytes, self.settings.max_in_flight),
             send_s=samples * work.activation_bytes / up,
             receive_s=samples * received / down,
@@ -205,8 +208,7 @@ class Predictor:
         if self._wanting(counts):
             return 0.0, 0.0
         flows = self._flows(counts)
-        stream_s, fill_s, averaging_s, update_s = self._times(counts, flows)
-        step_s = stream_s + fill_s + averaging_s + update_s
+        step_s = sum(self._times(counts, flows))
         return self.settings.global_batch_size / step_s, -sum(1 / flow.rate for flow in flows)
 
     def slow_stages(self, counts: Counts) -> set[int]:
@@ -268,12 +270,12 @@ class Predictor:
             hold_s += max(pair.send_s, following.receive_s) + max(following.send_back_s, pair.receive_back_s)
         return max(pair.service_s, hold_s / pair.window), hold_s
 
-    def _times(self, counts: Counts, flows: Sequence[_Flow]) -> tuple[float, float, float, float]:
+    def _times(self, counts: Counts, flows: Sequence[_Flow]) -> StepTimes:
         slowest = min(flows, key=lambda flow: flow.rate)
         stream_s = self.settings.global_batch_size / self.settings.microbatch_size / slowest.rate
         ends = [(self._averaging_s(stage, here), self._update_s(stage)) for stage, here in enumerate(counts)]
         averaging_s, update_s = max(ends, key=sum)
-        return stream_s, max(flows[0].hold_s - slowest.service_s, 0.0), averaging_s, update_s
+        return StepTimes(stream_s, max(flows[0].hold_s - slowest.service_s, 0.0), averaging_s, update_s)
 
     def _averaging_s(self, stage: int, here: Sequence[int]) -> float:
         num_peers = sum(here)
@@ -291,20 +293,17 @@ class Predictor:
     def predict(self, counts: Counts) -> Prediction:
         """The prediction for an assignment in which every stage has peers."""
         flows = self._flows(counts)
-        stream_s, fill_s, averaging_s, update_s = self._times(counts, flows)
-        step_s = stream_s + fill_s + averaging_s + update_s
+        times = self._times(counts, flows)
+        step_s = sum(times)
         pace = min(flow.rate for flow in flows)
         slowest = min(range(len(flows)), key=lambda stage: flows[stage].rate)
         stages = tuple(self._stage(stage, counts[stage], flows[stage], pace, step_s) for stage in range(len(flows)))
-        shares = {stages[slowest].limit: stream_s, FILL: fill_s, AVERAGING: averaging_s, UPDATE: update_s}
+        shares = dict(zip((stages[slowest].limit, FILL, AVERAGING, UPDATE), times, strict=True))
         sent = [self._sent_bytes(stage, counts[stage], flows[stage]) for stage in range(len(flows))]
         return Prediction(
             samples_per_s=self.settings.global_batch_size / step_s,
             step_s=step_s,
-            stream_s=stream_s,
-            fill_s=fill_s,
-            averaging_s=averaging_s,
-            update_s=update_s,
+            times=times,
             slowest_stage=slowest,
             limit=max(shares, key=lambda name: shares[name]),
             stages=stages,
@@ -348,7 +347,8 @@ class Predictor:
         pair = self._pairs[stage][index]
         if flow.intervals[index] > pair.service_s:
             return ROUND_TRIPS if pair.window == self.settings.max_in_flight else MEMORY
-        resources = {COMPUTE: pair.compute_s, UPLOAD: pair.upload_s, DOWNLOAD: pair.download_s}
+        upload_s, download_s = pair.send_s + pair.send_back_s, pair.receive_s + pair.receive_back_s
+        resources = {COMPUTE: pair.compute_s, UPLOAD: upload_s, DOWNLOAD: download_s}
         return max(resources, key=lambda name: resources[name])
 
     def _sent_bytes(self, stage: int, here: Sequence[int], flow: _Flow) -> list[float]:

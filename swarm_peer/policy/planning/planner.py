@@ -302,14 +302,11 @@ def changes(
             if after is None:
                 found.append(Change(index, difference, None, ()))
                 continue
-            found.append(Change(index, difference, predictor.score(after)[0], _differing(before, after)))
+            changed = tuple(stage for stage, here in enumerate(after) if here != before[stage])
+            found.append(Change(index, difference, predictor.score(after)[0], changed))
             if sum(here[index] for here in after) <= group.count and predictor.score(after) > score:
                 better, score = after, predictor.score(after)
     return tuple(found), better
-
-
-def _differing(before: Assignment, after: Assignment) -> tuple[int, ...]:
-    return tuple(stage for stage, here in enumerate(after) if here != before[stage])
 
 
 def _with_one_more(predictor: Predictor, before: Assignment, group: int) -> Assignment:
