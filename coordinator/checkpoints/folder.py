@@ -8,21 +8,20 @@ again, its new checkpoint is `step-00000123.1` and so on; when that is whole, th
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from functools import partial
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from coordinator.checkpoints.files import FileEntry, FileStore, describe_file
 from swarm_peer.config import RunManifest, describe
 from swarm_peer.errors import UserError
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.state.index import StageState
 
 CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
@@ -47,18 +46,17 @@ class CheckpointIncomplete(CheckpointDamaged):
     """Its save has not ended, or was cut off."""
 
 
-def _state_fields() -> dict[str, Any]:
-    """A StageState's fields but for the tensors, as create_model takes them."""
-    hints = get_type_hints(StageState)
-    return {
-        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(StageState)
-        if field.name != "tensors"
-    }
-
-
 _FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
-StateFields: type[BaseModel] = create_model("StateFields", __config__=_FROZEN, **_state_fields())
+
+
+class StateFields(BaseModel):
+    """All of a StageState but its tensors."""
+
+    model_config = _FROZEN
+    round_number: int
+    history_hash: str
+    timeline: Timeline = FIRST_TIMELINE
+    ledger: bytes = b""
 
 
 class Contents(BaseModel):
@@ -89,7 +87,7 @@ class Checkpoint:
     @property
     def round_number(self) -> int:
         """The round that its states begin."""
-        return int(self._contents.stages[0].round_number)  # type: ignore[attr-defined]
+        return self._contents.stages[0].round_number
 
     def load_stage(self, stage: int) -> StageState:
         """The state of one stage.
@@ -108,8 +106,7 @@ class Checkpoint:
                     tensors = {key: content.get_tensor(key).clone() for key in content.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointDamaged(self.path, f"{name}: {one_line(error)}") from error
-        fields = self._contents.stages[stage]
-        return StageState(**{key: getattr(fields, key) for key in StateFields.model_fields}, tensors=tensors)
+        return StageState(**dict(self._contents.stages[stage]), tensors=tensors)
 
 
 def write_checkpoint(
@@ -126,16 +123,12 @@ def write_checkpoint(
         name, tensors = _stage_file(stage), {key: value.cpu().contiguous() for key, value in state.tensors.items()}
         notes = {"format": "pt", "manifest": manifest.hash, "history_hash": state.history_hash}
         notes |= {"stage": str(stage), "updates": str(optimizer_step), "step": str(state.round_number)}
-        entries[name] = files.write(f"{folder}/{name}", _saving(tensors, notes))
-    fields = tuple(StateFields(**{key: getattr(state, key) for key in StateFields.model_fields}) for state in stages)
+        entries[name] = files.write(f"{folder}/{name}", partial(save_file, tensors, metadata=notes))
+    fields = tuple(StateFields.model_validate(state, from_attributes=True) for state in stages)
     contents = Contents(optimizer_step=optimizer_step, manifest=manifest.hash, stages=fields, files=entries)
     text = contents.model_dump_json(indent=2).encode()
     files.write(f"{folder}/{CONTENTS}", lambda path: path.write_bytes(text))
     return sum(entry.size for entry in entries.values())
-
-
-def _saving(tensors: dict[str, Tensor], notes: dict[str, str]) -> Callable[[Path], None]:
-    return lambda path: save_file(tensors, path, notes)
 
 
 def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = None) -> Checkpoint:

@@ -17,13 +17,14 @@ import anyio
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
+from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
+from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
@@ -99,9 +100,8 @@ class CheckpointWriter:
     """Writes a checkpoint each time that the run has made `plan.every` more optimizer steps.
 
     Args:
-        finished: tells how many optimizer steps the run has made
-        created_at_round: tells the first round of the weights of an optimizer step; None if it is not known
-        view: the peers as they are known now
+        watch: tells how many optimizer steps the run has made, and in which rounds
+        directory: knows the run's peers
         acts: tells whether this coordinator is the one that acts
     """
 
@@ -110,9 +110,8 @@ class CheckpointWriter:
         resolved: ResolvedManifest,
         plan: CheckpointPlan,
         *,
-        finished: Callable[[], int],
-        created_at_round: Callable[[int], int | None],
-        view: Callable[[], SwarmView],
+        watch: RunWatch,
+        directory: Directory,
         acts: Callable[[], bool] = lambda: True,
     ):
         assert plan.store is not None
@@ -120,16 +119,17 @@ class CheckpointWriter:
         self._manifest = resolved.manifest
         self._store = plan.store
         self._every = plan.every
-        self._finished = finished
-        self._created_at_round = created_at_round
-        self._view = view
+        self._watch = watch
+        self._directory = directory
         self._acts = acts
-        self._saved = max(finished(), plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
+        self._saved = (
+            max(watch.optimizer_step, plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
+        )
 
     async def run(self, transport: Transport) -> None:
         """Write checkpoints for ever."""
         while True:
-            due = self._finished() // self._every * self._every
+            due = self._watch.optimizer_step // self._every * self._every
             if due > 0 and due != self._saved and self._acts():
                 self._saved = due
                 await self._save(transport, due)
@@ -137,11 +137,11 @@ class CheckpointWriter:
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
-        while self._finished() < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
+        while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
                 # It is another round after the run has gone back and come to this step again.
-                created_at_round = self._created_at_round(optimizer_step)
-                if created_at_round is None and self._finished() >= optimizer_step:
+                created_at_round = self._watch.created_at_round(optimizer_step)
+                if created_at_round is None and self._watch.optimizer_step >= optimizer_step:
                     log.info(
                         "checkpoint_left_out optimizer_step=%d reason=this coordinator was not there then",
                         optimizer_step,
@@ -158,7 +158,7 @@ class CheckpointWriter:
             except UserError as error:
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
                 return
-            if self._finished() >= self._manifest.training.steps:
+            if self._watch.optimizer_step >= self._manifest.training.steps:
                 break
             await anyio.sleep(SNAPSHOT_RETRY_S)
         log.error(
@@ -166,7 +166,7 @@ class CheckpointWriter:
         )
 
     async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
-        view = self._view()
+        view = self._directory.view
         # Peers of the stage first; peers of other stages may keep its state, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
         call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)

@@ -207,9 +207,8 @@ class RunService:
             writer = CheckpointWriter(
                 self.resolved,
                 self._options.plan,
-                finished=lambda: self.watch.optimizer_step,
-                created_at_round=self.watch.created_at_round,
-                view=lambda: self._directory.view,
+                watch=self.watch,
+                directory=self._directory,
                 acts=lambda: coordination.acts,
             )
             tasks.start_soon(writer.run, transport)

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import queue
+import textwrap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -75,7 +76,9 @@ class TensorBoardLogger(StepLogger):
         self._last_step = -1 if resume else 0
         try:
             self._writer = self._open(None if resume else 0)
-            self._writer.add_text("manifest", _as_code(json.dumps(manifest.model_dump(mode="json"), indent=2)))
+            self._writer.add_text(
+                "manifest", textwrap.indent(json.dumps(manifest.model_dump(mode="json"), indent=2), "    ")
+            )
             self._writer.flush()
         except OSError as error:
             raise UserError(
@@ -103,11 +106,6 @@ class TensorBoardLogger(StepLogger):
     def close(self) -> None:
         """Write what is still buffered, and end."""
         self._writer.close()
-
-
-def _as_code(text: str) -> str:
-    """Markdown that shows the text as it is."""
-    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 class WandbLogger(StepLogger):

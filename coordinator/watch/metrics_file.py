@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
 
+from typing_extensions import NotRequired
+
 from swarm_peer.errors import UserError
 
 
-class _StepLine(TypedDict):
+class MetricsLine(TypedDict):
+    """One line: losses in nats per token, times in seconds, `peers` by stage; validation only where it was due.
+
+    `optimizer_step` counts the updates that the weights have had and goes back where the run does; `round` is the
+    number of the round that made the last of them and never goes back.
+    """
+
     optimizer_step: int
     loss: float
     samples: int
@@ -18,17 +26,8 @@ class _StepLine(TypedDict):
     seconds: float
     peers: list[int]
     round: int
-
-
-class MetricsLine(_StepLine, total=False):
-    """One line: losses in nats per token, times in seconds, `peers` by stage; validation only where it was due.
-
-    `optimizer_step` counts the updates that the weights have had and goes back where the run does; `round` is the
-    number of the round that made the last of them and never goes back.
-    """
-
-    validation_loss: float
-    validation_samples: int
+    validation_loss: NotRequired[float]
+    validation_samples: NotRequired[int]
 
 
 class ValidationLoss(NamedTuple):

@@ -42,7 +42,7 @@ class RunWatch:
         self.coordination: tuple[Term, CoordinationRecord] | None = None
         # Reports that have no line yet, by round, with the peers by stage and the time when they were believed.
         self._reports: dict[int, tuple[RoundReport, list[int], float]] = {}
-        self._validations: dict[int, dict[str, tuple[int, float]]] = {}  # by round and author
+        self._validations: dict[tuple[int, str], tuple[int, float]] = {}  # by round and author
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
 
@@ -98,10 +98,7 @@ class RunWatch:
         for author, record in told.items():
             for validation in record.validations:
                 if validation.round_number - 1 in self._reports:
-                    self._validations.setdefault(validation.round_number, {})[author] = (
-                        validation.samples,
-                        validation.loss_sum,
-                    )
+                    self._validations[validation.round_number, author] = (validation.samples, validation.loss_sum)
         new = []
         while (line := self._next_line(now)) is not None:
             new.append(line)
@@ -110,15 +107,10 @@ class RunWatch:
             for old in self.lines[:-LINES_KEPT]:
                 self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
             del self.lines[:-LINES_KEPT]
-        self._reports = {
-            round_number: known for round_number, known in self._reports.items() if round_number > self.round_number
-        }
+        last = self.round_number
+        self._reports = {number: known for number, known in self._reports.items() if number > last}
         # A line has the validation of the weights after its step.
-        self._validations = {
-            round_number: known
-            for round_number, known in self._validations.items()
-            if round_number > self.round_number + 1
-        }
+        self._validations = {key: share for key, share in self._validations.items() if key[0] > last + 1}
         return new
 
     def observe_coordinator(self, newest: tuple[Term, CoordinationRecord] | None) -> None:
@@ -143,7 +135,7 @@ class RunWatch:
                 last = position
 
     def _validation(self, round_number: int) -> ValidationLoss | None:
-        shares = self._validations.get(round_number, {}).values()
+        shares = [share for (number, _), share in self._validations.items() if number == round_number]
         samples = sum(count for count, _ in shares)
         return ValidationLoss(sum(loss for _, loss in shares) / samples, samples) if samples else None
 

@@ -631,6 +631,7 @@ class Run:
         self.peers.append(PeerView(peer_id=peer_id, stage=stage, state=PeerState.SERVING))
         return state
 
+    @property
     def view(self):
         return SwarmView(2, tuple(self.peers))
 
@@ -639,9 +640,8 @@ class Run:
         writer = CheckpointWriter(
             ResolvedManifest.of(self.manifest),
             plan,
-            finished=lambda: 60,
-            created_at_round=lambda optimizer_step: 60,
-            view=self.view,
+            watch=SimpleNamespace(optimizer_step=60, created_at_round=lambda optimizer_step: 60),
+            directory=self,
         )
         await writer._save(self.network.transport("coordinator"), 60)
 
