@@ -15,15 +15,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from cyclopts import Parameter
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 from typing_extensions import assert_never
 
 from swarm_peer.errors import UserError
@@ -35,6 +27,11 @@ CODEC_BLOCK_SIZE = 256
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 # Options that take several addresses one after the other.
 Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a name is a folder's rather than a repository's on the hub. The same on all machines: no disk is read."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def codec_bytes(num_values: int, codec: Codec) -> int:

@@ -101,3 +101,9 @@ ERROR_BY_CODE: dict[str, type[CallError]] = {
         HopFailed,
     )
 }
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, short enough to be part of a one-line message."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__

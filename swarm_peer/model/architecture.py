@@ -140,21 +140,17 @@ def _check_sizes(family: Family) -> None:
             f"model.config: activation {activation!r} is unknown to transformers; choose one of {', '.join(ACT2FN)}"
         )
     for key, divisor in family.multiples:
-        _check_multiple(config, key, divisor)
+        if getattr(config, key) % getattr(config, divisor):
+            raise UserError(
+                f"model.config: {_own_name(config, key)}={getattr(config, key)} is not a multiple of "
+                f"{_own_name(config, divisor)}={getattr(config, divisor)}: change one of them"
+            )
     for rope_type in family.rope_types():
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise UserError(
                 f"model.config: rope_type={rope_type!r} is unknown to transformers; "
                 f"choose one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
             )
-
-
-def _check_multiple(config: PretrainedConfig, key: str, divisor: str) -> None:
-    if getattr(config, key) % getattr(config, divisor):
-        raise UserError(
-            f"model.config: {_own_name(config, key)}={getattr(config, key)} is not a multiple of "
-            f"{_own_name(config, divisor)}={getattr(config, divisor)}: change one of them"
-        )
 
 
 def _own_name(config: PretrainedConfig, key: str) -> str:

@@ -168,10 +168,7 @@ def _best_cut(costs: ModelCosts, num_stages: int) -> list[int]:
 
 
 def _minimise(
-    cost: Callable[[int, int], float],
-    combine: Callable[[float, float], float],
-    num_stages: int,
-    num_layers: int,
+    cost: Callable[[int, int], float], combine: Callable[[float, float], float], num_stages: int, num_layers: int
 ) -> tuple[float, list[int]]:
     """The least combined cost(first layer, end of the layers) of stages, and the bounds of those that have it.
 

@@ -22,8 +22,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.config import RunManifest, looks_like_a_path
+from swarm_peer.errors import UserError, first_line
 from swarm_peer.model.families import Family
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ModelSource:
     @property
     def folder(self) -> Path | None:
         """The local folder; None for a hub name."""
-        is_path = self.name.startswith((".", "/", "~")) or self.name.partition("@")[0].count("/") > 1
+        is_path = looks_like_a_path(self.name.partition("@")[0])
         # Unlike Path.expanduser, this raises nothing for a user whom this machine does not know.
         return Path(os.path.expanduser(self.name)) if is_path else None
 
@@ -77,7 +77,7 @@ class ModelSource:
             return None
         except (OSError, ValueError) as error:  # every other error of the hub's client is one of the two
             raise self.error(
-                f"cannot be had from the Hugging Face hub ({_one_line(error)}): correct the name"
+                f"cannot be had from the Hugging Face hub ({first_line(error)}): correct the name"
             ) from error
 
     def read_json(self, file: str) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ class ModelSource:
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise self.error(f"cannot read {file} ({_one_line(error)}): mend or replace that file") from error
+            raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):
             raise self.error(f"{file} holds no mapping: mend or replace that file")
         return content
@@ -152,7 +152,7 @@ class ModelSource:
             with safe_open(path, framework="pt") as content:
                 yield content
         except (OSError, SafetensorError) as error:
-            raise self.error(f"cannot read {file} ({_one_line(error)}): download or save it again") from error
+            raise self.error(f"cannot read {file} ({first_line(error)}): download or save it again") from error
 
     def error(self, text: str) -> UserError:
         """An error that says which model it is about."""
@@ -247,7 +247,3 @@ def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: 
     if not bool(values.isfinite().all()):
         raise source.error(f"tensor {stored} in {file_name} holds values that are not finite: save the model again")
     return values
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -86,6 +86,7 @@ class StageTrainer:
     Attributes:
         optimizer_step: how many updates its weights have had
         num_samples: samples whose gradients are accumulated for the next optimizer step
+        weights_version: grows with each change of the weights; any thread may read it
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class StageTrainer:
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
         # Tells passes before a change of weights from those after it, even at one optimizer step.
-        self._weights_version = 0
+        self.weights_version = 0
 
     def _initialise(self, module: StageModule) -> None:
         model = self.manifest.model
@@ -145,7 +146,7 @@ class StageTrainer:
             optimizer_step=self.optimizer_step,
             _result=result,
             _hidden_BTD=None if self.spec.is_first else inputs,
-            _weights_version=self._weights_version,
+            _weights_version=self.weights_version,
         )
 
     def backward(self, forward_pass: ForwardPass, grad_BTD: Tensor | None = None) -> Tensor | None:
@@ -168,7 +169,7 @@ class StageTrainer:
         """
         assert forward_pass._result is not None, "a forward pass goes backward once"
         assert (grad_BTD is None) == self.spec.is_last, "a gradient comes from the next stage, if there is one"
-        if forward_pass._weights_version != self._weights_version:
+        if forward_pass._weights_version != self.weights_version:
             raise RoundClosed(
                 f"this stage has left the weights of optimizer step {forward_pass.optimizer_step} and is at "
                 f"{self.optimizer_step}"
@@ -216,11 +217,6 @@ class StageTrainer:
         with self._evaluating():
             output: Tensor = self.module(inputs, last_token=True)
         return output[:, -1].float() if self.spec.is_last else output
-
-    @property
-    def weights_version(self) -> int:
-        """Grows with each change of the weights. Any thread may ask."""
-        return self._weights_version
 
     def mean_gradients(self) -> list[Tensor]:
         """The mean of the accumulated gradients over samples: fp32 on the CPU, in the order of the parameters.
@@ -333,7 +329,7 @@ class StageTrainer:
     def _enter(self, optimizer_step: int) -> None:
         self.discard_gradients()
         self.optimizer_step = optimizer_step
-        self._weights_version += 1
+        self.weights_version += 1
 
     def _prepare(self, tokens_BS: Tensor, hidden_BTD: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Inputs and targets of the module, checked, on its device."""

@@ -32,10 +32,6 @@ class RoundCount:
     loss_sum: float = 0.0
     ranges: tuple[WindowRange, ...] = ()
 
-    def supersedes(self, other: RoundCount) -> bool:
-        """Whether this is a later count of the same peer and round."""
-        return (self.samples, self.claimed) > (other.samples, other.claimed)
-
 
 class ProgressCounter:
     """The counts of the current and the next rounds, by stage-0 peer."""
@@ -45,9 +41,9 @@ class ProgressCounter:
         self._counts: dict[int, dict[str, RoundCount]] = {}
 
     def knows(self, round_number: int, peer_id: str, count: RoundCount) -> bool:
-        """Whether `count` is no news, so that its signature need not be checked."""
+        """Whether `count` is not later than the known one, so that its signature need not be checked."""
         known = self._counts.get(round_number, {}).get(peer_id)
-        return known is not None and not count.supersedes(known)
+        return known is not None and (count.samples, count.claimed) <= (known.samples, known.claimed)
 
     def merge(self, round_number: int, peer_id: str, count: RoundCount) -> bool:
         """Keep a count if it is news, and return whether it was."""

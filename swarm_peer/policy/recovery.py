@@ -172,9 +172,8 @@ def choose_rewind(
     for peer_id in sorted(snapshots):
         for stage, created_at_round, optimizer_step in sorted(snapshots[peer_id]):
             if 0 <= stage < num_stages and optimizer_step <= newest:
-                holders_by_point.setdefault((optimizer_step, created_at_round), {}).setdefault(stage, []).append(
-                    peer_id
-                )
+                holders = holders_by_point.setdefault((optimizer_step, created_at_round), {})
+                holders.setdefault(stage, []).append(peer_id)
     for (optimizer_step, created_at_round), holders in sorted(holders_by_point.items(), reverse=True):
         if len(holders) == num_stages:
             reason = f"all stages' snapshots of {optimizer_step} updates exist"
@@ -185,12 +184,8 @@ def choose_rewind(
         f"of {optimizer_step} updates, stages {', '.join(map(str, sorted(holders)))}"
         for (optimizer_step, _), holders in sorted(holders_by_point.items(), reverse=True)[:3]
     )
-    return Rewind(
-        None,
-        0,
-        (),
-        f"no snapshot of stage {lost_stage} exists that all other stages have too; there are: {found or 'none'}",
-    )
+    reason = f"no snapshot of stage {lost_stage} exists that all other stages have too; there are: {found or 'none'}"
+    return Rewind(None, 0, (), reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ late_ledger = st.tuples(any_ledger, st.integers(0, 3)).map(lambda pair: [pair[0]
 def test_merged_ranges_are_few_and_say_the_same(ranges: list[WindowRange]) -> None:
     merged = merge_ranges(ranges)
     assert merge_ranges(merged) == merged
-    assert ledger_of(list(merged)) == ledger_of(ranges)
+    assert ledger_of(list(merged)).to_tuple() == ledger_of(ranges).to_tuple()
     assert [item.slice_id for item in merged] == sorted(item.slice_id for item in merged)
     spans = [item for item in merged if item.start < item.end]
     for this, following in itertools.pairwise(spans):
@@ -104,7 +104,7 @@ def test_ranges_of_samples() -> None:
 def test_the_order_and_repetition_of_facts_do_not_matter(ranges: list[WindowRange], rng: random.Random) -> None:
     again = ranges + rng.choices(ranges, k=len(ranges)) if ranges else []
     rng.shuffle(again)
-    assert ledger_of(again) == ledger_of(ranges)
+    assert ledger_of(again).to_tuple() == ledger_of(ranges).to_tuple()
 
 
 def test_a_ledger_has_slices() -> None:
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_not_admitted(item: WindowRange) -> None:
     ledger = SampleLedger(NUM_SLICES)
     assert not ledger.admits(item)
     assert ledger.add([item]) == 0
-    assert ledger == SampleLedger(NUM_SLICES)
+    assert ledger.to_tuple() == SampleLedger(NUM_SLICES).to_tuple()
 
 
 # --- leases
@@ -331,7 +331,7 @@ def test_a_pass_of_many_slices() -> None:
     assert set(ledger.wanted("a", 2, {"a"})) == {SliceId(0, 99_998), SliceId(0, 99_999)}
     data = encode_ledger(ledger)
     assert len(data) < 1_200_000
-    assert decode_ledger(data, 100_000) == ledger
+    assert decode_ledger(data, 100_000).to_tuple() == ledger.to_tuple()
 
 
 # --- on the wire
@@ -341,7 +341,7 @@ def test_a_pass_of_many_slices() -> None:
 def test_bytes_go_there_and_back(ledger: SampleLedger) -> None:
     data = encode_ledger(ledger)
     back = decode_ledger(data, NUM_SLICES)
-    assert back == ledger
+    assert back.to_tuple() == ledger.to_tuple()
     assert encode_ledger(back) == data
     for slice_id in [SliceId(p, index) for p in range(4) for index in range(NUM_SLICES)]:
         assert back.is_finished(slice_id) == ledger.is_finished(slice_id)

@@ -212,7 +212,9 @@ def test_the_end_is_found_though_nothing_is_left(tmp_path: Path) -> None:
 def test_a_slice_that_cannot_be_read_to_its_end_has_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = one_slice(tmp_path, shuffle_buffer=1)
     tokenizer = BytesTokenizer()
-    opened = SliceReader(manifest=run, tokenizer=tokenizer).open(SliceId(0, 0))
+    reader = SliceReader(manifest=run)
+    monkeypatch.setattr(reader, "_tokenizer", tokenizer, raising=False)
+    opened = reader.open(SliceId(0, 0))
     next(opened)
     monkeypatch.setattr(tokenizer, "encode", lambda _: 1 / 0)
     for _ in range(2):

@@ -89,12 +89,9 @@ def arbiter(peers: Collection[str]) -> str:
 @dataclass(slots=True)
 class _DataPass:
     finished: dict[int, int] = field(default_factory=dict)  # slice index -> its number of windows
-    begun: dict[int, CountedWindows] = field(
-        default_factory=dict
-    )  # slices that are not finished, with counted windows or known length
-    owners: dict[int, str] = field(
-        default_factory=dict
-    )  # slice index -> the peer that leases it; slices that are not finished
+    # Slices that are not finished: those with counted windows or known length, and the peers that lease them.
+    begun: dict[int, CountedWindows] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
 
 
 class SampleLedger:
@@ -112,11 +109,6 @@ class SampleLedger:
         self.current_pass = 0
         self._passes: dict[int, _DataPass] = {}
         self._orders: dict[tuple[int, str], list[int]] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SampleLedger) and self.to_tuple() == other.to_tuple()
-
-    __hash__ = None  # type: ignore[assignment]  # it changes
 
     # --- facts
 
@@ -156,11 +148,7 @@ class SampleLedger:
         return duplicates
 
     def credible(
-        self,
-        author: str,
-        ranges: Iterable[WindowRange],
-        held: Collection[SliceId],
-        max_empty: int = MAX_UNHELD_EMPTY,
+        self, author: str, ranges: Iterable[WindowRange], held: Collection[SliceId], max_empty: int = MAX_UNHELD_EMPTY
     ) -> Iterator[WindowRange]:
         """A stage-mate's count without the slice ends that it cannot know.
 

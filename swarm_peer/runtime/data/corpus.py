@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm_peer.config import DataSection
-from swarm_peer.errors import UserError
-from swarm_peer.runtime.data.tokenizers import first_line, looks_like_a_path
+from swarm_peer.config import DataSection, looks_like_a_path
+from swarm_peer.errors import UserError, first_line
 
 # A longer document is cut: a whole book would defeat the shuffling and take seconds to tokenize.
 MAX_DOCUMENT_CHARS = 1 << 16

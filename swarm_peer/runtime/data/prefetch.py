@@ -15,12 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from swarm_peer.errors import UserError
+from swarm_peer.errors import UserError, first_line
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceReader, SliceWindows
-from swarm_peer.runtime.data.tokenizers import first_line
 
 log = logging.getLogger(__name__)
 

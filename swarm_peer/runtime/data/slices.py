@@ -82,13 +82,11 @@ class SliceReader:
 
     Args:
         cache_dir: folder for files from the hub
-        tokenizer: by default the one that the manifest names
     """
 
-    def __init__(self, *, manifest: RunManifest, cache_dir: Path | None = None, tokenizer: Tokenizer | None = None):
+    def __init__(self, *, manifest: RunManifest, cache_dir: Path | None = None):
         self._manifest = manifest
         self._cache_dir = cache_dir
-        self._given_tokenizer = tokenizer
 
     def num_slices(self) -> int:
         """The number of slices in a pass, the same for every peer with the same data.
@@ -133,7 +131,7 @@ class SliceReader:
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
-        return self._given_tokenizer or _tokenizer_of(self._manifest, self._cache_dir)
+        return _tokenizer_of(self._manifest, self._cache_dir)
 
     def _windows(self, slice_id: SliceId) -> Iterator[npt.NDArray[np.int32]]:
         windows = _pack(self._documents(slice_id), self._tokenizer, self._manifest.data.sequence_length)

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from swarm_peer.config import DataSection
-from swarm_peer.errors import UserError
+from swarm_peer.config import DataSection, looks_like_a_path
+from swarm_peer.errors import UserError, first_line
 
 # A tokenizer that works turns this into several tokens; one without a vocabulary turns it into none.
 _PROBE = "A stage is served by several peers."
@@ -116,14 +116,3 @@ def _load_pretrained(name: str, cache_dir: Path | None) -> PretrainedTokenizer:
     raise UserError(
         f"data.tokenizer={name!r} has no end-of-text token to separate documents: add eos_token to its configuration"
     )
-
-
-def looks_like_a_path(name: str) -> bool:
-    """Whether a name is a folder's rather than a repository's on the hub. The same on all machines: no disk is read."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message, short enough to be part of a one-line message."""
-    text = str(error).strip()
-    return text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__

@@ -245,11 +245,7 @@ def _parse(model: type[_Model], body: str) -> _Model:
 
 
 async def wait_for_notice(
-    cloud: Cloud,
-    *,
-    failed: Callable[[], None] = lambda: None,
-    poll_s: float = POLL_S,
-    base_url: str | None = None,
+    cloud: Cloud, *, failed: Callable[[], None] = lambda: None, poll_s: float = POLL_S, base_url: str | None = None
 ) -> str:
     """Wait until the cloud says that it will take this instance away. Returns its notice in words, for the log.
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import dataclasses
 import gc
-import json
 import logging
 import os
 import signal
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
+from pydantic import TypeAdapter
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -113,17 +112,14 @@ def start_anew(restart: Restart) -> None:
     The averager of the new stage has to be forked before this process computes or uses CUDA. So a peer that changes its
     stage starts anew; only its process id stays.
     """
-    os.environ[_RESTART] = json.dumps(dataclasses.asdict(restart))
+    os.environ[_RESTART] = TypeAdapter(Restart).dump_json(restart).decode()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def take_restart() -> Restart | None:
     """Take the restart that `start_anew` left in the environment; None after an ordinary start, or the second time."""
     restart = os.environ.pop(_RESTART, None)
-    if restart is None:
-        return None
-    fields = json.loads(restart)
-    return Restart(**fields | {"initial_peers": tuple(fields.get("initial_peers", ()))})
+    return None if restart is None else TypeAdapter(Restart).validate_json(restart)
 
 
 @asynccontextmanager
