@@ -138,9 +138,8 @@ class CheckpointStore:
         complete = [folder for folder in folders if self._is_complete(folder)]
         if not complete:
             return
-        latest = {
-            optimizer_step_of(folder): folder for folder in reversed(complete)
-        }  # of each number the one that replaced the others
+        # Of each number the one that replaced the others.
+        latest = {optimizer_step_of(folder): folder for folder in reversed(complete)}
         stay = sorted(latest.values(), key=age_of)[-self._keep :]
         surplus = [folder for folder in complete if folder not in stay]
         if surplus and not any(folder == known_good or self._is_good(folder) for folder in stay):
@@ -164,12 +163,8 @@ class CheckpointStore:
 
     def _free_folder(self, optimizer_step: int) -> str:
         """Where a checkpoint goes: beside complete ones of its number, since no store replaces a folder in one step."""
-        versions = [
-            version
-            for folder in self._folders()
-            for known, version in [age_of(folder)]
-            if known == optimizer_step and self._is_complete(folder)
-        ]
+        same = [folder for folder in self._folders() if optimizer_step_of(folder) == optimizer_step]
+        versions = [age_of(folder)[1] for folder in same if self._is_complete(folder)]
         return f"{self._files.base}/{folder_name(optimizer_step, max(versions, default=-1) + 1)}"
 
     def _is_complete(self, folder: str) -> bool:

@@ -169,47 +169,34 @@ class CheckpointWriter:
         view = self._directory.view
         # Peers of the stage first; peers of other stages may keep its state, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
+        donors = [peer.peer_id for peer in peers]
         call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
+        optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
         state = await fetch_state(
-            transport,
-            [peer.peer_id for peer in peers],
-            call,
-            max_bytes=max_state_bytes(self._resolved, stage),
-            optimizer_step=weights.first_optimizer_step,
-            rng=random.Random(),
+            transport, donors, call, max_bytes=max_bytes, optimizer_step=optimizer_step, rng=random.Random()
         )
         # A peer that took it after the run had gone back to these weights has it under a later round and timeline.
         return replace(state, round_number=weights.first_round, timeline=weights)
 
 
-class Resumption:
-    """Lets a run go on from a checkpoint, on a new timeline: gives the states to peers that ask for them.
+async def resume(
+    manifest: RunManifest, checkpoint: Checkpoint, transport: Transport, *, first_round: int, folder: Path
+) -> Timeline:
+    """Let a run go on from a checkpoint: give the states to peers that ask for them from now on.
 
     Args:
         first_round: of the new timeline, beyond all rounds that the run has seen
         folder: for the states while they are given away
+
+    Returns:
+        the new timeline
     """
-
-    def __init__(self, manifest: RunManifest, checkpoint: Checkpoint, *, first_round: int, folder: Path):
-        self._manifest = manifest
-        self._checkpoint = checkpoint
-        self.timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
-        self._snapshots = SnapshotStore(clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(folder))
-
-    async def prepare(self, transport: Transport) -> None:
-        """Answer peers that ask for states from now on."""
-        for stage in range(self._manifest.stages.count):
-            state = await anyio.to_thread.run_sync(self._checkpoint.load_stage, stage)
-            await self._snapshots.store_snapshot(
-                stage, replace(state, round_number=self.timeline.first_round, timeline=self.timeline)
-            )
-        self._snapshots.current = StageState(self.timeline.first_round, "", {}, self.timeline)
-        await transport.serve(
-            CallDispatcher(manifest_hash=self._manifest.hash, stage=NO_STAGE, calls=self._snapshots.calls)
-        )
-        log.info(
-            "resuming optimizer_step=%d round=%d path=%s",
-            self.timeline.first_optimizer_step,
-            self.timeline.first_round,
-            self._checkpoint.path,
-        )
+    timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
+    snapshots = SnapshotStore(clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(folder))
+    for stage in range(manifest.stages.count):
+        state = await anyio.to_thread.run_sync(checkpoint.load_stage, stage)
+        await snapshots.store_snapshot(stage, replace(state, round_number=first_round, timeline=timeline))
+    snapshots.current = StageState(first_round, "", {}, timeline)
+    await transport.serve(CallDispatcher(manifest_hash=manifest.hash, stage=NO_STAGE, calls=snapshots.calls))
+    log.info("resuming optimizer_step=%d round=%d path=%s", timeline.first_optimizer_step, first_round, checkpoint.path)
+    return timeline

@@ -115,14 +115,13 @@ def _with_live_model(initial_peers: Sequence[str], run_id: str | None, work: Cal
     async def ask(run: LiveRun) -> T:
         resolved = ResolvedManifest.of(run.manifest)
         async with open_transport(run.dht, run.metrics) as transport:
-            return await work(
-                LiveModel(
-                    resolved,
-                    identity=run.dht.identity,
-                    transport=transport,
-                    look=run.directory.refresh,
-                    rng=random.Random(),
-                )
+            model = LiveModel(
+                resolved,
+                identity=run.dht.identity,
+                transport=transport,
+                look=run.directory.refresh,
+                rng=random.Random(),
             )
+            return await work(model)
 
     return observe_run(initial_peers, run_id, ask)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import anyio.to_thread
 from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
-from coordinator.watch.observer import open_node
+from coordinator.watch.observer import temporary_node
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -98,26 +97,23 @@ def run_local(
     options = replace(options, resume=options.plan.resume is not None)
     check_output(options.output)
     options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        return run_loop(_run, resolved, Path(folder), peers_by_stage, device, options, log_to)
+    return run_loop(_run, resolved, peers_by_stage, device, options, log_to)
 
 
 async def _run(
     resolved: ResolvedManifest,
-    folder: Path,
     peers_by_stage: Sequence[int],
     device: str,
     options: RunOptions,
     log_to: Sequence[LoggerName],
 ) -> RunService:
     manifest, output = resolved.manifest, options.output
-    async with open_node(folder / "identity", (), (LOOPBACK,)) as dht:
+    async with temporary_node((), LOOPBACK) as dht:
         with (
             open_loggers(log_to, manifest, output, options.resume) as on_line,
             LiveView(manifest.training.steps) as live,
         ):
-            events = RunEvents(on_update=live.update, on_line=on_line)
-            service = RunService(resolved, dht, options, events=events)
+            service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
             peers = LocalPeers(dht.addresses, peers_by_stage, output, device=device, cache_dir=options.cache_dir)
             async with peers.running():
                 await _watch(service, peers.peers)

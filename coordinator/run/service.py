@@ -19,8 +19,7 @@ from anyio.abc import TaskGroup
 
 from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states, open_transport
-from coordinator.checkpoints.folder import Checkpoint
-from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, Resumption
+from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
 from coordinator.run.addresses import KnownPeers
 from coordinator.run.coordination import Coordination
 from coordinator.run.rebalancer import EVEN_OUT, Rebalancer, RebalancingOptions
@@ -178,8 +177,12 @@ class RunService:
         ):
             async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._dht.watch)
-                if self._options.plan.resume is not None:
-                    await self._resume_run(self._options.plan.resume, transport, metrics_file, Path(scratch))
+                if (checkpoint := self._options.plan.resume) is not None:
+                    known = max(checkpoint.round_number, metrics_file.round_number)
+                    first_round, folder = known + ROUNDS_BETWEEN_TIMELINES, Path(scratch)
+                    self._timeline = await resume(
+                        self.manifest, checkpoint, transport, first_round=first_round, folder=folder
+                    )
                 else:
                     await self._find_timeline()
                 coordination = await self._begin(transport, tasks)
@@ -203,13 +206,9 @@ class RunService:
         lease_s = self.manifest.limits.announcement_s
         coordination = Coordination(self._dht, self._run_key, lease_s=lease_s, waits=self._options.standby)
         tasks.start_soon(coordination.run)
-        if self._options.plan.store is not None:
+        if (plan := self._options.plan).store is not None:
             writer = CheckpointWriter(
-                self.resolved,
-                self._options.plan,
-                watch=self.watch,
-                directory=self._directory,
-                acts=lambda: coordination.acts,
+                self.resolved, plan, watch=self.watch, directory=self._directory, acts=lambda: coordination.acts
             )
             tasks.start_soon(writer.run, transport)
         tasks.start_soon(self._drop_silent_peers, transport)
@@ -271,15 +270,6 @@ class RunService:
             if (record := records.get(self._run_id)) is not None:
                 self._timeline, self._begun = record.timeline(), record.begun
             return
-
-    async def _resume_run(
-        self, checkpoint: Checkpoint, transport: P2PTransport, metrics_file: MetricsFile, scratch: Path
-    ) -> None:
-        """Begin a new timeline from a checkpoint, whose states are kept in the folder `scratch` for peers."""
-        round_number = max(checkpoint.round_number, metrics_file.round_number) + ROUNDS_BETWEEN_TIMELINES
-        resumption = Resumption(self.manifest, checkpoint, first_round=round_number, folder=scratch)
-        await resumption.prepare(transport)
-        self._timeline = resumption.timeline
 
     async def _drop_silent_peers(self, transport: P2PTransport) -> None:
         """Call peers that have missed an announcement: to wait until the last one expires would take longer."""

@@ -15,6 +15,7 @@ import textwrap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -239,17 +240,18 @@ class BackgroundLogger:
             log.warning("log_incomplete logger=%s lost_lines=%d", self._name, self.num_lost)
 
     def _work(self) -> None:
-        # A logger is somebody else's code: any error is possible, and none is worth a run.
         while (line := self._lines.get()) is not None:
-            try:
-                self._logger.write(line)
-            except Exception as error:
-                self._num_refused += 1
-                self._warn_once(f"{type(error).__name__}: {error}")
+            self._num_refused += not self._try(partial(self._logger.write, line))
+        self._try(self._logger.close)
+
+    def _try(self, action: Callable[[], None]) -> bool:
+        # A logger is somebody else's code: any error is possible, and none is worth a run.
         try:
-            self._logger.close()
+            action()
         except Exception as error:
             self._warn_once(f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def _warn_once(self, reason: str) -> None:
         if not self._has_warned:

@@ -62,14 +62,14 @@ def open_node(
 
 
 @asynccontextmanager
-async def observer_dht(addresses: Sequence[str]) -> AsyncIterator[SwarmDHT]:
+async def temporary_node(addresses: Sequence[str], host_maddr: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[SwarmDHT]:
     """Join the DHT of these addresses (from read_addresses), with an identity of its own that is then forgotten.
 
     Raises:
         UserError: nobody answers
     """
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        async with open_node(Path(folder) / "identity", addresses, ("/ip4/0.0.0.0/tcp/0",)) as dht:
+        async with open_node(Path(folder) / "identity", addresses, (host_maddr,)) as dht:
             yield dht
 
 
@@ -104,7 +104,7 @@ def observe_run(initial_peers: Sequence[str], run_id: str | None, work: Callable
     addresses = read_addresses(initial_peers)
 
     async def find_and_work() -> T:
-        async with observer_dht(addresses) as dht:
+        async with temporary_node(addresses) as dht:
             found_id, manifest = await find_manifest(dht, addresses, run_id)
             metrics = PeerMetrics()
             directory = observer_directory(manifest, dht, metrics)

@@ -150,16 +150,8 @@ class RunWatch:
         due = training.validates_at(report.optimizer_step)
         if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
             return None
-        return metrics_line(
-            optimizer_step=report.optimizer_step,
-            round_number=report.round_number,
-            loss=report.loss,
-            samples=report.samples,
-            seconds=report.seconds,
-            sequence_length=self.manifest.data.sequence_length,
-            peers=peers,
-            validation=validation,
-        )
+        length = self.manifest.data.sequence_length
+        return metrics_line(**report.model_dump(), sequence_length=length, peers=peers, validation=validation)
 
 
 def _reached_by(report: RoundReport) -> Position:
@@ -168,10 +160,7 @@ def _reached_by(report: RoundReport) -> Position:
 
 def _middle(reports: Sequence[RoundReport]) -> RoundReport:
     """The medians of all reports of one round: authors have heard of different counts, or make them up."""
-    return RoundReport(
-        round_number=reports[0].round_number,
-        optimizer_step=reports[0].optimizer_step,
-        samples=median_low(report.samples for report in reports),
-        loss=median_low(report.loss for report in reports),
-        seconds=median_low(report.seconds for report in reports),
+    told = ("samples", "loss", "seconds")
+    return reports[0].model_copy(
+        update={name: median_low(getattr(report, name) for report in reports) for name in told}
     )

@@ -114,7 +114,7 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     inside = []
 
     @asynccontextmanager
-    async def observer_dht(addresses):
+    async def temporary_node(addresses):
         inside.extend(addresses)
         yield "a DHT"
         inside.clear()
@@ -132,7 +132,7 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
         assert transport == "a transport"
         return [checkpoint.load_stage(stage) for stage in range(2)]
 
-    monkeypatch.setattr(coordinator.watch.observer, "observer_dht", observer_dht)
+    monkeypatch.setattr(coordinator.watch.observer, "temporary_node", temporary_node)
     monkeypatch.setattr(coordinator.watch.observer, "find_manifest", find_manifest)
     monkeypatch.setattr(coordinator.checkpoints.export, "open_transport", open_transport)
     monkeypatch.setattr(coordinator.checkpoints.export, "fetch_states", fetch_states)

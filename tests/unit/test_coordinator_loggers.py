@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -495,7 +494,7 @@ def test_local_goes_on_with_its_loggers_where_it_goes_on_with_its_run(tmp_path, 
         asked.append((names, resume))
         raise UserError("far enough")
 
-    monkeypatch.setattr(local, "open_node", lambda *_: nullcontext())
+    monkeypatch.setattr(local, "temporary_node", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(local, "open_loggers", opened)
     plan = dataclasses.replace(NO_CHECKPOINTS, resume=object() if resumes else None)
     options = RunOptions(output=tmp_path / "output", plan=plan)
