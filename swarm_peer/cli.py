@@ -56,12 +56,9 @@ def run_app(application: App) -> Callable[[], None]:
             text = describe(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())
             print(f"{application.name[0]}: {text}", file=sys.stderr)
             sys.exit(2)
-        except Interrupted as error:
-            print(f"{application.name[0]}: {error}", file=sys.stderr)
-            sys.exit(130)
         except SwarmError as error:
             print(f"{application.name[0]}: {error}", file=sys.stderr)
-            sys.exit(1)
+            sys.exit(130 if isinstance(error, Interrupted) else 1)
         except KeyboardInterrupt:
             sys.exit(130)
 

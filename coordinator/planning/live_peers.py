@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf, log10
 from typing import Any
 
@@ -66,10 +66,7 @@ def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> l
             name=f"live, {speed / 1e12:.2g} TFLOP/s",
             count=number,
             flops_per_s=speed,
-            memory_bytes=memory_bytes,
-            upload_bytes_per_s=assumed.upload_bytes_per_s,
-            download_bytes_per_s=assumed.download_bytes_per_s,
-            latency_s=assumed.latency_s,
+            **asdict(replace(assumed, memory_bytes=memory_bytes)),
         )
         for (speed, memory_bytes), number in sorted(kinds.items(), reverse=True)
     ]

@@ -38,13 +38,8 @@ class ResolvedManifest:
         if not isinstance(manifest.model.config, dict):
             raise UserError("the run's manifest has no inline model config: its coordinator has to publish one")
         config = parse_model_config(manifest.model.config)
-        specs = cut_stages(
-            config,
-            manifest.stages.count,
-            manifest.data.sequence_length,
-            manifest.stages.layers,
-            manifest.model.share_layers,
-        )
+        stages, length, share_layers = manifest.stages, manifest.data.sequence_length, manifest.model.share_layers
+        specs = cut_stages(config, stages.count, length, stages.layers, share_layers)
         return cls(manifest, manifest.hash, config, specs)
 
     @property

@@ -231,10 +231,8 @@ class StageTrainer:
     def gradient_sums(self) -> tuple[list[Tensor], int]:
         """The accumulated gradients (CPU copies, fp32) and how many samples they are of, for a stage-mate."""
         sums = [
-            torch.zeros(parameter.shape)
-            if parameter.grad is None
-            else parameter.grad.to("cpu", torch.float32, copy=True)
-            for parameter in self.module.parameters()
+            torch.zeros(p.shape) if p.grad is None else p.grad.to("cpu", torch.float32, copy=True)
+            for p in self.module.parameters()
         ]
         return sums, self.num_samples
 

@@ -134,22 +134,13 @@ class Announcement(Record):
             peer_id: the announcement's author
             arrived_s: when this announcement came, on the reader's clock
         """
+        own = {"serial", "state", "state_s", "version", "device", "addresses"}  # the others are alike in both
         return PeerView(
             peer_id=peer_id,
-            stage=self.stage,
             state=PeerState(self.state),
-            round_number=self.round_number,
-            samples_per_s=self.samples_per_s,
-            queue=self.queue,
-            optimizer_step=self.optimizer_step,
-            movable=self.movable,
-            note=self.note,
-            memory_bytes=self.memory_bytes,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             since_s=arrived_s - self.state_s,
-            moved_from=self.moved_from,
-            formerly=self.formerly,
             announced=self.serial,
+            **self.model_dump(exclude=own),
         )
 
 

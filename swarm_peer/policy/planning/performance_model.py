@@ -138,19 +138,17 @@ class _Flow:
         holds: for each group, its `hold_s`
     """
 
-    rate: float
-    service_s: float
-    hold_s: float
-    receive_s: float
-    send_back_s: float
-    latency_s: float
-    intervals: tuple[float, ...]
-    holds: tuple[float, ...]
+    rate: float = 0.0
+    service_s: float = 0.0
+    hold_s: float = 0.0
+    receive_s: float = 0.0
+    send_back_s: float = 0.0
+    latency_s: float = 0.0
+    intervals: tuple[float, ...] = ()
+    holds: tuple[float, ...] = ()
 
 
-_NO_FLOW = _Flow(
-    rate=0.0, service_s=0.0, hold_s=0.0, receive_s=0.0, send_back_s=0.0, latency_s=0.0, intervals=(), holds=()
-)
+_NO_FLOW = _Flow()
 
 
 class Predictor:
