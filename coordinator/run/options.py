@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from swarm_peer.config import Addresses
-
-CheckpointEvery = Annotated[
-    int | None,
-    Parameter(
-        help="Optimizer steps between checkpoints, a multiple of recovery.snapshot_every (the default); 0 for none."
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +35,13 @@ class CheckpointOptions:
 
     Attributes:
         checkpoints: Folder or URL (such as s3://bucket/run) of checkpoints; OUTPUT/checkpoints if not given.
+        checkpoint_every: Optimizer steps between them, a multiple of recovery.snapshot_every (the default); 0 for none.
         keep_checkpoints: How many of them are kept.
         resume: Checkpoint folder or URL to go on from: its newest good one, or one of them.
     """
 
     checkpoints: str | None = None
-    checkpoint_every: CheckpointEvery = None
+    checkpoint_every: int | None = None
     keep_checkpoints: int = 3
     resume: str | None = None
 
@@ -59,4 +50,4 @@ class CheckpointOptions:
 class LocalCheckpointOptions(CheckpointOptions):
     """As of any run, but without checkpoints if nothing is said."""
 
-    checkpoint_every: CheckpointEvery = 0
+    checkpoint_every: int | None = 0
