@@ -28,6 +28,7 @@ from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import StateIndexCall
@@ -180,17 +181,18 @@ class CheckpointWriter:
 
 
 async def resume(
-    manifest: RunManifest, checkpoint: Checkpoint, transport: Transport, *, first_round: int, folder: Path
+    checkpoint: Checkpoint, transport: Transport, manifest: RunManifest, known_round: int, folder: Path
 ) -> Timeline:
     """Let a run go on from a checkpoint: give the states to peers that ask for them from now on.
 
     Args:
-        first_round: of the new timeline, beyond all rounds that the run has seen
+        known_round: the last round that the run has seen since, as far as is known
         folder: for the states while they are given away
 
     Returns:
         the new timeline
     """
+    first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
     timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
     snapshots = SnapshotStore(clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(folder))
     for stage in range(manifest.stages.count):

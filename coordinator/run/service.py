@@ -39,7 +39,6 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
-from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import ListSnapshotsCall
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord, Record, TimelineRecord, timeline_key
@@ -178,11 +177,8 @@ class RunService:
             async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._dht.watch)
                 if (checkpoint := self._options.plan.resume) is not None:
-                    known = max(checkpoint.round_number, metrics_file.round_number)
-                    first_round, folder = known + ROUNDS_BETWEEN_TIMELINES, Path(scratch)
-                    self._timeline = await resume(
-                        self.manifest, checkpoint, transport, first_round=first_round, folder=folder
-                    )
+                    known_round = metrics_file.round_number
+                    self._timeline = await resume(checkpoint, transport, self.manifest, known_round, Path(scratch))
                 else:
                     await self._find_timeline()
                 coordination = await self._begin(transport, tasks)
