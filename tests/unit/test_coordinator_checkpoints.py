@@ -266,7 +266,7 @@ def test_a_folder_of_that_name_in_the_way_is_replaced(world):
 def test_a_save_that_fails_leaves_what_was_there(world, error, monkeypatch):
     world.save(5)
 
-    def full(*_):
+    def full(*_, **__):
         raise error
 
     monkeypatch.setattr(checkpoint_folder, "save_file", full)
