@@ -115,7 +115,6 @@ class Rebalancer:
             stage_memory_bytes=tuple(safe_stage_memory(resolved)),
             min_replicas=(options.min_replicas,) * count,
             overhead_s=MOVE_OVERHEAD_S,
-            exchange_patience_s=EXCHANGE_PATIENCE * self._announcement_s,
         )
         self._churn = ChurnMeter()
         self._open: dict[str, _OpenAssignment] = {}  # by the id of the peer, as it was
@@ -186,7 +185,7 @@ class Rebalancer:
         self._learn_from_last_moves(view, now_s)
         params = replace(self._params, horizon_s=horizon_s, least_gain=self._least_gain(now_s))
         decision = rebalance(self._without_resting(view, now_s), params, now_s)
-        decision = self._patience.check(decision, params.exchange_patience_s, now_s)
+        decision = self._patience.check(decision, EXCHANGE_PATIENCE * self._announcement_s, now_s)
         kind = decision.reason.partition(":")[0]
         if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
             log.info("rebalancing moves=%d reason=%s", len(decision.moves), decision.reason)

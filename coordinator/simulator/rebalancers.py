@@ -11,6 +11,9 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 
+# For so long an exchange of peers must have looked worth it: four default lifetimes of an announcement.
+EXCHANGE_PATIENCE_S = 120.0
+
 
 class SimulatedRebalancer(Protocol):
     """A rebalancing policy in the simulator.
@@ -84,7 +87,7 @@ class EventRebalancing:
         self.churn.observe((peer.peer_id for peer in view.peers), now_s)
         horizon_s = self.churn.horizon_s(view.num_stages, now_s)
         decision = rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
-        return self.patience.check(decision, self.params.exchange_patience_s, now_s)
+        return self.patience.check(decision, EXCHANGE_PATIENCE_S, now_s)
 
 
 def make_rebalancer(name: str, params: RebalancingParameters) -> SimulatedRebalancer:

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_peer.policy.placement import rebalancing
 from swarm_peer.policy.placement.capacity import Shift, discounted_samples
 from swarm_peer.policy.placement.churn import QUIET_S, REMEMBERED_S, ChurnMeter
-from swarm_peer.policy.placement.move_search import FEW_MOVES, RebalancingParameters, _Search, best_plan
+from swarm_peer.policy.placement.move_search import FEW_MOVES, MoveSearch, RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, choose_stage, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -149,36 +148,27 @@ def small_swarms(draw):
 def test_no_plan_holds_a_move_that_it_can_do_without(situation):
     """No part of the moves, none of them included, does as well as all; nor does one move in the place of a swap."""
     view, params = situation
-    searches = []
-
-    def searched(situation, params):
-        searches.append(_Search(situation, params))
-        return best_plan(situation, params)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rebalancing, "best_plan", searched)
-        rebalance(view, params, 0.0)
-    for search in searches:
-        plan = search.best()
-        nothing = search._merit(search._evaluate(()))
-        gain, pairs = search._merit(plan) - nothing, search._pairs(plan)
-        if len(pairs) > FEW_MOVES:
+    search = MoveSearch(view, params, 0.0)
+    plan = search.best()
+    nothing = search.rest.merit
+    gain, pairs = plan.merit - nothing, plan.pairs
+    if len(pairs) > FEW_MOVES:
+        return
+    for count in range(len(pairs)):
+        for part in itertools.combinations(pairs, count):
+            shorter = search.schedule(part)
+            assert shorter.merit - nothing < gain * (1 - 1e-9)
+            assert min(shorter.capacity) < min(plan.capacity) * (1 - 0.3 * params.least_gain)
+    for swap in itertools.combinations(plan.moves, 2):
+        stages = {move.peer.stage: move.to_stage for move in swap}
+        if stages.keys() != {*stages.values()}:
             continue
-        for count in range(len(pairs)):
-            for part in itertools.combinations(pairs, count):
-                shorter = search._evaluate(part)
-                assert search._merit(shorter) - nothing < gain * (1 - 1e-9)
-                assert min(shorter.capacity) < min(plan.capacity) * (1 - 0.3 * params.least_gain)
-        for swap in itertools.combinations(plan.moves, 2):
-            stages = {move.peer.stage: move.to_stage for move in swap}
-            if stages.keys() != {*stages.values()}:
-                continue
-            others = [pair for pair, move in zip(pairs, plan.moves, strict=True) if move not in swap]
-            taken = {number for number, _ in others}
-            for number, mover in enumerate(search._movers):
-                if mover.stage in stages and number not in taken:
-                    one_move = search._evaluate([*others, (number, stages[mover.stage])])
-                    assert search._merit(one_move) - nothing < gain * (1 - 1e-9)
+        others = tuple(pair for pair, move in zip(pairs, plan.moves, strict=True) if move not in swap)
+        taken = {number for number, _ in others}
+        for number, mover in enumerate(search.movers):
+            if mover.stage in stages and number not in taken:
+                one_move = search.schedule((*others, (number, stages[mover.stage])))
+                assert one_move.merit - nothing < gain * (1 - 1e-9)
 
 
 def test_one_move_is_made_where_two_nearly_equal_peers_would_change_places_for_nothing():

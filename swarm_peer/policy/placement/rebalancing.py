@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_peer.policy.placement.capacity import Shift, fits, ideal_capacity, serving_capacity, work_per_s
-from swarm_peer.policy.placement.move_search import MovePlan, RebalancingParameters, Situation, best_plan
+from swarm_peer.policy.placement.capacity import fits, work_per_s
+from swarm_peer.policy.placement.move_search import MoveSearch, RebalancingParameters
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 
@@ -119,62 +119,25 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
 
     Call it whenever something has changed. It takes little time if the stages are in balance.
     """
-    costs = params.stage_costs
-    work = work_per_s(view.peers, costs)
-    now = serving_capacity(view, work, costs)
-    arrivals, leaving_s, coming_s = [], [0.0] * view.num_stages, [0.0] * view.num_stages
-    for peer in view.peers:
-        if peer.state is PeerState.JOINING and peer.stage != UNDECIDED:
-            elapsed_s = 0.0 if peer.since_s is None else max(0.0, now_s - peer.since_s)
-            # A peer that is late may arrive at any time.
-            remaining_s = max(params.move_s(peer, peer.stage) - elapsed_s, 1.0)
-            arrivals.append(Shift(remaining_s, peer.stage, work[peer.peer_id] / costs[peer.stage]))
-            if peer.moved_from != UNDECIDED:
-                leaving_s[peer.moved_from] = max(leaving_s[peer.moved_from], remaining_s)
-                coming_s[peer.stage] = max(coming_s[peer.stage], remaining_s)
-    planned = list(now)
-    for shift in arrivals:
-        planned[shift.stage] += shift.samples_per_s
-
-    ideal, least = ideal_capacity(planned, costs), min(planned)
-    if ideal - least <= params.least_gain * ideal:
-        return Rebalancing((), f"in balance: the least stage will take {least:.3g} of at most {ideal:.3g} samples/s")
-
-    num_serving = [0] * view.num_stages
-    for peer in view.peers:
-        if peer.state is PeerState.SERVING:
-            num_serving[peer.stage] += 1
-    movers = [peer for peer in view.peers if peer.movable and peer.state is PeerState.SERVING]
-    situation = Situation(
-        now=now,
-        planned=planned,
-        arrivals=arrivals,
-        ideal=ideal,
-        leaving_s=leaving_s,
-        coming_s=coming_s,
-        num_serving=num_serving,
-        movers=movers,
-        work=[work[peer.peer_id] for peer in movers],
-    )
-    plan, rest = best_plan(situation, params)
-    return _announced(plan, rest, situation)
-
-
-def _announced(plan: MovePlan, rest: MovePlan, situation: Situation) -> Rebalancing:
-    least, after = min(rest.capacity), min(plan.capacity)
+    search = MoveSearch(view, params, now_s)
+    ideal, rest = search.ideal, min(search.rest.capacity)
+    if ideal - rest <= params.least_gain * ideal:
+        return Rebalancing((), f"in balance: the least stage will take {rest:.3g} of at most {ideal:.3g} samples/s")
+    plan = search.best()
     if not plan.moves:
         return Rebalancing(
             (),
-            f"no move pays: the least stage will take {least:.3g} samples/s, {situation.ideal:.3g} would be ideal, "
-            f"and a mover does nothing while it downloads",
+            f"no move pays: the least stage will take {rest:.3g} samples/s, {ideal:.3g} would be ideal, and a mover "
+            f"does nothing while it downloads",
         )
+    capacity = search.rest.capacity
     moves = tuple(
         Move(
             move.peer.peer_id,
             move.peer.stage,
             move.to_stage,
-            f"stage {move.peer.stage} will take {rest.capacity[move.peer.stage]:.3g} samples/s and stage "
-            f"{move.to_stage} {rest.capacity[move.to_stage]:.3g}; the peer does {move.work_per_s:.3g} work/s and takes "
+            f"stage {move.peer.stage} will take {capacity[move.peer.stage]:.3g} samples/s and stage {move.to_stage} "
+            f"{capacity[move.to_stage]:.3g}; the peer does {move.work_per_s:.3g} work/s and takes "
             f"{move.arrival_s - move.start_s:.0f} s to move",
         )
         for move in plan.moves
@@ -183,8 +146,6 @@ def _announced(plan: MovePlan, rest: MovePlan, situation: Situation) -> Rebalanc
     later = len(plan.moves) - len(moves)
     moves_words = f"{len(plan.moves)} move{'s' * (len(plan.moves) > 1)}"
     waiting = f"; {later} more wait{'s' * (later == 1)} for movers under way" if later else ""
-    return Rebalancing(
-        moves,
-        f"the swarm's throughput rises from {least:.3g} to {after:.3g} samples/s with {moves_words}{waiting}",
-        after / situation.ideal,
-    )
+    after = min(plan.capacity)
+    reason = f"the swarm's throughput rises from {rest:.3g} to {after:.3g} samples/s with {moves_words}{waiting}"
+    return Rebalancing(moves, reason, after / ideal)
