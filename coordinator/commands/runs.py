@@ -46,7 +46,6 @@ def serve(
     resolved = load_and_resolve(config, set_, cache_dir)
 
     from coordinator.checkpoints.writer import plan_checkpoints
-    from coordinator.run.rebalancer import RebalancingOptions
     from coordinator.run.serve import run_serve
     from coordinator.run.service import RunOptions
 
@@ -56,7 +55,7 @@ def serve(
         resume=True,
         plan=plan_checkpoints(resolved.manifest, output, checkpoints),
         cache_dir=cache_dir,
-        rebalancing=RebalancingOptions(min_replicas) if rebalance else None,
+        min_replicas=min_replicas if rebalance else None,
         standby=standby,
     )
     run_serve(resolved, node, options, log_to)

@@ -22,7 +22,7 @@ from coordinator.checkpoints.fetching import fetch_states, open_transport
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
 from coordinator.run.addresses import KnownPeers
 from coordinator.run.coordination import Coordination
-from coordinator.run.rebalancer import EVEN_OUT, Rebalancer, RebalancingOptions
+from coordinator.run.rebalancer import Rebalancer
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, MetricsLine
 from coordinator.watch.observer import end_run_for, observe, observer_directory
@@ -88,7 +88,7 @@ class RunOptions:
         resume: carry on with the metrics.jsonl that is there
         plan: which checkpoints to write, and which to go on from
         cache_dir: where tokenizers are cached
-        rebalancing: how peers are moved between stages; None for not at all
+        min_replicas: peers that each stage keeps while one of them moves elsewhere; None to move no peer
         standby: leave the run to another coordinator for as long as there is one
     """
 
@@ -96,7 +96,7 @@ class RunOptions:
     resume: bool = False
     plan: CheckpointPlan = NO_CHECKPOINTS
     cache_dir: Path | None = None
-    rebalancing: RebalancingOptions | None = EVEN_OUT
+    min_replicas: int | None = 1
     standby: bool = False
 
 
@@ -233,13 +233,13 @@ class RunService:
             return []
 
     async def _rebalance(self, coordination: Coordination) -> None:
-        if self._options.rebalancing is None or not coordination.acts:
+        if self._options.min_replicas is None or not coordination.acts:
             return  # the assignments of a coordinator stand for as long as its term is the newest
         if self._rebalancer is None or self._rebalancer_term != coordination.term:
             self._rebalancer_term = coordination.term
             now_s = anyio.current_time()
             self._rebalancer = Rebalancer(
-                self.resolved, self._options.rebalancing, begun_s=now_s, inherited=coordination.inherited
+                self.resolved, self._options.min_replicas, begun_s=now_s, inherited=coordination.inherited
             )
         self._rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
         await coordination.assign(self._rebalancer.assignments(), self._rebalancer.reason)

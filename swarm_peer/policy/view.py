@@ -7,6 +7,11 @@ from enum import Enum
 
 # The stage of a peer that has joined and has not chosen its stage yet.
 UNDECIDED = -1
+# A peer announces itself so often within the lifetime of one announcement, since one or two may be lost.
+ANNOUNCEMENTS_PER_LIFETIME = 4
+# In intervals between announcements: a peer that has been silent for longer is overdue. Announcements may come a
+# little late.
+OVERDUE_ANNOUNCEMENTS = 1.5
 
 
 class PeerState(str, Enum):

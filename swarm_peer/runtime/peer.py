@@ -9,7 +9,7 @@ import anyio
 from swarm_peer.errors import CallError
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
@@ -18,7 +18,7 @@ from swarm_peer.runtime.host.processes import Restart, signals_set
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
-from swarm_peer.runtime.network.directory import ANNOUNCEMENTS_PER_LIFETIME, Directory
+from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start

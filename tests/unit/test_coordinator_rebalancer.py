@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.run.rebalancer import (
-    EXCHANGE_PATIENCE,
-    LEAST_REST_S,
-    MOVE_OVERHEAD_S,
-    MOVE_PATIENCE,
-    REFUSAL_S,
-    REST_S,
-    SETTLING_S,
-    Rebalancer,
-    RebalancingOptions,
-)
+from coordinator.run.rebalancer import MOVE_OVERHEAD_S, Rebalancer
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.placement.live_rebalancer import (
+    EXCHANGE_PATIENCE,
+    LEAST_REST_S,
+    MOVE_PATIENCE,
+    REST_S,
+    SETTLING_S,
+)
+from swarm_peer.policy.placement.movers import REFUSAL_S, OpenMove
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Assignment
 
@@ -44,17 +42,22 @@ MANIFEST = RunManifest.model_validate(
 class Run:
     """A run's announcements, and what its coordinator makes of them."""
 
-    def __init__(
-        self,
-        options: RebalancingOptions = RebalancingOptions(horizon_s=3600),  # noqa: B008 (frozen)
-        inherited: tuple[Assignment, ...] = (),
-    ):
+    def __init__(self, min_replicas: int = 1, inherited: tuple[Assignment, ...] = ()):
         self.now_s = 100.0
         self.peers: dict[str, PeerView] = {}
-        self.rebalancer = Rebalancer(ResolvedManifest.of(MANIFEST), options, begun_s=self.now_s, inherited=inherited)
+        resolved = ResolvedManifest.of(MANIFEST)
+        self.rebalancer = Rebalancer(resolved, min_replicas, begun_s=self.now_s, inherited=inherited)
+        self.policy = self.rebalancer.policy
+        # An advantage lasts for an hour, however often peers come and go.
+        self.policy._churn.horizon_s = lambda num_stages, now_s: 3600.0
         self.delivered = 100
         for name, stage in zip("abcdef", (0, 0, 0, 0, 0, 1), strict=True):
             self.add(name, stage, since_s=0.0)
+
+    @property
+    def open(self) -> dict[str, OpenMove]:
+        """The moves under way, by the id that each peer had."""
+        return self.policy.movers.open
 
     def add(self, name: str, stage: int, **fields: object) -> None:
         peer = PeerView(
@@ -77,9 +80,9 @@ class Run:
     def look(self, after_s: float = 1.0) -> list[str]:
         """Those who are newly ordered."""
         self.now_s += after_s
-        before = set(self.rebalancer._open)
+        before = set(self.open)
         self.rebalancer.look(SwarmView(2, tuple(self.peers.values())), self.delivered, 10.0, self.now_s)
-        return sorted(set(self.rebalancer._open) - before)
+        return sorted(set(self.open) - before)
 
 
 def in_balance() -> Run:
@@ -259,7 +262,7 @@ def test_equal_peers_that_slow_each_other_down_are_not_moved_to_and_fro() -> Non
             run.peers[name] = replace(peer, announced=peer.announced + 1, samples_per_s=8.0 if alone else 10.0)
         for mover in run.look(2.5):
             ordered.append(mover)
-            to_stage = run.rebalancer._open[mover].move.to_stage
+            to_stage = run.open[mover].move.to_stage
             del run.peers[mover]
             run.add(f"{mover}+", to_stage, formerly=mover, samples_per_s=10.0)
     assert len(ordered) <= 1
@@ -293,7 +296,7 @@ def test_a_peer_that_says_each_time_that_it_was_another_one_is_one_peer() -> Non
     for number in range(50):
         run.peers["f"] = replace(run.peers["f"], formerly=f"x{number}" if number % 2 else "")
         run.look(1)
-    assert len(run.rebalancer._churn._moments) == 0
+    assert len(run.policy._churn._moments) == 0
 
 
 def test_who_has_moved_hides_nobody_by_what_it_says_later() -> None:
@@ -304,8 +307,8 @@ def test_who_has_moved_hides_nobody_by_what_it_says_later() -> None:
     run.look(1)
     run.peers["reborn"] = replace(run.peers["reborn"], formerly="f")
     view = SwarmView(2, tuple(run.peers.values()))
-    run.rebalancer._follow_movers(view, run.now_s)
-    assert run.rebalancer._with_movers(view).peer("f") is not None
+    run.policy.movers.follow(view, run.now_s)
+    assert run.policy.movers.placed(view, (1.0, 1.0), lambda _: True).peer("f") is not None
 
 
 def test_who_moves_neither_comes_nor_goes() -> None:
@@ -317,10 +320,10 @@ def test_who_moves_neither_comes_nor_goes() -> None:
     run.look(1)
     run.add("reborn", 1, formerly=mover)
     run.look(1)
-    assert len(run.rebalancer._churn._moments) == 0
+    assert len(run.policy._churn._moments) == 0
     run.add("another", 1)
     run.look(1)
-    assert len(run.rebalancer._churn._moments) == 1
+    assert len(run.policy._churn._moments) == 1
 
 
 def test_an_order_says_who_where_and_why() -> None:
@@ -344,7 +347,7 @@ def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile()
     run.add("reborn", 1, state=PeerState.JOINING, samples_per_s=0.0, moved_from=0, formerly=mover)
     run.add(mover, 0)  # its last announcement may come back from a stale DHT node
     assert run.look() == []
-    assert mover not in run.rebalancer._open
+    assert mover not in run.open
     del run.peers[mover]
     run.add("reborn", 1, samples_per_s=0.0, formerly=mover, since_s=run.now_s)
     run.now_s += 5
@@ -359,7 +362,7 @@ def test_who_dies_before_it_obeys_is_not_waited_for() -> None:
     [mover] = run.look(60)
     del run.peers[mover]
     assert run.look(0.1) == []
-    assert run.rebalancer._open == {}
+    assert run.open == {}
     [another] = run.look(ANNOUNCEMENT_S)
     assert another != mover
 
@@ -377,7 +380,7 @@ def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
     run = Run()
     asked: list[str] = []
     [mover] = run.look(60)
-    patience_s = run.rebalancer._open[mover].patience_s
+    patience_s = run.open[mover].patience_s
     assert patience_s >= MOVE_PATIENCE * 20
     [other] = run.look(patience_s + 1)
     assert other != mover
@@ -412,7 +415,7 @@ def test_pinned_peers_stay() -> None:
 
 
 def test_a_stage_keeps_its_replicas() -> None:
-    run = Run(RebalancingOptions(min_replicas=5, horizon_s=3600))
+    run = Run(min_replicas=5)
     assert run.look(60) == []
 
 
@@ -432,7 +435,7 @@ def test_what_was_delivered_before_a_peer_left_says_nothing_of_the_others() -> N
     run.delivered = 200  # 20 a second; "f" alone announces 10 for stage 1
     run.peers = {name: replace(peer, movable=False) for name, peer in run.peers.items()}
     run.look(60)
-    reported = run.rebalancer._reported
+    reported = run.policy._disbelieved
     assert reported == frozenset(), "who is here has just come"
     run.look(10 + SETTLING_S + 1)
-    assert run.rebalancer._reported != frozenset()
+    assert run.policy._disbelieved != frozenset()

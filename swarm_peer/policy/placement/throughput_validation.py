@@ -6,13 +6,40 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView, SwarmView
 
 # No honest peer is this many times faster than the typical one: the ratio of a data centre's GPU to a laptop's.
 OUTLIER = 20.0
 # The run may deliver this many times what a stage announces before the announcements count as wrong: the two are means
 # over different times.
 TOLERANCE = 1.25
+# A peer's speed is the median of so many announcements: two lifetimes of one.
+ANNOUNCEMENTS_COUNTED = 2 * ANNOUNCEMENTS_PER_LIFETIME
+
+
+class RecentSpeeds:
+    """The speeds that peers have announced of late. Their median counts: one odd measurement moves no peer."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[str, dict[int, float]] = {}  # by peer and serial number of its announcement
+
+    def observe(self, view: SwarmView) -> SwarmView:
+        """Remember the speeds of a view, and replace each by the median of the peer's last announcements."""
+        former, self._speeds = self._speeds, {}
+        peers = []
+        for peer in view.peers:
+            known = self._speeds[peer.peer_id] = former.get(peer.peer_id, {})
+            if peer.samples_per_s > 0:
+                known[peer.announced] = peer.samples_per_s
+                if len(known) > ANNOUNCEMENTS_COUNTED:
+                    del known[min(known)]
+                peer = _with_speed(peer, statistics.median(known.values()))
+            peers.append(peer)
+        return SwarmView(view.num_stages, tuple(peers))
+
+    def is_measured(self, peer_id: str) -> bool:
+        """Whether the peer has announced its speed for a lifetime of announcements."""
+        return len(self._speeds.get(peer_id, ())) >= ANNOUNCEMENTS_PER_LIFETIME
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import anyio
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
-from swarm_peer.policy.view import PeerView, SwarmView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, OVERDUE_ANNOUNCEMENTS, PeerView, SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -19,11 +19,6 @@ from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
 
 log = logging.getLogger(__name__)
 
-# A peer announces itself so often within the lifetime of one announcement, since one or two may be lost.
-ANNOUNCEMENTS_PER_LIFETIME = 4
-# In intervals between announcements: a peer that has been silent for longer is overdue. Announcements may come a
-# little late.
-OVERDUE_ANNOUNCEMENTS = 1.5
 # Pauses between looks for other peers: short while peers are missing, long afterwards.
 FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0

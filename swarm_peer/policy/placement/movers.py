@@ -1,0 +1,100 @@
+"""Peers on their way from one stage to another, followed by what they announce.
+
+A peer that moves ends its process and comes back with another id, which names the former one. In between it announces
+nothing, or an announcement of its former stage is still found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from swarm_peer.policy.placement.rebalancing import Move
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+
+# A peer that did not follow its assignment is not asked again for this long.
+REFUSAL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log, as `event key=value`."""
+
+    text: str
+    is_warning: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenMove:
+    """A move under way, from its announcement to the moment that the peer serves its new stage.
+
+    Attributes:
+        peer: the mover as it was
+        is_obeyed: whether it was seen to drain
+    """
+
+    move: Move
+    peer: PeerView
+    work_per_s: float
+    given_s: float
+    patience_s: float
+    is_obeyed: bool = False
+
+
+class Movers:
+    """The moves under way.
+
+    Attributes:
+        open: assigned, and not seen in the new stage yet; by the id that the peer had, the latest last
+        arrived: seen in the new stage; by the id that the peer has now
+        refused_s: when a peer was found not to have come
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[str, OpenMove] = {}
+        self.arrived: dict[str, OpenMove] = {}
+        self.refused_s: dict[str, float] = {}
+
+    def follow(self, view: SwarmView, now_s: float) -> list[Note]:
+        """Find out which moves are carried out, void or overdue."""
+        notes = []
+        seen = {peer.peer_id: peer for peer in view.peers}
+        for peer in view.peers:
+            assigned = self.open.get(peer.formerly)
+            if assigned is not None and peer.stage == assigned.move.to_stage:
+                self.arrived[peer.peer_id] = self.open.pop(peer.formerly)
+                notes.append(Note(f"peer_moved peer={peer.peer_id} from={assigned.move.from_stage} to={peer.stage}"))
+        self.arrived = {peer_id: assigned for peer_id, assigned in self.arrived.items() if peer_id in seen}
+        self.refused_s = {peer_id: at_s for peer_id, at_s in self.refused_s.items() if now_s - at_s < REFUSAL_S}
+        for peer_id, assigned in list(self.open.items()):
+            is_here = peer_id in seen
+            assigned.is_obeyed |= is_here and seen[peer_id].state is PeerState.DRAINING
+            if not is_here and not assigned.is_obeyed:
+                del self.open[peer_id]
+                notes.append(Note(f"assignment_void peer={peer_id} reason=it is gone", is_warning=True))
+            elif now_s - assigned.given_s > assigned.patience_s:
+                del self.open[peer_id]
+                self.refused_s[peer_id] = now_s
+                text = f"assignment_given_up peer={peer_id} to={assigned.move.to_stage} reason=it did not come"
+                notes.append(Note(text, is_warning=True))
+        return notes
+
+    def placed(self, view: SwarmView, stage_costs: tuple[float, ...], is_measured: Callable[[str], bool]) -> SwarmView:
+        """The view with each mover once, in the stage that it goes to and at the speed that it had where it was."""
+        peers = {peer.peer_id: peer for peer in view.peers}
+        for peer_id, assigned in self.open.items():
+            peers[peer_id] = replace(
+                assigned.peer,
+                stage=assigned.move.to_stage,
+                state=PeerState.JOINING,
+                samples_per_s=0.0,
+                work_per_s=assigned.work_per_s,
+                since_s=assigned.given_s,
+                moved_from=assigned.move.from_stage,
+            )
+        for peer_id, assigned in self.arrived.items():
+            peers.pop(assigned.move.peer_id, None)
+            if not is_measured(peer_id):
+                samples_per_s = assigned.work_per_s / stage_costs[peers[peer_id].stage]
+                peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s)
+        return SwarmView(view.num_stages, tuple(peers.values()))
