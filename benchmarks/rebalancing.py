@@ -1,9 +1,10 @@
 """How near the optimum does a swarm stay whose peers come and go, and what does that cost?
 
-Simulated (flow level): no rebalancing, the paper's protocol every 300 and every 60 seconds, and the live policy upon
-events, over recorded or drawn traces. Each figure is the mean over seeds with its 95 % interval (Student's t). A seed
-draws the machines' speeds, and which machines leave where a trace has counts only. Newcomers and movers download alike
-under all policies.
+Simulated (flow level): no rebalancing, the paper's protocol every 300 and every 60 seconds, the live search of moves by
+a policy that knows everything at once (events), and the live policy itself (live), over recorded or drawn traces. Each
+figure is the mean over seeds with its 95 % interval (Student's t). A seed draws the machines' speeds, the noise of what
+they announce, and which machines leave where a trace has counts only. Newcomers and movers download alike under all
+policies.
 
     python benchmarks/rebalancing.py --trace g4dn=traces/g4dn-trace.csv --stages 4 6 8 --seeds 10
     python benchmarks/rebalancing.py --draw 40,12,9000 --stages 4 --figure swarm_peer/policy/rebalancing.png
@@ -15,6 +16,7 @@ under all policies.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import time
 from pathlib import Path
@@ -27,7 +29,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import rebalance
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
-REBALANCINGS = ("none", "300", "60", "events")
+REBALANCINGS = ("none", "300", "60", "events", "live")
 # Two-sided 95 % of Student's t, by the number of seeds.
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[4])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--speed", default="lognormal:1,0.35")
+    parser.add_argument("--make-before-break", action="store_true")
     parser.add_argument("--rebalance", nargs="+", default=list(REBALANCINGS))
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--decision", action="store_true")
@@ -53,29 +56,19 @@ def main() -> None:
         "| loss % joining / moving / imbalance | attainable % |"
     )
     print("|" + "---|" * 9)
-    for num_stages in options.stages:
-        for item in options.trace:
-            name, _, path = item.partition("=")
-            scenarios = [
-                Scenario(
-                    stages=StageOptions(num_stages=num_stages),
-                    arrivals=ArrivalOptions(trace=Path(path)),
-                    seed=seed,
-                    population=population,
-                )
-                for seed in range(options.seeds)
-            ]
-            report(name, scenarios, options.rebalance, options.figure)
-        for item in options.draw:
-            peers, hours, lifetime_s = item.split(",")
-            arrivals = ArrivalOptions(num_peers=int(peers), hours=float(hours), mean_lifetime_s=float(lifetime_s))
-            scenarios = [
-                Scenario(
-                    stages=StageOptions(num_stages=num_stages), arrivals=arrivals, seed=seed, population=population
-                )
-                for seed in range(options.seeds)
-            ]
-            report(f"{peers} peers, {lifetime_s} s", scenarios, options.rebalance, options.figure)
+    named = [item.split("=", 1) for item in options.trace]
+    arrivals = {name: ArrivalOptions(trace=Path(path)) for name, path in named}
+    for item in options.draw:
+        peers, hours, lifetime_s = item.split(",")
+        drawn = ArrivalOptions(num_peers=int(peers), hours=float(hours), mean_lifetime_s=float(lifetime_s))
+        arrivals[f"{peers} peers, {lifetime_s} s"] = drawn
+    for num_stages, name in itertools.product(options.stages, arrivals):
+        stages = StageOptions(num_stages=num_stages, make_before_break=options.make_before_break)
+        scenarios = [
+            Scenario(stages=stages, arrivals=arrivals[name], seed=seed, population=population)
+            for seed in range(options.seeds)
+        ]
+        report(name, scenarios, options.rebalance, options.figure)
 
 
 def report(name: str, scenarios: list[Scenario], rebalancings: list[str], figure: Path | None) -> None:

@@ -40,7 +40,6 @@ from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
 from coordinator.simulator.network import Network
 from coordinator.simulator.options import ArrivalOptions, StageOptions
-from coordinator.simulator.rebalancers import NoRebalancing
 from coordinator.simulator.simulate import Scenario
 from coordinator.simulator.traces import MachineChange, Trace
 from coordinator.simulator.world import Machine
@@ -106,16 +105,6 @@ def step_ends_s(folder: Path, last_gradient: dict[int, float], stage: int) -> li
     return ends
 
 
-class _Fixed:
-    """Machines by their names, each in the stage that it serves."""
-
-    def __init__(self, machines: dict[str, Machine]):
-        self._machines = machines
-
-    def machine(self, name: str, seed: int) -> Machine:
-        return self._machines[name]
-
-
 def predict(views: list[SwarmView], manifest: RunManifest, step_end_s: float | None) -> float:
     """Samples per second by the microbatch level; without rounds if `step_end_s` is None."""
     costs = forward_flops(ResolvedManifest.of(manifest))
@@ -138,11 +127,9 @@ def predict(views: list[SwarmView], manifest: RunManifest, step_end_s: float | N
     )
     flow = FlowSwarm(
         trace=trace,
-        population=_Fixed(machines),
-        seed=0,
+        machine_of=machines.__getitem__,
         params=scenario.parameters(),
-        rebalancer=NoRebalancing(),
-        options=scenario.flow,
+        rebalancer=None,
         pinned=stages,
     )
     limit = manifest.limits.max_in_flight

@@ -83,11 +83,11 @@ def draw_population(machines: MachineOptions) -> Population:
 
 def _check_rebalance(text: str) -> None:
     try:
-        good = text in ("none", "events") or 0 < float(text) < float("inf")
+        good = text in ("none", "live", "events") or 0 < float(text) < float("inf")
     except ValueError:
         good = False
     if not good:
-        raise UserError(f"--rebalance {text}: expected none, events, or seconds such as 300")
+        raise UserError(f"--rebalance {text}: expected live, none, events, or seconds such as 300")
 
 
 def _lines(values: Mapping[str, Any], indent: str = "") -> list[str]:

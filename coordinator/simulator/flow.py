@@ -6,16 +6,16 @@ simulates latency, queues and uneven routing, which this level leaves out.
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import simpy
 
 from coordinator.simulator.rebalancers import SimulatedRebalancer
 from coordinator.simulator.traces import MachineChange, Trace
-from coordinator.simulator.world import Machine, MachinePool
+from coordinator.simulator.world import Machine
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import Move, choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
@@ -24,19 +24,10 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 Process = Generator[simpy.Event, object, None]
 
 
-@dataclass(frozen=True, slots=True)
-class FlowOptions:
-    """How long peers take to notice and to decide.
-
-    Attributes:
-        detection_s: from a peer's departure until the others know of it
-        decision_s: from a change until the decision upon it
-        newcomers_know_speed: whether a newcomer has measured its device before it joins
-    """
-
-    detection_s: float = 2.0
-    decision_s: float = 0.5
-    newcomers_know_speed: bool = False
+# From a peer's departure until other peers, and the policies that know everything, know of it.
+DETECTION_S = 2.0
+# From a change until a decision upon it.
+DECISION_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,16 +38,12 @@ class FlowSample:
         throughput: samples per second
         with_movers: throughput if peers that are moving had arrived
         with_all: throughput if newcomers had arrived, too
-        waiting: idle shares of serving peers, summed
-        downloading: peers that do nothing, since their state is on its way
     """
 
     time_s: float
     throughput: float
     with_movers: float
     with_all: float
-    waiting: float
-    downloading: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,8 @@ class FlowSwarm:
     """One simulation of a swarm.
 
     Args:
-        env: the clock, if others go by it, too
+        machine_of: draws the machine of a name, always the same
+        rebalancer: None if no peer ever moves
         pinned: machines that serve one stage each and never move
     """
 
@@ -79,28 +67,22 @@ class FlowSwarm:
         self,
         *,
         trace: Trace,
-        population: MachinePool,
-        seed: int,
+        machine_of: Callable[[str], Machine],
         params: RebalancingParameters,
-        rebalancer: SimulatedRebalancer,
-        options: FlowOptions,
-        env: simpy.Environment | None = None,
+        rebalancer: SimulatedRebalancer | None,
         pinned: Mapping[str, int] | None = None,
     ):
         self._pinned = pinned or {}
         self._trace = trace
-        self._population = population
-        self._seed = seed
+        self._machine_of = machine_of
         self._params = params
         self._rebalancer = rebalancer
-        self._options = options
         self._num_stages = len(params.stage_costs)
-        self.env = env or simpy.Environment()
-        self._ids: list[str] = []  # in order; beside them, the announcements
-        self._views: list[PeerView] = []
-        self._machines: dict[str, Machine] = {}
+        self.env = simpy.Environment()
+        self._peers: dict[str, PeerView] = {}  # those that have died lately included
+        self._machines: dict[str, Machine] = {}  # of those alive
         self._alive: dict[str, str] = {}  # machine -> peer id
-        self._lives: dict[str, int] = {}
+        self._lives: Counter[str] = Counter()
         self._begun = False
         self._decision_due = False
         self._again_s = math.inf
@@ -122,7 +104,7 @@ class FlowSwarm:
     def start(self) -> None:
         """Begin the simulation on a clock that somebody else drives."""
         self.env.process(self._replay())
-        if self._rebalancer.every_s is not None:
+        if self._rebalancer is not None and self._rebalancer.every_s is not None:
             self.env.process(self._decide_periodically(self._rebalancer.every_s))
 
     # --- what happens
@@ -149,91 +131,84 @@ class FlowSwarm:
         if not self._begun and all(self._counts[2]):
             # No step has been made yet, so there is nothing to download: weights come from the manifest's seed.
             self._begun = True
-            for peer_id in list(self._ids):
+            for peer_id in list(self._peers):
                 self._serve(peer_id)
         self._record()
 
     def _join(self, name: str) -> None:
-        self._lives[name] = self._lives.get(name, 0) + 1
+        self._lives[name] += 1
         peer_id = name if self._lives[name] == 1 else f"{name}-{self._lives[name]}"
         self._alive[name] = peer_id
-        machine = self._machines[peer_id] = self._population.machine(name, self._seed)
-        peer = PeerView(
+        machine = self._machines[peer_id] = self._machine_of(name)
+        peer = self._peers[peer_id] = PeerView(
             peer_id=peer_id,
             stage=UNDECIDED,
             state=PeerState.JOINING,
             movable=name not in self._pinned,
-            work_per_s=machine.work_per_s if self._options.newcomers_know_speed else 0.0,
             memory_bytes=int(machine.memory_bytes),
             bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
         )
-        index = bisect.bisect(self._ids, peer_id)
-        self._ids.insert(index, peer_id)
-        self._views.insert(index, peer)
         stage = self._pinned.get(name)
         if stage is None:
             memory_bytes = self._params.stage_memory_bytes
             stage = choose_stage(self.view(), self._params.stage_costs, peer_id, stage_memory_bytes=memory_bytes).stage
         self.num_joined += 1
-        peer = replace(peer, stage=stage, since_s=self.env.now)
-        self._set(peer)
-        self._count(peer, 1)
+        self._set(replace(peer, stage=stage, since_s=self.env.now))
         if self._begun:
             self.bytes_joined += self._params.state_bytes[stage]
-            self._download(peer)
+            self.env.process(self._arrive(peer_id))
 
     def _leave(self, name: str) -> None:
         peer_id = self._alive.pop(name)
-        peer = self._views[self._index(peer_id)]
-        self._count(peer, -1)
+        self._count(self._peers[peer_id], -1)
         del self._machines[peer_id]
         self.env.process(self._detect(peer_id))
 
     def _detect(self, peer_id: str) -> Process:
-        yield self.env.timeout(self._options.detection_s)
-        index = self._index(peer_id)
-        del self._ids[index], self._views[index]
+        yield self.env.timeout(DETECTION_S)
+        del self._peers[peer_id]
         self.version += 1
         self._something_changed()
 
-    def _download(self, peer: PeerView) -> None:
-        self.env.process(self._downloading(peer))
-
-    def _downloading(self, peer: PeerView) -> Process:
-        """Download from stage-mates, which share their bandwidth among askers; without stage-mates, from snapshots."""
-        machine = self._machines[peer.peer_id]
+    def _download_s(self, peer_id: str, stage: int) -> float:
+        """Seconds of a download from stage-mates, which share their bandwidth among askers, or else from snapshots."""
         donors = [
             self._machines[other.peer_id].bandwidth_bytes_per_s
-            for other in self._views
-            if other.stage == peer.stage and other.state is PeerState.SERVING and other.peer_id in self._machines
+            for other in self._peers.values()
+            if other.stage == stage and other.state is PeerState.SERVING and other.peer_id in self._machines
         ]
-        asking = self._counts[1][peer.stage] + self._counts[2][peer.stage]
-        bandwidth = machine.bandwidth_bytes_per_s
+        asking = self._counts[1][stage] + self._counts[2][stage]
+        bandwidth = self._machines[peer_id].bandwidth_bytes_per_s
         if donors:
             bandwidth = min(bandwidth, sum(donors) / max(1, asking))
-        yield self.env.timeout(self._params.overhead_s + self._params.state_bytes[peer.stage] / bandwidth)
-        if peer.peer_id in self._machines:
-            self._serve(peer.peer_id)
+        return self._params.state_bytes[stage] / bandwidth
+
+    def _arrive(self, peer_id: str, has_state: bool = False) -> Process:
+        """Make the peer serve the stage that it joins, once it has the stage's state."""
+        download_s = 0.0 if has_state else self._download_s(peer_id, self._peers[peer_id].stage)
+        yield self.env.timeout(self._params.overhead_s + download_s)
+        if peer_id in self._machines:
+            self._serve(peer_id)
             self._record()
 
     def _serve(self, peer_id: str) -> None:
-        peer = self._views[self._index(peer_id)]
-        self._count(peer, -1)
+        peer = self._peers[peer_id]
         speed = self._machines[peer_id].work_per_s / self._params.stage_costs[peer.stage]
-        peer = replace(peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now, moved_from=UNDECIDED)
-        self._set(peer)
-        self._count(peer, 1)
+        self._set(
+            replace(peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now, moved_from=UNDECIDED)
+        )
         self._something_changed()
 
     # --- decisions
 
     def _something_changed(self) -> None:
-        if self._rebalancer.every_s is None and not self._decision_due and self._begun:
+        is_awaited = self._rebalancer is not None and self._rebalancer.every_s is None
+        if is_awaited and self._begun and not self._decision_due:
             self._decision_due = True
             self.env.process(self._decide_soon())
 
     def _decide_soon(self) -> Process:
-        yield self.env.timeout(self._options.decision_s)
+        yield self.env.timeout(DECISION_S)
         self._decision_due = False
         self._decide()
 
@@ -244,41 +219,50 @@ class FlowSwarm:
     def _decide_periodically(self, every_s: float) -> Process:
         while True:
             yield self.env.timeout(every_s)
-            if self._begun:
-                self._decide()
+            self._decide()
 
     def _decide(self) -> None:
+        if self._rebalancer is None or not self._begun:
+            return
         decision = self._rebalancer.decide(self.view(), self.env.now)
-        moves = decision.moves
         if decision.again_s not in (math.inf, self._again_s):
             self._again_s = decision.again_s
             self.env.process(self._decide_at(decision.again_s))
-        for move in moves:
+        for move in decision.moves:
             if move.peer_id not in self._machines:
                 continue  # it has died, and the others do not know yet
             self.decisions.append(Decision(self.env.now, move))
-            peer = self._views[self._index(move.peer_id)]
-            self._count(peer, -1)
-            # In work per second a peer is as fast there as here, so its speed is known.
-            peer = replace(
-                peer,
+            self.bytes_migrated += self._params.state_bytes[move.to_stage]
+            if self._params.serves_while_downloading:
+                self.env.process(self._leave_with_state(move))
+            else:
+                self._leave_stage(move)
+                self.env.process(self._arrive(move.peer_id))
+        if decision.moves:
+            self._record()
+
+    def _leave_with_state(self, move: Move) -> Process:
+        yield self.env.timeout(self._download_s(move.peer_id, move.to_stage))
+        if move.peer_id in self._machines:
+            self._leave_stage(move)
+            self._record()
+            self.env.process(self._arrive(move.peer_id, has_state=True))
+
+    def _leave_stage(self, move: Move) -> None:
+        # In work per second a peer is as fast there as here, so its speed is known.
+        speed = self._machines[move.peer_id].work_per_s / self._params.stage_costs[move.to_stage]
+        self._set(
+            replace(
+                self._peers[move.peer_id],
                 stage=move.to_stage,
                 state=PeerState.JOINING,
                 since_s=self.env.now,
                 moved_from=move.from_stage,
-                samples_per_s=self._machines[move.peer_id].work_per_s / self._params.stage_costs[move.to_stage],
+                samples_per_s=speed,
             )
-            self._set(peer)
-            self._count(peer, 1)
-            self.bytes_migrated += self._params.state_bytes[move.to_stage]
-            self._download(peer)
-        if moves:
-            self._record()
+        )
 
     # --- what is known and what is counted
-
-    def _index(self, peer_id: str) -> int:
-        return bisect.bisect_left(self._ids, peer_id)
 
     def machine(self, peer_id: str) -> Machine | None:
         """A peer's machine; None if the peer has gone, whether the others know it or not."""
@@ -286,7 +270,7 @@ class FlowSwarm:
 
     def peer(self, peer_id: str) -> PeerView:
         """A peer as it announces itself."""
-        return self._views[self._index(peer_id)]
+        return self._peers[peer_id]
 
     def stage_cost(self, stage: int) -> float:
         """Work that one sample takes in a stage."""
@@ -294,13 +278,18 @@ class FlowSwarm:
 
     def view(self) -> SwarmView:
         """The swarm as it announces itself."""
-        return SwarmView(self._num_stages, tuple(self._views))
+        return SwarmView(self._num_stages, tuple(self._peers.values()))
 
     def _set(self, peer: PeerView) -> None:
+        """Change a peer that is alive, and count it where it is now."""
         self.version += 1
-        self._views[self._index(peer.peer_id)] = peer
+        self._count(self._peers[peer.peer_id], -1)
+        self._peers[peer.peer_id] = peer
+        self._count(peer, 1)
 
     def _count(self, peer: PeerView, sign: int) -> None:
+        if peer.stage == UNDECIDED:
+            return
         kind = 0 if peer.state is PeerState.SERVING else 1 if peer.moved_from != UNDECIDED else 2
         self._counts[kind][peer.stage] += sign
         self._work[kind][peer.stage] += sign * self._machines[peer.peer_id].work_per_s
@@ -311,15 +300,11 @@ class FlowSwarm:
         serving, moving, joining = self._work
         costs = self._params.stage_costs
         stages = range(self._num_stages)
-        capacity = [serving[k] / costs[k] for k in stages]
-        throughput = min(capacity)
         sample = FlowSample(
             time_s=self.env.now,
-            throughput=throughput,
+            throughput=min(serving[k] / costs[k] for k in stages),
             with_movers=min((serving[k] + moving[k]) / costs[k] for k in stages),
             with_all=min((serving[k] + moving[k] + joining[k]) / costs[k] for k in stages),
-            waiting=sum(self._counts[0][k] * (1 - throughput / capacity[k]) for k in stages if capacity[k] > 0),
-            downloading=sum(self._counts[1]) + sum(self._counts[2]),
         )
         if self.samples and self.samples[-1].time_s == sample.time_s:
             self.samples[-1] = sample

@@ -23,6 +23,7 @@ class StageOptions:
         state_gb: Weights and optimizer state of a stage, which a newcomer or mover downloads.
         overhead_s: Seconds that joining or moving takes besides.
         min_replicas: Peers that go on serving a stage when one of them moves away.
+        make_before_break: Movers serve their former stage while they download, which no live peer does yet.
     """
 
     num_stages: Annotated[int, Parameter(name="--stages")]
@@ -31,6 +32,7 @@ class StageOptions:
     state_gb: float = 1.0
     overhead_s: float = 5.0
     min_replicas: int = 1
+    make_before_break: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ class SimulationOptions:
     """How closely and under which policies a swarm is simulated.
 
     Attributes:
-        rebalance: none, events (what runs live), or seconds between moves of the paper's protocol, such as 300 or 60.
+        rebalance: live (what runs live), events (the same search of moves, by a policy that knows everything at once),
+            none, or seconds between moves of the paper's protocol, such as 300 or 60.
         level: flow for up to thousands of peers, microbatch for tens.
         routing: iwrr (what runs live), uniform, jsed (shortest expected delay) or po2 (two random choices).
         window: Microbatches in flight per stage-0 peer; if not given, by the live rule.
@@ -81,7 +84,7 @@ class SimulationOptions:
         network: Latencies (and bandwidths) of places: a table of regions, or a matrix of round trips in seconds.
     """
 
-    rebalance: str = "events"
+    rebalance: str = "live"
     level: Literal["flow", "microbatch"] = "flow"
     routing: RoutingName = "iwrr"
     window: int | None = None

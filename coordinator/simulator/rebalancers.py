@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from swarm_peer.policy.placement.capacity import fits, work_per_s
+from coordinator.simulator.announcements import ANNOUNCEMENT_S, LOOK_S, Announcements
+from swarm_peer.policy.placement.capacity import fits, serving_capacity, work_per_s
 from swarm_peer.policy.placement.churn import ChurnMeter
+from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 
+# The live policy hears of the samples of the last rounds, which took about so many looks.
+LOOKS_DELIVERED = 15
 # For so long an exchange of peers must have looked worth it: four default lifetimes of an announcement.
 EXCHANGE_PATIENCE_S = 120.0
 
@@ -26,17 +31,6 @@ class SimulatedRebalancer(Protocol):
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
         """Decide on moves, and remember the view where the policy learns from it."""
-
-
-@dataclass
-class NoRebalancing:
-    """Newcomers join the neediest stage and stay there. A stage that empties waits for the next newcomer."""
-
-    every_s: float | None = None
-
-    def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
-        """See SimulatedRebalancer."""
-        return Rebalancing((), "no rebalancing")
 
 
 @dataclass
@@ -90,10 +84,44 @@ class EventRebalancing:
         return self.patience.check(decision, EXCHANGE_PATIENCE_S, now_s)
 
 
-def make_rebalancer(name: str, params: RebalancingParameters) -> SimulatedRebalancer:
-    """The policy of a name: `none`, `events`, or the seconds of the periodic one."""
+class LiveRebalancing:
+    """The live policy, as a coordinator runs it: every two seconds, by what peers announce."""
+
+    every_s: float | None = LOOK_S
+
+    def __init__(self, params: RebalancingParameters, seed: int):
+        self._policy = LiveRebalancer(params, announcement_s=ANNOUNCEMENT_S, begun_s=0.0)
+        self._announcements = Announcements(drain_s=params.overhead_s, seed=seed)
+        self._costs = params.stage_costs
+        self._delivered: deque[float] = deque(maxlen=LOOKS_DELIVERED)
+        self._given: tuple[Move, ...] = ()
+
+    def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
+        """See SimulatedRebalancer. Peers find an assignment when the coordinator looks again."""
+        # While a stage is empty no round ends, so that the last ones still count.
+        if (throughput := min(serving_capacity(view, work_per_s(view.peers, self._costs), self._costs))) > 0:
+            self._delivered.append(throughput * LOOK_S)
+        known = set(self._policy.movers.open)
+        found = self._announcements.look(view, now_s)
+        self._policy.look(found, sum(self._delivered), LOOK_S * len(self._delivered), now_s)
+        given, self._given = (
+            self._given,
+            tuple(
+                replace(assigned.move, peer_id=peer_id.partition("#")[0])
+                for peer_id, assigned in self._policy.movers.open.items()
+                if peer_id not in known
+            ),
+        )
+        return Rebalancing(given, self._policy.reason)
+
+
+def make_rebalancer(name: str, params: RebalancingParameters, seed: int) -> SimulatedRebalancer | None:
+    """The policy of a name: `live`, `events`, the seconds of the periodic one, or `none`.
+
+    With none, newcomers join the neediest stage and stay there. A stage that empties waits for the next newcomer.
+    """
     if name == "none":
-        return NoRebalancing()
+        return None
     if name == "events":
         return EventRebalancing(params)
-    return PeriodicRebalancing(params, float(name))
+    return LiveRebalancing(params, seed) if name == "live" else PeriodicRebalancing(params, float(name))

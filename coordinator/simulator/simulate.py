@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.simulator.flow import FlowOptions, FlowSwarm
+from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
 from coordinator.simulator.network import Network, Places
 from coordinator.simulator.optimum import FEW_PER_STAGE, optimum
 from coordinator.simulator.options import ArrivalOptions, StageOptions
 from coordinator.simulator.rebalancers import make_rebalancer
 from coordinator.simulator.traces import Trace, draw_trace, read_trace
-from coordinator.simulator.world import Population
+from coordinator.simulator.world import Machine, Population
 from swarm_peer.errors import UserError
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 
@@ -33,7 +33,6 @@ class Scenario:
     arrivals: ArrivalOptions = ArrivalOptions()  # noqa: RUF009 (frozen)
     seed: int = 0
     population: Population = field(default_factory=Population)
-    flow: FlowOptions = field(default_factory=FlowOptions)
 
     def __post_init__(self) -> None:
         """Check what an operator may have typed.
@@ -78,6 +77,10 @@ class Scenario:
             return trace
         return draw_trace(arrivals.num_peers or 0, arrivals.hours * HOUR_S, arrivals.mean_lifetime_s, rng)
 
+    def machine(self, name: str) -> Machine:
+        """The machine of this name; always the same."""
+        return self.population.machine(name, self.seed)
+
     def parameters(self) -> RebalancingParameters:
         """Parameters of the live policies in this scenario."""
         stages = self.stages
@@ -88,18 +91,23 @@ class Scenario:
             min_replicas=(stages.min_replicas,) * stages.num_stages,
             bandwidth_bytes_per_s=min(self.population.bandwidth_mbps.values) * 1e6 / 8,
             overhead_s=stages.overhead_s,
+            serves_while_downloading=stages.make_before_break,
         )
 
     def flow_swarm(self, trace: Trace, rebalance: str) -> FlowSwarm:
-        """The swarm of this scenario, at the flow level and under one of the rebalancing policies."""
+        """The swarm of this scenario, at the flow level and under one of the rebalancing policies.
+
+        Raises:
+            UserError: the policy cannot follow movers that go on serving
+        """
+        if self.stages.make_before_break and rebalance not in ("none", "live"):
+            raise UserError(f"--make-before-break goes with --rebalance live, not {rebalance}: leave one of them out")
         params = self.parameters()
         return FlowSwarm(
             trace=trace,
-            population=self.population,
-            seed=self.seed,
+            machine_of=self.machine,
             params=params,
-            rebalancer=make_rebalancer(rebalance, params),
-            options=self.flow,
+            rebalancer=make_rebalancer(rebalance, params, self.seed),
         )
 
 
@@ -135,7 +143,7 @@ def best_of(scenario: Scenario, trace: Trace) -> Best:
     for change in trace.changes:
         all_.append((change.time_s, change.joins, change.machine))
         if change.joins:
-            bandwidth = scenario.population.machine(change.machine, scenario.seed).bandwidth_bytes_per_s
+            bandwidth = scenario.machine(change.machine).bandwidth_bytes_per_s
             download_s = params.overhead_s + min(params.state_bytes) / bandwidth
             ready_s[change.machine] = change.time_s + (download_s if change.time_s > begins_s else 0.0)
             arrived.append((ready_s[change.machine], True, change.machine))
@@ -170,7 +178,7 @@ def _series(
     series: Series = []
     for number, (time_s, joins, machine) in enumerate(changes):
         if joins:
-            alive[machine] = scenario.population.machine(machine, scenario.seed).work_per_s
+            alive[machine] = scenario.machine(machine).work_per_s
         else:
             del alive[machine]
         if number + 1 == len(changes) or changes[number + 1][0] > time_s:
@@ -218,8 +226,6 @@ def simulate_flow(
         possible = integral(of, max(0.0, start_s), min(until_s, end_s))
         return integral(series, max(0.0, start_s), min(until_s, end_s)) / possible if possible > 0 else None
 
-    peer_s = integral([(s.time_s, s.waiting) for s in swarm.samples], 0.0, end_s)
-    downloading_s = integral([(s.time_s, float(s.downloading)) for s in swarm.samples], 0.0, end_s)
     summary: dict[str, Any] = {
         "level": "flow",
         "rebalance": rebalance,
@@ -240,7 +246,6 @@ def simulate_flow(
         "bytes_moved": round(swarm.bytes_migrated),
         "joined": swarm.num_joined,
         "bytes_joined": round(swarm.bytes_joined),
-        "idle": {"waiting_peer_s": peer_s, "downloading_peer_s": downloading_s},
         "samples": done,
         "simulated_s": end_s,
         "wall_s": time.perf_counter() - begun,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarm_peer.errors import UserError
 
@@ -59,13 +58,6 @@ class Machine:
     bandwidth_bytes_per_s: float
     memory_bytes: float = 0.0
     latency_s: float = 0.0
-
-
-class MachinePool(Protocol):
-    """Where the machines of a simulation come from."""
-
-    def machine(self, name: str, seed: int) -> Machine:
-        """The machine of this name; the same for each call with one seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli import app
+from coordinator.simulator.announcements import INTERVAL_S, LOOK_S, SILENCE_S, Announcements
 from coordinator.simulator.microbatches import MicrobatchOptions
 from coordinator.simulator.network import Network, read_places
 from coordinator.simulator.optimum import OPTIMUM_TOLERANCE, exact_optimum, optimum, upper_bound
@@ -155,7 +156,7 @@ def scenario(**more):
     return make_scenario(**{"num_stages": 3, "trace": NAMES, "seed": 1, **more})
 
 
-@pytest.mark.parametrize("rebalance", ["none", "300", "60", "events"])
+@pytest.mark.parametrize("rebalance", ["none", "300", "60", "events", "live"])
 @pytest.mark.parametrize("trace", [NAMES, COUNTS], ids=["names", "counts"])
 def test_the_same_seed_gives_the_same_result_and_all_is_accounted_for(trace, rebalance):
     first, again, other = (simulate_flow(scenario(trace=trace, seed=seed), rebalance).summary for seed in (1, 1, 2))
@@ -176,8 +177,9 @@ def test_deciding_upon_events_beats_every_minute_beats_none(trace):
         runs = [simulate_flow(scenario(trace=trace, num_stages=4, seed=seed), rebalance).summary for seed in range(4)]
         return sum(run["share_of_optimum"]["overall"] for run in runs) / len(runs)
 
-    none, minute, events = mean("none"), mean("60"), mean("events")
+    none, minute, events, live = mean("none"), mean("60"), mean("events"), mean("live")
     assert none < minute < events
+    assert none < live < events, "who hears of everything late, and mistrusts small gains, does less"
 
 
 def run_flow(trace, num_stages, rebalance="events", **more):
@@ -221,6 +223,55 @@ def test_a_stage_that_empties_waits_for_a_newcomer_where_nobody_moves():
     assert [s.throughput for s in run_flow(trace, 2, "none").samples][-3:] == [0.0, 0.0, 1.0]
     assert run_flow(trace, 2, "events").samples[-1].throughput == 1.0
     assert run_flow(trace, 2, "events").decisions[0].time_s < 104.0
+
+
+def test_the_live_policy_makes_a_departure_good_as_well():
+    trace = Trace((*come(*"abcdef"), MachineChange(100.0, False, "a"), MachineChange(100.0, False, "c")), 1000.0)
+    swarm = run_flow(trace, 2, "live")
+    assert [d.move.to_stage for d in swarm.decisions] == [0]
+    assert 100.0 + INTERVAL_S <= swarm.decisions[0].time_s <= 100.0 + SILENCE_S + INTERVAL_S + 4 * LOOK_S
+    served_s = swarm.decisions[0].time_s + 45.0
+    assert [(s.time_s, s.throughput) for s in swarm.samples][-2:] == [(served_s - 45.0, 1.0), (served_s, 2.0)]
+
+
+def test_a_mover_can_serve_until_it_has_its_new_state():
+    trace = Trace((*come(*"abcdef"), MachineChange(100.0, False, "a"), MachineChange(100.0, False, "c")), 1000.0)
+    swarm = run_flow(trace, 2, "live", make_before_break=True)
+    [decision] = swarm.decisions
+    counts = [(s.time_s - decision.time_s, s.throughput) for s in swarm.samples if s.time_s >= decision.time_s]
+    assert counts == [(0.0, 1.0), (40.0, 1.0), (45.0, 2.0)]
+    assert {d.move.peer_id for d in swarm.decisions} <= {"b", "d", "f"}
+    with pytest.raises(UserError, match="--make-before-break goes with --rebalance live"):
+        run_flow(trace, 2, "events", make_before_break=True)
+
+
+def test_announcements_come_late_with_noise_and_of_dead_peers_and_a_mover_has_another_id():
+    announcements = Announcements(drain_s=5.0, seed=0)
+    a, b = (
+        PeerView(peer_id=name, stage=0, state=PeerState.SERVING, samples_per_s=1.0, movable=True, since_s=0.0)
+        for name in "ab"
+    )
+    moving = dataclasses.replace(b, stage=1, state=PeerState.JOINING, since_s=60.0, moved_from=0)
+    moved = dataclasses.replace(moving, state=PeerState.SERVING, since_s=100.0, moved_from=-1)
+    seen = {}
+    for look in range(80):
+        now_s = LOOK_S * look
+        peers = [b if now_s < 60 else moving if now_s < 100 else moved] + ([a] if now_s < 30 else [])
+        seen[now_s] = {peer.peer_id: peer for peer in announcements.look(SwarmView(2, tuple(peers)), now_s).peers}
+    assert seen[0.0]["a#0"].samples_per_s == 0.0, "not measured yet"
+    speeds = {view["b#0"].announced: view["b#0"].samples_per_s for now_s, view in seen.items() if 10 < now_s < 60}
+    assert len(speeds) == 6, "every 7.5 s, and from there to the next look"
+    assert len(set(speeds.values())) == 6
+    assert all(0.8 < speed < 1.2 for speed in speeds.values())
+    last_s = max(now_s for now_s, view in seen.items() if "a#0" in view)
+    assert 30 + SILENCE_S - INTERVAL_S <= last_s <= 30 + SILENCE_S + LOOK_S, "it died at 30 s"
+    assert seen[60.0]["b#0"].state is PeerState.SERVING, "late by a look"
+    assert {seen[at_s]["b#0"].state for at_s in (62.0, 66.0)} == {PeerState.DRAINING}
+    joining, serving = seen[68.0]["b#1"], seen[120.0]["b#1"]
+    assert (joining.stage, joining.state, joining.formerly, joining.moved_from) == (1, PeerState.JOINING, "b#0", 0)
+    assert "b#0" not in seen[68.0]
+    assert (serving.state, serving.formerly, serving.moved_from) == (PeerState.SERVING, "b#0", -1)
+    assert serving.samples_per_s > 0
 
 
 def test_the_papers_protocol_moves_one_peer_at_a_time_and_does_not_flap():
@@ -408,8 +459,8 @@ def test_the_command_prints_for_people_and_draws(capsys, tmp_path):
     [
         (["--stages", "0", "--peers", "3"], "at least 1"),
         (["--stages", "2"], "needs --trace FILE, or --peers"),
-        (["--stages", "2", "--peers", "3", "--rebalance", "often"], "none, events, or seconds"),
-        (["--stages", "2", "--peers", "3", "--rebalance", "nan"], "none, events, or seconds"),
+        (["--stages", "2", "--peers", "3", "--rebalance", "often"], "live, none, events, or seconds"),
+        (["--stages", "2", "--peers", "3", "--rebalance", "nan"], "live, none, events, or seconds"),
         (["--stages", "2", "--peers", "3", "--speed", "gauss:1"], "--speed 'gauss:1': expected constant"),
         (["--stages", "2", "--peers", "3", "--stage-costs", "1"], "--stage-costs has 1 values for 2 stages"),
         (["--stages", "2", "--trace", "/does/not/exist"], "--trace /does/not/exist"),

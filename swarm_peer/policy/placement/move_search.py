@@ -54,8 +54,8 @@ class RebalancingParameters:
         bandwidth_bytes_per_s: assumed for peers whose own bandwidth has not been measured
         overhead_s: time of a move besides the download: the peer leaves its stage and builds the new module
         horizon_s: how long the gain of a move lasts, until other peers have come and gone
-        payback: the swarm must gain this many times the samples that the mover misses while it moves. This bounds the
-            bytes of all moves, and keeps a balanced swarm at rest.
+        payback: the swarm must gain this many times the samples that the mover computes in the time of a move. This
+            bounds the bytes of all moves, and keeps a balanced swarm at rest.
         least_gain: the share by which the swarm's throughput must rise; above the noise of measured speeds
         serves_while_downloading: whether a mover serves its former stage until it has the state of the new one
     """
@@ -182,7 +182,7 @@ class MoveSearch:
             away_s = arrival_s - params.overhead_s if params.serves_while_downloading else start_s
             lost = work / costs[peer.stage]
             shifts += [Shift(away_s, peer.stage, -lost), Shift(arrival_s, to_stage, work / costs[to_stage])]
-            undone += (arrival_s - away_s) * lost
+            undone += (arrival_s - start_s) * lost
             moves.append(
                 PlannedMove(peer=peer, to_stage=to_stage, work_per_s=work, start_s=start_s, arrival_s=arrival_s)
             )

@@ -21,25 +21,25 @@ class RecentSpeeds:
     """The speeds that peers have announced of late. Their median counts: one odd measurement moves no peer."""
 
     def __init__(self) -> None:
-        self._speeds: dict[str, dict[int, float]] = {}  # by peer and serial number of its announcement
+        # By peer: its speeds by the serial number of the announcement, the last announcement, and that with the median.
+        self._recent: dict[str, tuple[dict[int, float], PeerView, PeerView]] = {}
 
     def observe(self, view: SwarmView) -> SwarmView:
         """Remember the speeds of a view, and replace each by the median of the peer's last announcements."""
-        former, self._speeds = self._speeds, {}
-        peers = []
+        former, self._recent = self._recent, {}
         for peer in view.peers:
-            known = self._speeds[peer.peer_id] = former.get(peer.peer_id, {})
-            if peer.samples_per_s > 0:
-                known[peer.announced] = peer.samples_per_s
-                if len(known) > ANNOUNCEMENTS_COUNTED:
-                    del known[min(known)]
-                peer = _with_speed(peer, statistics.median(known.values()))
-            peers.append(peer)
-        return SwarmView(view.num_stages, tuple(peers))
+            speeds, last, smoothed = former.get(peer.peer_id, ({}, None, peer))
+            if peer is not last and peer.samples_per_s > 0:
+                speeds[peer.announced] = peer.samples_per_s
+                if len(speeds) > ANNOUNCEMENTS_COUNTED:
+                    del speeds[min(speeds)]
+                smoothed = _with_speed(peer, statistics.median(speeds.values()))
+            self._recent[peer.peer_id] = speeds, peer, smoothed if peer.samples_per_s > 0 else peer
+        return SwarmView(view.num_stages, tuple(smoothed for _, _, smoothed in self._recent.values()))
 
     def is_measured(self, peer_id: str) -> bool:
         """Whether the peer has announced its speed for a lifetime of announcements."""
-        return len(self._speeds.get(peer_id, ())) >= ANNOUNCEMENTS_PER_LIFETIME
+        return peer_id in self._recent and len(self._recent[peer_id][0]) >= ANNOUNCEMENTS_PER_LIFETIME
 
 
 @dataclass(frozen=True, slots=True)
