@@ -37,9 +37,9 @@ from processes import cpu_seconds
 from swarm import GPT2, LiveSwarm, SwarmStopped, new_peer, run_swarm, tiny_manifest
 
 from coordinator.simulator.flow import FlowSwarm
-from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
+from coordinator.simulator.microbatches import MicrobatchSwarm
 from coordinator.simulator.network import Network
-from coordinator.simulator.options import ArrivalOptions, StageOptions
+from coordinator.simulator.options import ArrivalOptions, MicrobatchOptions, StageOptions
 from coordinator.simulator.simulate import Scenario
 from coordinator.simulator.traces import MachineChange, Trace
 from coordinator.simulator.world import Machine

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from coordinator.commands.options import Flat, Json
-from coordinator.simulator.options import ArrivalOptions, MachineOptions, SimulationOptions, StageOptions
+from coordinator.simulator.options import (
+    ArrivalOptions,
+    MicrobatchOptions,
+    SimulationOptions,
+    StageOptions,
+)
+from coordinator.simulator.world import Population
 
 
 def simulate(
@@ -14,8 +20,9 @@ def simulate(
     stages: Annotated[StageOptions, Flat],
     arrivals: Annotated[ArrivalOptions, Flat] = ArrivalOptions(),  # noqa: B008 (frozen)
     seed: int = 0,
-    machines: Annotated[MachineOptions, Flat] = MachineOptions(),  # noqa: B008 (frozen)
+    population: Annotated[Population, Flat] = Population(),  # noqa: B008 (frozen)
     simulation: Annotated[SimulationOptions, Flat] = SimulationOptions(),  # noqa: B008 (frozen)
+    microbatches: Annotated[MicrobatchOptions, Flat] = MicrobatchOptions(),  # noqa: B008 (frozen)
     figure: Path | None = None,
     json_: Json = False,
 ) -> None:
@@ -27,8 +34,8 @@ def simulate(
         seed: Draws the trace and the machines; the same seed gives the same result.
         figure: PNG to draw throughput and optimum into.
     """
-    from coordinator.simulator.command import draw_population, run_command
+    from coordinator.simulator.command import run_command
     from coordinator.simulator.simulate import Scenario
 
-    scenario = Scenario(stages=stages, arrivals=arrivals, seed=seed, population=draw_population(machines))
-    run_command(scenario, simulation, figure=figure, as_json=json_)
+    scenario = Scenario(stages=stages, arrivals=arrivals, seed=seed, population=population)
+    run_command(scenario, simulation, microbatches, figure=figure, as_json=json_)

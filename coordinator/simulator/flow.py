@@ -6,15 +6,16 @@ simulates latency, queues and uneven routing, which this level leaves out.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
 import simpy
 
 from coordinator.simulator.rebalancers import SimulatedRebalancer
-from coordinator.simulator.traces import MachineChange, Trace
+from coordinator.simulator.traces import Trace
 from coordinator.simulator.world import Machine
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import Move, choose_stage
@@ -86,9 +87,6 @@ class FlowSwarm:
         self._begun = False
         self._decision_due = False
         self._again_s = math.inf
-        # Of those alive, by stage: serving, moving there, joining it.
-        self._work = [[0.0] * self._num_stages for _ in range(3)]
-        self._counts = [[0] * self._num_stages for _ in range(3)]
         self.samples: list[FlowSample] = []
         self.decisions: list[Decision] = []
         self.bytes_migrated = 0.0
@@ -110,30 +108,19 @@ class FlowSwarm:
     # --- what happens
 
     def _replay(self) -> Process:
-        changes = self._trace.changes
-        position = 0
-        while position < len(changes):
-            time_s = changes[position].time_s
-            if time_s > self.env.now:
-                yield self.env.timeout(time_s - self.env.now)
-            behind = position
-            while behind < len(changes) and changes[behind].time_s == time_s:
-                behind += 1
-            self._change(changes[position:behind])
-            position = behind
-
-    def _change(self, changes: Sequence[MachineChange]) -> None:
-        for change in changes:
-            if change.joins:
-                self._join(change.machine)
-            else:
-                self._leave(change.machine)
-        if not self._begun and all(self._counts[2]):
-            # No step has been made yet, so there is nothing to download: weights come from the manifest's seed.
-            self._begun = True
-            for peer_id in list(self._peers):
-                self._serve(peer_id)
-        self._record()
+        for time_s, changes in itertools.groupby(self._trace.changes, key=lambda change: change.time_s):
+            yield self.env.timeout(time_s - self.env.now)
+            for change in changes:
+                if change.joins:
+                    self._join(change.machine)
+                else:
+                    self._leave(change.machine)
+            if not self._begun and {peer.stage for peer in self._here()} == {*range(self._num_stages)}:
+                # No step has been made yet, so there is nothing to download: weights come from the manifest's seed.
+                self._begun = True
+                for peer in self._here():
+                    self._serve(peer.peer_id)
+            self._record()
 
     def _join(self, name: str) -> None:
         self._lives[name] += 1
@@ -160,7 +147,6 @@ class FlowSwarm:
 
     def _leave(self, name: str) -> None:
         peer_id = self._alive.pop(name)
-        self._count(self._peers[peer_id], -1)
         del self._machines[peer_id]
         self.env.process(self._detect(peer_id))
 
@@ -172,15 +158,11 @@ class FlowSwarm:
 
     def _download_s(self, peer_id: str, stage: int) -> float:
         """Seconds of a download from stage-mates, which share their bandwidth among askers, or else from snapshots."""
-        donors = [
-            self._machines[other.peer_id].bandwidth_bytes_per_s
-            for other in self._peers.values()
-            if other.stage == stage and other.state is PeerState.SERVING and other.peer_id in self._machines
-        ]
-        asking = self._counts[1][stage] + self._counts[2][stage]
+        peers = [peer for peer in self._here() if peer.stage == stage]
+        donors = [peer.bandwidth_bytes_per_s for peer in peers if peer.state is PeerState.SERVING]
         bandwidth = self._machines[peer_id].bandwidth_bytes_per_s
         if donors:
-            bandwidth = min(bandwidth, sum(donors) / max(1, asking))
+            bandwidth = min(bandwidth, sum(donors) / max(1, len(peers) - len(donors)))
         return self._params.state_bytes[stage] / bandwidth
 
     def _arrive(self, peer_id: str, has_state: bool = False) -> Process:
@@ -280,31 +262,24 @@ class FlowSwarm:
         """The swarm as it announces itself."""
         return SwarmView(self._num_stages, tuple(self._peers.values()))
 
-    def _set(self, peer: PeerView) -> None:
-        """Change a peer that is alive, and count it where it is now."""
-        self.version += 1
-        self._count(self._peers[peer.peer_id], -1)
-        self._peers[peer.peer_id] = peer
-        self._count(peer, 1)
+    def _here(self) -> list[PeerView]:
+        """The peers that are alive."""
+        return [self._peers[peer_id] for peer_id in self._machines]
 
-    def _count(self, peer: PeerView, sign: int) -> None:
-        if peer.stage == UNDECIDED:
-            return
-        kind = 0 if peer.state is PeerState.SERVING else 1 if peer.moved_from != UNDECIDED else 2
-        self._counts[kind][peer.stage] += sign
-        self._work[kind][peer.stage] += sign * self._machines[peer.peer_id].work_per_s
-        if not self._counts[kind][peer.stage]:
-            self._work[kind][peer.stage] = 0.0  # no rounding error is left of peers that have gone
+    def _set(self, peer: PeerView) -> None:
+        self.version += 1
+        self._peers[peer.peer_id] = peer
 
     def _record(self) -> None:
-        serving, moving, joining = self._work
-        costs = self._params.stage_costs
-        stages = range(self._num_stages)
+        serving, moving, joining = ([0.0] * self._num_stages for _ in range(3))
+        for peer in self._here():
+            kind = serving if peer.state is PeerState.SERVING else joining if peer.moved_from == UNDECIDED else moving
+            kind[peer.stage] += self._machines[peer.peer_id].work_per_s / self._params.stage_costs[peer.stage]
         sample = FlowSample(
             time_s=self.env.now,
-            throughput=min(serving[k] / costs[k] for k in stages),
-            with_movers=min((serving[k] + moving[k]) / costs[k] for k in stages),
-            with_all=min((serving[k] + moving[k] + joining[k]) / costs[k] for k in stages),
+            throughput=min(serving),
+            with_movers=min(map(sum, zip(serving, moving, strict=True))),
+            with_all=min(map(sum, zip(serving, moving, joining, strict=True))),
         )
         if self.samples and self.samples[-1].time_s == sample.time_s:
             self.samples[-1] = sample

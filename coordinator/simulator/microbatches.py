@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Generator
-from dataclasses import dataclass
 from typing import Any
 
 import simpy
 
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.network import Network
-from coordinator.simulator.options import RoutingName
-from coordinator.simulator.routing import Routing, make_routing
+from coordinator.simulator.options import MicrobatchOptions
+from coordinator.simulator.routing import Routing
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
 from swarm_peer.policy.view import PeerState, PeerView
@@ -33,28 +32,6 @@ FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 
 Steps = Generator[simpy.Event, Any, bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchOptions:
-    """How microbatches are launched, sent and counted.
-
-    Attributes:
-        window: microbatches in flight per stage-0 peer; None for the live rule, which goes by the round trip
-        window_limit: the largest window of that rule
-        capacity: microbatches that a peer of a later stage holds at once before it is busy; None for any number
-        activation_bytes: of a microbatch from one stage to the next, and as many back
-        global_batch: microbatches of one round; None for no rounds, so that all goes on for ever
-        averaging_s: from the last gradient of a round until the next one begins; nothing is computed meanwhile
-    """
-
-    routing: RoutingName = "iwrr"
-    window: int | None = None
-    window_limit: int = 64
-    capacity: int | None = None
-    activation_bytes: float = 4e6
-    global_batch: int | None = None
-    averaging_s: float = 0.0
 
 
 class _Device:
@@ -279,7 +256,7 @@ class MicrobatchSwarm:
         seen, router = self._routers.get((caller, stage), (-1, None))
         if router is None:
             rng = random.Random(f"routing {self._seed} {caller} {stage}")
-            router = make_routing(self._options.routing, rng, self._expected_s)
+            router = Routing(self._options.routing, rng, self._expected_s)
         if seen != self._seen:
             router.update(peers)
             self._routers[caller, stage] = (self._seen, router)

@@ -1,8 +1,8 @@
 """The best that any assignment of peers to stages can do, moves being free.
 
 `optimum` is never less than the truth, so that no policy looks better than it is: exact within OPTIMUM_TOLERANCE for
-equal stages and few peers to each, elsewhere a bound that is close where there are many. `exact_optimum` needs scipy
-and takes stages and peers of all kinds; tests check the others against it.
+equal stages and few peers to each, elsewhere a bound that is close where there are many. Tests check both against
+integer programming.
 """
 
 from __future__ import annotations
@@ -117,46 +117,3 @@ def _cover(work: Sequence[float], num_groups: int, target: float) -> bool | None
         return groups(tuple(work), num_groups)
     except TooManyError:
         return None
-
-
-def exact_optimum(
-    work_per_s: Sequence[float],
-    stage_costs: Sequence[float],
-    fits: Sequence[Sequence[bool]] | None = None,
-    tolerance: float = OPTIMUM_TOLERANCE,
-) -> float:
-    """The optimum by integer programming (HiGHS in scipy). For tens of peers; takes seconds, or much longer, beyond 20.
-
-    Args:
-        fits: for each peer, which stages it can serve
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    work = np.asarray(work_per_s, dtype=np.float64)
-    num_peers, num_stages = len(work), len(stage_costs)
-    if not num_peers:
-        return 0.0
-    goal = np.zeros(num_peers * num_stages + 1)
-    goal[-1] = -1.0  # the variables: peer i serves stage k; and the least stage's throughput
-    rows = np.zeros((num_stages + num_peers, len(goal)))
-    for k in range(num_stages):
-        rows[k, k:-1:num_stages] = work / stage_costs[k]
-        rows[k, -1] = -1.0
-    for i in range(num_peers):
-        rows[num_stages + i, i * num_stages : (i + 1) * num_stages] = 1.0
-    low = np.concatenate([np.zeros(num_stages), np.zeros(num_peers)])
-    high = np.concatenate([np.full(num_stages, np.inf), np.ones(num_peers)])
-    most = np.ones(len(goal))
-    most[-1] = np.inf
-    if fits is not None:
-        most[:-1] = np.asarray(fits, dtype=np.float64).reshape(-1)
-    integral = np.ones(len(goal))
-    integral[-1] = 0
-    found = milp(
-        goal,
-        constraints=LinearConstraint(rows, low, high),
-        integrality=integral,
-        bounds=Bounds(0, most),
-        options={"mip_rel_gap": tolerance},
-    )
-    return float(-found.fun)

@@ -53,41 +53,39 @@ class ArrivalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """Where the peers' machines are drawn from.
+class MicrobatchOptions:
+    """How microbatches are launched, sent and counted, at --level microbatch.
 
     Attributes:
-        speed: Work per second of a machine; a stage of cost 1 takes 1 for a sample.
-        bandwidth_mbps: Bandwidth of a machine, in Mb/s.
-        memory_gb: Memory of a machine; 0 for enough.
-        latency_s: Latency of a machine, half at either end of a link.
+        routing: iwrr (what runs live), uniform, jsed (shortest expected delay) or po2 (two random choices).
+        window: Microbatches in flight per stage-0 peer; if not given, by the live rule, which goes by the round trip.
+        window_limit: The largest window of that rule.
+        capacity: Microbatches that a peer of a later stage holds at once before it is busy; any number if not given.
+        activation_bytes: Bytes of a microbatch from one stage to the next, and as many back.
+        global_batch: Microbatches of a round, at whose end all is drained; without it, all goes on for ever.
+        averaging_s: From the last gradient of a round until the next one begins; nothing is computed meanwhile.
     """
 
-    speed: str = "lognormal:1,0.35"
-    bandwidth_mbps: str = "constant:200"
-    memory_gb: str = "constant:0"
-    latency_s: str = "constant:0.05"
+    routing: RoutingName = "iwrr"
+    window: int | None = None
+    window_limit: int = 64
+    capacity: int | None = None
+    activation_bytes: float = 4e6
+    global_batch: int | None = None
+    averaging_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
-    """How closely and under which policies a swarm is simulated.
+    """How closely and under which policy a swarm is simulated.
 
     Attributes:
         rebalance: live (what runs live), events (the same search of moves, by a policy that knows everything at once),
             none, or seconds between moves of the paper's protocol, such as 300 or 60.
         level: flow for up to thousands of peers, microbatch for tens.
-        routing: iwrr (what runs live), uniform, jsed (shortest expected delay) or po2 (two random choices).
-        window: Microbatches in flight per stage-0 peer; if not given, by the live rule.
-        global_batch: Microbatches of a round, at whose end all is drained; without it, all goes on for ever.
-        averaging_s: From the last gradient of a round until the next one begins.
         network: Latencies (and bandwidths) of places: a table of regions, or a matrix of round trips in seconds.
     """
 
     rebalance: str = "live"
     level: Literal["flow", "microbatch"] = "flow"
-    routing: RoutingName = "iwrr"
-    window: int | None = None
-    global_batch: int | None = None
-    averaging_s: float = 0.0
     network: Path | None = None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.simulator.flow import FlowSwarm
-from coordinator.simulator.microbatches import MicrobatchOptions, MicrobatchSwarm
+from coordinator.simulator.microbatches import MicrobatchSwarm
 from coordinator.simulator.network import Network, Places
-from coordinator.simulator.optimum import FEW_PER_STAGE, optimum
-from coordinator.simulator.options import ArrivalOptions, StageOptions
+from coordinator.simulator.optimum import optimum
+from coordinator.simulator.options import ArrivalOptions, MicrobatchOptions, StageOptions
 from coordinator.simulator.rebalancers import make_rebalancer
-from coordinator.simulator.traces import Trace, draw_trace, read_trace
+from coordinator.simulator.traces import MachineChange, Trace, draw_trace, read_trace
 from coordinator.simulator.world import Machine, Population
 from swarm_peer.errors import UserError
 from swarm_peer.policy.placement.move_search import RebalancingParameters
@@ -22,6 +25,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 HOUR_S = 3600.0
 WARM_UP_S = 60.0
 
+cached_optimum = functools.lru_cache(maxsize=4096)(optimum)
 Series = list[tuple[float, float]]  # (from when on, how much), by time
 
 
@@ -135,61 +139,40 @@ class FlowResult:
 
 def best_of(scenario: Scenario, trace: Trace) -> Best:
     """The best possible throughput; it depends on the trace alone, so that it is the same for all policies."""
+    num_alive = itertools.accumulate(1 if change.joins else -1 for change in trace.changes)
+    enough = (c.time_s for c, alive in zip(trace.changes, num_alive, strict=True) if alive >= scenario.num_stages)
+    begins_s = next(enough, trace.duration_s)
     params = scenario.parameters()
-    begins_s = _begins_s(trace, scenario.num_stages)
-    all_: list[tuple[float, bool, str]] = []
-    arrived: list[tuple[float, bool, str]] = []
-    ready_s: dict[str, float] = {}
-    for change in trace.changes:
-        all_.append((change.time_s, change.joins, change.machine))
+    came_s: dict[str, float] = {}
+    lives = []
+    for change in (*trace.changes, *(MachineChange(math.inf, False, c.machine) for c in trace.changes)):
         if change.joins:
-            bandwidth = scenario.machine(change.machine).bandwidth_bytes_per_s
-            download_s = params.overhead_s + min(params.state_bytes) / bandwidth
-            ready_s[change.machine] = change.time_s + (download_s if change.time_s > begins_s else 0.0)
-            arrived.append((ready_s[change.machine], True, change.machine))
-        elif change.time_s >= ready_s[change.machine]:
-            arrived.append((change.time_s, False, change.machine))
-        else:
-            arrived.remove((ready_s[change.machine], True, change.machine))
-    known: dict[frozenset[str], float] = {}
-    arrived.sort(key=lambda item: item[0])
-    return Best(
-        _series(scenario, all_, params.stage_costs, known), _series(scenario, arrived, params.stage_costs, known)
-    )
+            came_s[change.machine] = change.time_s
+        elif change.machine in came_s:
+            lives.append((change.machine, came_s.pop(change.machine), change.time_s))
+    arrived = []
+    for name, from_s, until_s in lives:
+        download_s = params.overhead_s + min(params.state_bytes) / scenario.machine(name).bandwidth_bytes_per_s
+        arrived.append((name, from_s + (download_s if from_s > begins_s else 0.0), until_s))
+    return Best(_best_series(scenario, lives), _best_series(scenario, arrived))
 
 
-def _begins_s(trace: Trace, num_stages: int) -> float:
-    """The first moment at which there is a peer for each stage."""
-    alive = 0
-    for change in trace.changes:
-        alive += 1 if change.joins else -1
-        if alive >= num_stages:
-            return change.time_s
-    return trace.duration_s
-
-
-def _series(
-    scenario: Scenario,
-    changes: Sequence[tuple[float, bool, str]],
-    stage_costs: Sequence[float],
-    known: dict[frozenset[str], float],
-) -> Series:
+def _best_series(scenario: Scenario, lives: Iterable[tuple[str, float, float]]) -> Series:
+    """The optimum over time of machines that are there from one moment until another."""
+    there = [life for life in lives if life[1] < life[2]]
+    changes = [(begin_s, True, name) for name, begin_s, _ in there] + [(end_s, False, name) for name, _, end_s in there]
+    costs = scenario.parameters().stage_costs
     alive: dict[str, float] = {}
     series: Series = []
-    for number, (time_s, joins, machine) in enumerate(changes):
-        if joins:
-            alive[machine] = scenario.machine(machine).work_per_s
-        else:
-            del alive[machine]
-        if number + 1 == len(changes) or changes[number + 1][0] > time_s:
-            # Of a large swarm the bound is quick to work out, and the sets would fill the memory.
-            machines = frozenset(alive) if len(alive) <= FEW_PER_STAGE * len(stage_costs) else None
-            value = known.get(machines) if machines is not None else None
-            if value is None:
-                value = optimum([alive[name] for name in sorted(alive)], stage_costs)
-                if machines is not None:
-                    known[machines] = value
-            series.append((time_s, value))
+    # A machine that goes and comes at one moment goes first.
+    for time_s, moment in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        for _, joins, name in moment:
+            if joins:
+                alive[name] = scenario.machine(name).work_per_s
+            else:
+                del alive[name]
+        if time_s < math.inf:
+            series.append((time_s, cached_optimum(tuple(sorted(alive.values())), costs)))
     return series
 
 

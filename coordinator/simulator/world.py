@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter, Token
 
 from swarm_peer.errors import UserError
 
@@ -18,6 +22,9 @@ class Distribution:
 
     kind: str
     values: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{','.join(f'{value:g}' for value in self.values)}"
 
     @classmethod
     def parse(cls, text: str, option: str = "value") -> Distribution:
@@ -60,14 +67,28 @@ class Machine:
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Population:
-    """How machines are drawn. A machine is the same in every simulation of one seed."""
+def _typed(_: type, tokens: Sequence[Token]) -> Distribution:
+    return Distribution.parse(tokens[0].value, tokens[0].keyword or "value")
 
-    speed: Distribution = Distribution("lognormal", (1.0, 0.35))
-    bandwidth_mbps: Distribution = Distribution("constant", (200.0,))
-    memory_gb: Distribution = Distribution("constant", (0.0,))
-    latency_s: Distribution = Distribution("constant", (0.05,))
+
+Typed = Annotated[Distribution, Parameter(converter=_typed, accepts_keys=False, n_tokens=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population:
+    """Where the peers' machines are drawn from. A machine is the same in every simulation of one seed.
+
+    Attributes:
+        speed: Work per second of a machine; a stage of cost 1 takes 1 for a sample.
+        bandwidth_mbps: Bandwidth of a machine, in Mb/s.
+        memory_gb: Memory of a machine; 0 for enough.
+        latency_s: Latency of a machine, half at either end of a link.
+    """
+
+    speed: Typed = Distribution("lognormal", (1.0, 0.35))
+    bandwidth_mbps: Typed = Distribution("constant", (200.0,))
+    memory_gb: Typed = Distribution("constant", (0.0,))
+    latency_s: Typed = Distribution("constant", (0.05,))
 
     def machine(self, name: str, seed: int) -> Machine:
         """Draw the machine of this name."""

@@ -7,16 +7,16 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli import app
 from coordinator.simulator.announcements import INTERVAL_S, LOOK_S, SILENCE_S, Announcements
-from coordinator.simulator.microbatches import MicrobatchOptions
 from coordinator.simulator.network import Network, read_places
-from coordinator.simulator.optimum import OPTIMUM_TOLERANCE, exact_optimum, optimum, upper_bound
-from coordinator.simulator.options import ArrivalOptions, StageOptions
+from coordinator.simulator.optimum import OPTIMUM_TOLERANCE, optimum, upper_bound
+from coordinator.simulator.options import ArrivalOptions, MicrobatchOptions, StageOptions
 from coordinator.simulator.rebalancers import PeriodicRebalancing
 from coordinator.simulator.simulate import Scenario, best_of, simulate_flow, simulate_microbatches
 from coordinator.simulator.traces import MachineChange, Trace, consistent_counts, draw_trace, from_counts, read_trace
@@ -118,6 +118,34 @@ def test_the_optimum_is_that_of_brute_force(work, num_stages):
     best = brute_force(work, num_stages)
     assert best * (1 - 1e-9) <= optimum(work, [1.0] * num_stages) <= best * (1 + 2 * OPTIMUM_TOLERANCE) + 1e-12
     assert upper_bound(work, [1.0] * num_stages) >= best * (1 - 1e-9)
+
+
+def exact_optimum(work_per_s, stage_costs, tolerance=OPTIMUM_TOLERANCE):
+    """The optimum by integer programming (HiGHS). For tens of peers; takes seconds, or much longer, beyond 20."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    work = np.asarray(work_per_s, dtype=np.float64)
+    num_peers, num_stages = len(work), len(stage_costs)
+    goal = np.zeros(num_peers * num_stages + 1)
+    goal[-1] = -1.0  # the variables: peer i serves stage k; and the least stage's throughput
+    rows = np.zeros((num_stages + num_peers, len(goal)))
+    for k in range(num_stages):
+        rows[k, k:-1:num_stages] = work / stage_costs[k]
+        rows[k, -1] = -1.0
+    for i in range(num_peers):
+        rows[num_stages + i, i * num_stages : (i + 1) * num_stages] = 1.0
+    low = np.concatenate([np.zeros(num_stages), np.zeros(num_peers)])
+    high = np.concatenate([np.full(num_stages, np.inf), np.ones(num_peers)])
+    most, integral = np.ones(len(goal)), np.ones(len(goal))
+    most[-1], integral[-1] = np.inf, 0
+    found = milp(
+        goal,
+        constraints=LinearConstraint(rows, low, high),
+        integrality=integral,
+        bounds=Bounds(0, most),
+        options={"mip_rel_gap": tolerance},
+    )
+    return float(-found.fun)
 
 
 @pytest.mark.parametrize(("num_peers", "num_stages"), [(8, 4), (9, 6), (11, 5)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -143,15 +144,7 @@ class MoveSearch:
         movers = (peer for peer in view.peers if peer.movable and peer.state is PeerState.SERVING)
         # Of movers that serve as well, the search takes the first: the one that misses the fewest samples.
         self.movers = sorted(movers, key=lambda peer: speeds[peer.peer_id] * params.move_s(peer, peer.stage))
-        # A move is a swap with nobody. So behind the movers stands a peer of no speed in each stage.
-        stages = range(num_stages)
-        self._stages = np.array([*(peer.stage for peer in self.movers), *stages])
-        self._work = np.array([*(speeds[peer.peer_id] for peer in self.movers), *(0.0 for _ in stages)])
-        memory_bytes = params.stage_memory_bytes
-        self._fits = np.array(
-            [[peer.stage != stage and fits(peer, stage, memory_bytes) for stage in stages] for peer in self.movers]
-            + [[True for _ in stages] for _ in stages]
-        )
+        self._work = np.array([*(speeds[peer.peer_id] for peer in self.movers), *(0.0 for _ in costs)])
         self.rest = self.schedule(())
         self.ideal = ideal_capacity(self.rest.capacity, costs)
 
@@ -168,6 +161,20 @@ class MoveSearch:
             best = max(best, plan, key=lambda plan: plan.merit)
         best = self._pruned(best)
         return best if min(best.capacity) > min(self.rest.capacity) * (1 + self._params.least_gain) else self.rest
+
+    @cached_property
+    def _stages(self) -> npt.NDArray[np.intp]:
+        """The stage of each mover. A move is a swap with nobody, so behind the movers stands nobody of each stage."""
+        return np.array([*(peer.stage for peer in self.movers), *range(len(self._now))])
+
+    @cached_property
+    def _fits(self) -> npt.NDArray[np.bool_]:
+        """Whether each mover can move to each stage; nobody fits everywhere."""
+        stages, memory_bytes = range(len(self._now)), self._params.stage_memory_bytes
+        return np.array(
+            [[peer.stage != stage and fits(peer, stage, memory_bytes) for stage in stages] for peer in self.movers]
+            + [[True for _ in stages] for _ in stages]
+        )
 
     def schedule(self, pairs: Pairs) -> MovePlan:
         """Schedule moves, one at a time from and to each stage, and count the samples that the swarm computes."""
