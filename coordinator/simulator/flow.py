@@ -7,7 +7,6 @@ simulates latency, queues and uneven routing, which this level leaves out.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
@@ -86,7 +85,6 @@ class FlowSwarm:
         self._lives: Counter[str] = Counter()
         self._begun = False
         self._decision_due = False
-        self._again_s = math.inf
         self.samples: list[FlowSample] = []
         self.decisions: list[Decision] = []
         self.bytes_migrated = 0.0
@@ -194,10 +192,6 @@ class FlowSwarm:
         self._decision_due = False
         self._decide()
 
-    def _decide_at(self, time_s: float) -> Process:
-        yield self.env.timeout(time_s - self.env.now)
-        self._something_changed()
-
     def _decide_periodically(self, every_s: float) -> Process:
         while True:
             yield self.env.timeout(every_s)
@@ -207,9 +201,6 @@ class FlowSwarm:
         if self._rebalancer is None or not self._begun:
             return
         decision = self._rebalancer.decide(self.view(), self.env.now)
-        if decision.again_s not in (math.inf, self._again_s):
-            self._again_s = decision.again_s
-            self.env.process(self._decide_at(decision.again_s))
         for move in decision.moves:
             if move.peer_id not in self._machines:
                 continue  # it has died, and the others do not know yet

@@ -11,20 +11,18 @@ from swarm_peer.policy.placement.capacity import fits, serving_capacity, work_pe
 from swarm_peer.policy.placement.churn import ChurnMeter
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
-from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, rebalance
+from swarm_peer.policy.placement.rebalancing import Move, Rebalancing, rebalance
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 
 # The live policy hears of the samples of the last rounds, which took about so many looks.
 LOOKS_DELIVERED = 15
-# For so long an exchange of peers must have looked worth it: four default lifetimes of an announcement.
-EXCHANGE_PATIENCE_S = 120.0
 
 
 class SimulatedRebalancer(Protocol):
     """A rebalancing policy in the simulator.
 
     Attributes:
-        every_s: seconds between decisions; None for a decision upon every change and when the last decision asks for it
+        every_s: seconds between decisions; None for a decision upon every change
     """
 
     every_s: float | None
@@ -69,19 +67,17 @@ class PeriodicRebalancing:
 
 @dataclass
 class EventRebalancing:
-    """The live policy, upon every change."""
+    """The live search for moves upon every change, by a policy that knows everything: a bound for the live policy."""
 
     params: RebalancingParameters
     every_s: float | None = None
     churn: ChurnMeter = field(default_factory=ChurnMeter)
-    patience: ExchangePatience = field(default_factory=ExchangePatience)
 
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
         """See SimulatedRebalancer."""
         self.churn.observe((peer.peer_id for peer in view.peers), now_s)
         horizon_s = self.churn.horizon_s(view.num_stages, now_s)
-        decision = rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
-        return self.patience.check(decision, EXCHANGE_PATIENCE_S, now_s)
+        return rebalance(view, replace(self.params, horizon_s=horizon_s), now_s)
 
 
 class LiveRebalancing:

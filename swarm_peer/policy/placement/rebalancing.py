@@ -76,13 +76,11 @@ class Rebalancing:
 
     Attributes:
         promised: the capacity of the slowest stage after the moves, as a share of the ideal
-        again_s: when to decide again, even if nothing has changed by then
     """
 
     moves: tuple[Move, ...]
     reason: str
     promised: float = 0.0
-    again_s: float = math.inf
 
 
 class ExchangePatience:
@@ -106,7 +104,7 @@ class ExchangePatience:
         if not exchange or now_s >= self._due_s:
             return decision
         reason = f"an exchange may pay: it is made if it still does in a while; {decision.reason}"
-        return Rebalancing((), reason, again_s=self._due_s)
+        return Rebalancing((), reason)
 
 
 def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> Rebalancing:
