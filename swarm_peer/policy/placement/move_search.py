@@ -31,7 +31,7 @@ MANY_PEERS = 120
 # A plan is given up once more than this many steps in a row have brought nothing better.
 MAX_WORSE_STEPS = 3
 # From a plan with at most this many moves, any set of moves may be left out if it does as well without them. From a
-# longer plan, one move or two at a time.
+# longer plan, one move or one swap at a time.
 FEW_MOVES = 6
 # Each part of a plan must raise the slowest stage by this share of `least_gain`: less is noise.
 PART_GAIN = 0.3
@@ -213,13 +213,13 @@ class MoveSearch:
 
     def _shorter(self, pairs: Pairs) -> Iterator[Pairs]:
         """Plans with some of the moves left out, and plans with one move in place of a swap."""
-        for num_out in range(1, len(pairs) + 1) if len(pairs) <= FEW_MOVES else (1, 2):
+        for num_out in range(1, len(pairs) + 1) if len(pairs) <= FEW_MOVES else (1,):
             yield from itertools.combinations(pairs, len(pairs) - num_out)
         for swap in itertools.combinations(pairs, 2):
             ways = {self.movers[number].stage: to_stage for number, to_stage in swap}
             if set(ways) != set(ways.values()):
                 continue
-            others = tuple(pair for pair in pairs if pair not in swap)
+            yield (others := tuple(pair for pair in pairs if pair not in swap))
             taken = {number for number, _ in others}
             for number, peer in enumerate(self.movers):
                 if peer.stage in ways and number not in taken and self._fits[number, ways[peer.stage]]:
@@ -227,15 +227,11 @@ class MoveSearch:
 
     def _step(self, plan: MovePlan) -> Pairs:
         """The move or the swap that reduces the shortfall most for each peer that moves; empty if none reduces it."""
-        num_left = list(self._num_serving)
+        spare = [number - self._params.replicas(stage) for stage, number in enumerate(self._num_serving)]
         for move in plan.moves:
-            num_left[move.peer.stage] -= 1
+            spare[move.peer.stage] -= 1
         taken = {number for number, _ in plan.pairs}
-        free = [
-            number
-            for number, peer in enumerate(self.movers)
-            if number not in taken and num_left[peer.stage] > self._params.replicas(peer.stage)
-        ]
+        free = [n for n, peer in enumerate(self.movers) if n not in taken and spare[peer.stage] > 0]
         if not free:
             return ()
         num_movers, num_stages = len(self.movers), len(self._now)
