@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from swarm_peer.policy.view import (
     ANNOUNCEMENTS_PER_LIFETIME,
     OVERDUE_ANNOUNCEMENTS,
-    UNDECIDED,
     PeerState,
     PeerView,
     SwarmView,
@@ -40,7 +38,7 @@ class _Announced:
 class Announcements:
     """The announcements of one simulated swarm: of each change of a peer's state, and again every few seconds.
 
-    A mover drains for a while, and then has another id, as live.
+    A mover drains for a while.
 
     Args:
         drain_s: for how long a mover drains
@@ -50,7 +48,6 @@ class Announcements:
         self._drain_s = drain_s
         self._rng = random.Random(f"announcements {seed}")
         self._last: dict[str, _Announced] = {}
-        self._num_moves: Counter[str] = Counter()
         self._swarm: SwarmView | None = None
 
     def look(self, swarm: SwarmView, now_s: float) -> SwarmView:
@@ -69,16 +66,12 @@ class Announcements:
     def _announced(self, peer: PeerView, last: _Announced | None, now_s: float) -> _Announced:
         has_changed = last is None or last.peer is not peer
         serial = int(1000 * now_s)
-        if has_changed and last is not None and peer.moved_from != UNDECIDED:
-            self._num_moves[peer.peer_id] += 1
+        if last is not None and last.peer.stage != peer.stage:
             draining = replace(last.announcement, state=PeerState.DRAINING, since_s=now_s, announced=serial)
             return _Announced(peer, draining, now_s, now_s + self._drain_s)
-        num_moves = self._num_moves[peer.peer_id]
         is_measured = peer.state is PeerState.SERVING and not has_changed
         announcement = replace(
             peer,
-            peer_id=f"{peer.peer_id}#{num_moves}",
-            formerly=f"{peer.peer_id}#{num_moves - 1}" if num_moves else "",
             samples_per_s=peer.samples_per_s * math.exp(SPEED_NOISE * self._rng.gauss(0, 1)) if is_measured else 0.0,
             announced=serial,
         )

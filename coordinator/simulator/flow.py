@@ -174,9 +174,7 @@ class FlowSwarm:
     def _serve(self, peer_id: str) -> None:
         peer = self._peers[peer_id]
         speed = self._machines[peer_id].work_per_s / self._params.stage_costs[peer.stage]
-        self._set(
-            replace(peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now, moved_from=UNDECIDED)
-        )
+        self._set(replace(peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now))
         self._something_changed()
 
     # --- decisions

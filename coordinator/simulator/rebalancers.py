@@ -102,11 +102,7 @@ class LiveRebalancing:
         self._policy.look(found, sum(self._delivered), LOOK_S * len(self._delivered), now_s)
         given, self._given = (
             self._given,
-            tuple(
-                replace(assigned.move, peer_id=peer_id.partition("#")[0])
-                for peer_id, assigned in self._policy.movers.open.items()
-                if peer_id not in known
-            ),
+            tuple(assigned.move for peer_id, assigned in self._policy.movers.open.items() if peer_id not in known),
         )
         return Rebalancing(given, self._policy.reason)
 

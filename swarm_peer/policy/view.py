@@ -38,8 +38,7 @@ class PeerView:
         memory_bytes: memory that it has for a stage; 0 if not known, which counts as enough
         bandwidth_bytes_per_s: how fast it has downloaded its state; 0 if not measured
         since_s: when it entered its state, on the clock of `now_s`; None if not known
-        moved_from: the stage that it left to join this one, until it serves; UNDECIDED if it did not move
-        formerly: its id before that move; empty if it did not move
+        moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         announced: serial number of the announcement
     """
 
@@ -57,7 +56,6 @@ class PeerView:
     bandwidth_bytes_per_s: float = 0.0
     since_s: float | None = None
     moved_from: int = UNDECIDED
-    formerly: str = ""
     announced: int = 0
 
 

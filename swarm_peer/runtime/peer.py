@@ -1,4 +1,4 @@
-"""One peer of a run: joins a stage, serves it, moves or leaves."""
+"""A peer in one stage of a run: joins it, serves it, and leaves it for another one or for good."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import logging
 
 import anyio
 
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.preemption import wait_for_notice
-from swarm_peer.runtime.host.processes import Restart, signals_set
+from swarm_peer.runtime.host.preparation import microbatch_capacity
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -34,14 +36,12 @@ PUBLISH_PROGRESS_S = 1.0
 JOIN_PAUSE_S = 1.0
 # A leaving peer has this long to write its last replies. Calls of stage-mates that wait for a round are not answered.
 LAST_REPLIES_S = 3.0
-# A process that starts anew is given so many addresses; one of those peers will still be there.
-ADDRESSES_KEPT = 16
 # Room in a frame for the index of a state, and for headers.
 FRAME_SLACK_BYTES = 16 * 2**20
 
 
 class Peer:
-    """One peer of one stage."""
+    """This peer in one stage. When it moves, another object takes over, with the same id and connections."""
 
     def __init__(
         self,
@@ -49,15 +49,16 @@ class Peer:
         context: PeerContext,
         trainer: StageTrainer,
         dht: SwarmDHT,
+        transport: P2PTransport,
+        moved_from: int = UNDECIDED,
         counted: CountedHook | None = None,
-        before: Restart | None = None,
     ):
         """Make a peer that has not joined yet.
 
         Args:
             trainer: of the stage, without weights yet
+            moved_from: the stage that it served before, perhaps this same one; UNDECIDED if it is new
             counted: told of each microbatch that a stage-0 peer counts; for tests
-            before: the life of this process before this one, if it moved from a stage, perhaps this same one
         """
         self._context = context
         self._manifest = context.resolved.manifest
@@ -67,8 +68,8 @@ class Peer:
         self._options = context.options
         self._dht = dht
         self._metrics = context.metrics
-        self._counted = counted
-        self._before = before
+        self._movable = context.options.stage == "auto"
+        self._moved_from = UNDECIDED if moved_from == trainer.spec.index else moved_from
         self._me = context.identity.peer_id
         self._lifecycle = Lifecycle(context.clock)
         self._trainer = trainer
@@ -82,27 +83,21 @@ class Peer:
             describe_self=self._describe,
             device=str(trainer.device),
         )
-        self._made: PeerParts | None = None
+        self._transport = transport
+        self._parts: PeerParts = Assembly(
+            context=context,
+            trainer=trainer,
+            device_thread=self._device_thread,
+            directory=self._directory,
+            transport=transport,
+            first_timeline=self._first_timeline,
+            counted=counted,
+        ).assemble()
         context.metrics.stage.set(trainer.spec.index)
-
-    @property
-    def restart(self) -> Restart | None:
-        """How this process goes on after `run`; None if it ends."""
-        return self._lifecycle.restart
-
-    @property
-    def _parts(self) -> PeerParts:
-        assert self._made is not None, "the parts are made when the transport is open"
-        return self._made
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
         lifecycle, parts = self._lifecycle, self._parts
-        moved_from, formerly = UNDECIDED, ""
-        if self._before is not None and self._before.from_stage != self._spec.index:
-            formerly = self._before.peer_id
-            if lifecycle.state is PeerState.JOINING:
-                moved_from = self._before.from_stage
         admission, step_loop = parts.replica.admission, parts.step_loop
         return PeerView(
             peer_id=self._me,
@@ -112,57 +107,45 @@ class Peer:
             samples_per_s=self._device_thread.samples_per_s,
             queue=admission.admitted + admission.held,
             optimizer_step=step_loop.optimizer_step,
-            movable=self._options.stage == "auto",
+            movable=self._movable,
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
             bandwidth_bytes_per_s=step_loop.download_bytes_per_s,
             since_s=lifecycle.since_s,
-            moved_from=moved_from,
-            formerly=formerly,
+            moved_from=self._moved_from,
         )
 
-    async def run(self) -> None:
-        """Take part in the run until a signal or the run's end."""
-        lifecycle = self._lifecycle
-        async with (
-            P2PTransport.open(
-                self._dht.p2p,
-                max_payload_bytes=self._max_payload_bytes(),
-                metrics=self._metrics,
-                on_unreachable=self._directory.drop,
-            ) as transport,
-            signals_set(lifecycle.told_to_end, lifecycle.stop),
-            anyio.create_task_group() as tasks,
-        ):
-            self._made = Assembly(
-                context=self._context,
-                trainer=self._trainer,
-                device_thread=self._device_thread,
-                directory=self._directory,
-                transport=transport,
-                first_timeline=self._first_timeline,
-                counted=self._counted,
-            ).assemble()
-            await transport.serve(self._made.dispatcher)
-            tasks.start_soon(self._dht.watch)
-            tasks.start_soon(self._watch_event_loop)
-            tasks.start_soon(self._leave_on_notice)
-            tasks.start_soon(self._look_for_end)
-            tasks.start_soon(self._work)
-            await lifecycle.stop.wait()
-            await self._leave()
-            lifecycle.finish(await self._connections() if lifecycle.moves else [])
-            tasks.cancel_scope.cancel()
-        self._device_thread.stop()
+    async def run(self, ended: anyio.Event) -> int | None:
+        """Take part in the run, until it is over for this peer or this peer leaves the stage for another one.
 
-    async def _connections(self) -> list[str]:
-        """Addresses of some connected peers; none if libp2p's daemon does not answer any more."""
+        Args:
+            ended: set when the peer is told to end
+
+        Returns:
+            the stage that it moves to; None if it leaves for good
+        """
+        lifecycle = self._lifecycle
+
+        async def end() -> None:
+            await ended.wait()
+            lifecycle.end()
+
+        await self._transport.serve(self._parts.dispatcher, self._directory.drop)
         try:
-            return (await self._dht.connections())[:ADDRESSES_KEPT]
-        except Exception as error:  # whatever hivemind's client raises: the addresses on the command line are left
-            self._metrics.dht_failures.labels("connections").inc()
-            log.warning("connections_unknown reason=%s", error)
-            return []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(end)
+                tasks.start_soon(self._dht.watch)
+                tasks.start_soon(self._watch_event_loop)
+                tasks.start_soon(self._leave_on_notice)
+                tasks.start_soon(self._look_for_end)
+                tasks.start_soon(self._work)
+                await lifecycle.stop.wait()
+                await self._leave()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._transport.pause()
+            self._device_thread.stop()
+        return lifecycle.next_stage
 
     async def _work(self) -> None:
         """Join the stage, then serve it until this task is cancelled or the stage-mates are lost."""
@@ -244,16 +227,24 @@ class Peer:
             pass
 
     def _join_anew(self, error: CallError) -> None:
-        """Start anew in the same stage: its stage-mates went on without this peer and none gives it their state."""
+        """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""
         log.error("joining_anew stage=%d reason=%s", self._spec.index, error)
         self._move_to(self._spec.index)
 
     async def _leave_for(self, stage: int) -> bool:
-        """Move to another stage, unless this peer is the last of its own.
+        """Move to another stage, unless this peer is the last of its own, or cannot serve the other one.
 
         Returns:
             whether it moves
         """
+        try:
+            await self._context.threads.run(self._check_move, stage)
+        except UserError as error:
+            log.warning("move_refused stage=%d reason=%s: this peer stays where it is from now on", stage, error)
+            self._movable = False
+            self._lifecycle.explain(f"cannot serve stage {stage}: {error}")
+            await self._directory.announce()
+            return False
         self._lifecycle.enter(PeerState.DRAINING)
         # Announced first, looked up second: of two peers that leave at once, at least one sees that the other does.
         await self._directory.announce()
@@ -268,16 +259,21 @@ class Peer:
             await self._directory.announce()
         return bool(others)
 
+    def _check_move(self, stage: int) -> None:
+        """Raise UserError if this machine may not read the stage's data, or has no memory for it."""
+        resolved = self._context.resolved
+        microbatch_capacity(resolved, resolved.specs[stage], self._trainer.device, self._options.max_memory)
+        if stage == 0:
+            check_data_files(self._manifest, self._options.data_dir)
+
     def _move_to(self, stage: int) -> None:
-        """Leave, and have this process start anew in another stage."""
-        if self._lifecycle.move(
-            Restart(stage=stage, from_stage=self._spec.index, peer_id=self._me, run_id=self._run_id)
-        ):
+        """Leave, and go on in another stage."""
+        if self._lifecycle.move(stage):
             log.warning("moving from=%d to=%d", self._spec.index, stage)
 
     async def _obey(self) -> None:
         """Move when the run's coordinator says so."""
-        while True:
+        while self._movable:
             assignment = await wait_for_assignment(
                 me=self._me,
                 stage=self._spec.index,
@@ -371,7 +367,7 @@ class Peer:
         if self._options.preemption_notice != "none":
             notice = await wait_for_notice(self._options.preemption_notice, failed=self._metrics.notice_failures.inc)
             log.warning("leaving reason=spot notice: %s", notice)
-            self._lifecycle.stop.set()
+            self._lifecycle.end()
 
     async def _watch_event_loop(self) -> None:
         """Measure how late timers fire: whatever blocks the event loop holds up all traffic."""
@@ -380,7 +376,9 @@ class Peer:
             await anyio.sleep(0.5)
             self._metrics.event_loop_lag_seconds.set(self._context.clock.monotonic_s() - begin - 0.5)
 
-    def _max_payload_bytes(self) -> int:
-        training, hidden_size = self._manifest.training, self._trainer.module.config.hidden_size
-        shape = (training.microbatch_size, self._manifest.data.sequence_length, hidden_size)
-        return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
+
+def max_payload_bytes(resolved: ResolvedManifest) -> int:
+    """Most bytes of tensors in a frame that any stage of a run receives."""
+    manifest = resolved.manifest
+    shape = (manifest.training.microbatch_size, manifest.data.sequence_length, resolved.hidden_size)
+    return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES

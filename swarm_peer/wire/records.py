@@ -103,8 +103,7 @@ class Announcement(Record):
         state_s: for how long it has been in this state
         memory_bytes: memory that it has for a stage; 0 for no limit
         bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
-        moved_from: the stage that it left to join this one, until it serves; UNDECIDED if it did not move
-        formerly: the peer's id before that move; a peer that moves gets a new one
+        moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         addresses: on which it listens, by its own account
     """
 
@@ -124,7 +123,6 @@ class Announcement(Record):
     memory_bytes: int = Field(0, ge=0, lt=2**60)
     bandwidth_bytes_per_s: NonNegativeFloat = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
-    formerly: str = Field("", max_length=64)
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES)
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:

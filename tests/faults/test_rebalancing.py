@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recording_peer import FIRST_STAGE
 from swarm import GPT2, LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
 
 from coordinator.run.baseline import Baseline
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.host.processes import _RESTART
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -56,10 +55,10 @@ def test_a_stage_that_loses_two_of_three_peers_gets_one_from_another(tmp_path: P
             (0, "0.fast", FAST_S), (0, "0.other", FAST_S), (1, "1.fast", FAST_S), (1, "1.other", FAST_S),
             (2, "2.fast", FAST_S), (2, "2.slow", SLOW_S), (2, "2.other", SLOW_S),
         ):  # fmt: skip
-            # As if it had been there before: of its own choice, and free to be moved.
-            os.environ[_RESTART] = json.dumps({"stage": stage, "from_stage": stage, "peer_id": ""})
+            # Of its own choice, and so free to be moved.
+            os.environ[FIRST_STAGE] = str(stage)
             swarm.start("auto", name, f"slow:1:{seconds}")
-        del os.environ[_RESTART]
+        del os.environ[FIRST_STAGE]
         await swarm.reached(5)
         assert swarm.service.metrics.moves._value.get() == 0, "a swarm in balance is left alone"
         swarm.kill("2.fast")

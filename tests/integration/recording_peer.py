@@ -17,9 +17,12 @@ from cyclopts import App, Parameter
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
 from swarm_peer.policy.data.ranges import SampleId
-from swarm_peer.runtime.startup import run_peer
+from swarm_peer.policy.placement.rebalancing import StageChoice
+from swarm_peer.runtime import startup
 
 app = App()
+# The stage that a peer with `--stage auto` begins in.
+FIRST_STAGE = "FIRST_STAGE"
 
 
 @app.default
@@ -41,7 +44,9 @@ def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(
             file.write(json.dumps(entry) + "\n")
             file.flush()
 
-        run_peer(options, counted=record)
+        if (stage := os.environ.get(FIRST_STAGE)) is not None:
+            startup.choose_stage = lambda *_, **__: StageChoice(int(stage), "the test says so")
+        startup.run_peer(options, counted=record)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from swarm_peer.policy.placement.live_rebalancer import (
     SETTLING_S,
 )
 from swarm_peer.policy.placement.movers import REFUSAL_S, OpenMove
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Assignment
 
 ANNOUNCEMENT_S = 10.0
@@ -105,8 +105,8 @@ def test_nobody_is_moved_before_the_coordinator_has_heard_of_all() -> None:
 
 def test_movers_of_the_coordinator_before_this_one_are_waited_for() -> None:
     run = Run(inherited=(Assignment(peer="m", announced=3, from_stage=0, to_stage=1, reason=""),))
-    assert run.look(30) == [], "it is between its lives"
-    run.add("n", 1, formerly="m", samples_per_s=40.0)
+    assert run.look(30) == [], "it is on its way"
+    run.add("m", 1, moved_from=0, samples_per_s=40.0)
     assert run.look(ANNOUNCEMENT_S) == []
     assert run.look(ANNOUNCEMENT_S) == [], "with it the stages are in balance"
 
@@ -133,12 +133,12 @@ def test_nobody_is_moved_before_the_run_has_begun() -> None:
     assert len(run.look()) == 1
 
 
-@pytest.mark.parametrize("former", ["", "m"], ids=["a newcomer", "a mover"])
-def test_who_serves_and_is_not_measured_yet_is_waited_for(former: str) -> None:
+@pytest.mark.parametrize("moved_from", [UNDECIDED, 0], ids=["a newcomer", "a mover"])
+def test_who_serves_and_is_not_measured_yet_is_waited_for(moved_from: int) -> None:
     run = in_balance()
     for name in "cde":
         run.add(name, 0)
-    run.add("new", 1, samples_per_s=0.0, formerly=former)
+    run.add("new", 1, samples_per_s=0.0, moved_from=moved_from)
     asked = [run.look(1) for _ in range(2 * int(ANNOUNCEMENT_S) - 1)]
     assert not any(asked)
     assert run.look(3) != [], "it had time enough"
@@ -160,86 +160,81 @@ def test_a_peer_is_not_moved_twice_as_long_as_the_others_are_the_same() -> None:
     run = Run()
     run.peers["f"] = replace(run.peers["f"], samples_per_s=1.0)
     [mover] = run.look(60)
-    del run.peers[mover]
-    run.add("reborn", 1, formerly=mover)
-    for name in set(run.peers) - {"reborn"}:
+    run.add(mover, 1, moved_from=0)
+    for name in set(run.peers) - {mover}:
         run.peers[name] = replace(run.peers[name], movable=False)
     assert run.look(60) == []
     # Now its old stage needs it more.
-    for name in set(run.peers) - {"reborn"}:
+    for name in set(run.peers) - {mover}:
         run.peers[name] = replace(run.peers[name], samples_per_s=1.0 if run.peers[name].stage == 0 else 10.0)
     run.delivered = 10
     for serial in range(8, 20):
         for name, peer in run.peers.items():
             run.peers[name] = replace(peer, announced=serial)
         assert run.look(ANNOUNCEMENT_S / 4) == []
-    assert run.look(REST_S) == ["reborn"], "but not for ever"
+    assert run.look(REST_S) == [mover], "but not for ever"
 
 
 def test_who_has_moved_may_move_again_when_somebody_has_gone() -> None:
     run = Run()
     run.add("f", 1, samples_per_s=30.0, since_s=0.0)
     [mover] = run.look(60)
-    del run.peers[mover]
-    run.add("reborn", 1, formerly=mover)
+    run.add(mover, 1, moved_from=0)
     assert run.look(60) == [], "in balance"
-    for name in run.peers.keys() - {"f", "reborn"}:
+    for name in run.peers.keys() - {"f", mover}:
         del run.peers[name]
-    run.add("a", 0, movable=False)
+    run.add("other", 0, movable=False)
     run.add("f", 1, movable=False)
-    run.add("reborn", 1, formerly=mover)
     run.add("g", 1, movable=False)
-    assert run.look(60) == ["reborn"]
+    assert run.look(60) == [mover]
 
 
-def needs_reborn_back(run: Run, mover: str, **fields: object) -> None:
+def needs_mover_back(run: Run, **fields: object) -> None:
     """A peer has moved to stage 1, and stage 0 has one peer for its three now."""
     for name in run.peers.keys() - {"f"}:
         del run.peers[name]
     run.add("a", 0, movable=False, since_s=0.0)
     run.add("f", 1, movable=False, since_s=0.0)
     run.add("g", 1, movable=False, since_s=0.0)
-    run.add("reborn", 1, **({"formerly": mover} | fields))
+    run.add("mover", 1, **({"moved_from": 0} | fields))
 
 
 def test_who_has_moved_rests_under_the_next_coordinator_too() -> None:
     run = Run()
-    needs_reborn_back(run, "m")
+    needs_mover_back(run)
     assert run.look(60) == []
     assert run.look(60) == []
-    assert run.look(REST_S - 120) == ["reborn"]
+    assert run.look(REST_S - 120) == ["mover"]
 
 
 def test_who_has_moved_rests_a_little_whoever_comes_or_goes() -> None:
     run = Run()
-    needs_reborn_back(run, "m")
+    needs_mover_back(run)
     assert run.look(60) == []
     run.add("h", 1, movable=False, since_s=0.0)
     assert run.look(1) == []
     assert run.look(LEAST_REST_S - 62) == []
-    assert run.look(2) == ["reborn"]
+    assert run.look(2) == ["mover"]
 
 
 def test_nobody_rests_when_a_stage_is_lost() -> None:
     run = Run()
-    needs_reborn_back(run, "m")
+    needs_mover_back(run)
     assert run.look(30) == []
     del run.peers["a"]
     assert run.look(1) == []
-    assert run.look(ANNOUNCEMENT_S) == ["reborn"]
+    assert run.look(ANNOUNCEMENT_S) == ["mover"]
 
 
 def test_what_a_mover_does_is_known_from_where_it_was(caplog: pytest.LogCaptureFixture) -> None:
     """So that nobody has to wait for it, and its first measurements move nobody."""
     run = Run()
     [mover] = run.look(60)
-    del run.peers[mover]
-    run.add("reborn", 1, formerly=mover, samples_per_s=0.1)
+    run.add(mover, 1, moved_from=0, samples_per_s=0.1)
     assert run.look(1) == []
     [second] = run.look(3)
     assert second in "abcde", "four are left in stage 0, and two are in stage 1"
-    del run.peers[second]
-    run.add("reborn too", 1, formerly=second, samples_per_s=0.1)
+    run.add(second, 1, moved_from=0, samples_per_s=0.1)
     assert run.look(1) == []
     for _ in range(2):
         assert run.look(3) == [], "in balance"
@@ -263,8 +258,7 @@ def test_equal_peers_that_slow_each_other_down_are_not_moved_to_and_fro() -> Non
         for mover in run.look(2.5):
             ordered.append(mover)
             to_stage = run.open[mover].move.to_stage
-            del run.peers[mover]
-            run.add(f"{mover}+", to_stage, formerly=mover, samples_per_s=10.0)
+            run.add(mover, to_stage, moved_from=1 - to_stage, samples_per_s=10.0)
     assert len(ordered) <= 1
     del run.peers[next(name for name, peer in run.peers.items() if peer.stage == 0)]
     run.add("h", 1)
@@ -291,26 +285,6 @@ def test_peers_are_exchanged_if_that_pays_for_a_while(is_noise: bool) -> None:
     assert len(ordered) == (0 if is_noise else 2)
 
 
-def test_a_peer_that_says_each_time_that_it_was_another_one_is_one_peer() -> None:
-    run = in_balance()
-    for number in range(50):
-        run.peers["f"] = replace(run.peers["f"], formerly=f"x{number}" if number % 2 else "")
-        run.look(1)
-    assert len(run.policy._churn._moments) == 0
-
-
-def test_who_has_moved_hides_nobody_by_what_it_says_later() -> None:
-    run = Run()
-    [mover] = run.look(60)
-    del run.peers[mover]
-    run.add("reborn", 1, formerly=mover)
-    run.look(1)
-    run.peers["reborn"] = replace(run.peers["reborn"], formerly="f")
-    view = SwarmView(2, tuple(run.peers.values()))
-    run.policy.movers.follow(view, run.now_s)
-    assert run.policy.movers.placed(view, (1.0, 1.0), lambda _: True).peer("f") is not None
-
-
 def test_who_moves_neither_comes_nor_goes() -> None:
     run = Run()
     [mover] = run.look(60)
@@ -318,7 +292,7 @@ def test_who_moves_neither_comes_nor_goes() -> None:
     run.look(1)
     del run.peers[mover]
     run.look(1)
-    run.add("reborn", 1, formerly=mover)
+    run.add(mover, 1, moved_from=0)
     run.look(1)
     assert len(run.policy._churn._moments) == 0
     run.add("another", 1)
@@ -343,18 +317,18 @@ def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile()
     run.peers[mover] = replace(run.peers[mover], state=PeerState.DRAINING)
     assert run.look() == []
     del run.peers[mover]
-    assert run.look() == [], "between its lives"
-    run.add("reborn", 1, state=PeerState.JOINING, samples_per_s=0.0, moved_from=0, formerly=mover)
+    assert run.look() == [], "on its way"
     run.add(mover, 0)  # its last announcement may come back from a stale DHT node
     assert run.look() == []
+    run.add(mover, 1, state=PeerState.JOINING, samples_per_s=0.0, moved_from=0)
+    assert run.look() == []
     assert mover not in run.open
-    del run.peers[mover]
-    run.add("reborn", 1, samples_per_s=0.0, formerly=mover, since_s=run.now_s)
+    run.add(mover, 1, samples_per_s=0.0, moved_from=0, since_s=run.now_s)
     run.now_s += 5
     assert run.look(ANNOUNCEMENT_S) == [], "the stages have just changed"
     second = run.look(ANNOUNCEMENT_S)
     assert len(second) == 1, "stage 0 has four, stage 1 two: one more moves"
-    assert second != ["reborn"]
+    assert second != [mover]
 
 
 def test_who_dies_before_it_obeys_is_not_waited_for() -> None:

@@ -3,10 +3,7 @@ import logging
 import subprocess
 import sys
 
-import pytest
-
-from swarm_peer.runtime.host import processes
-from swarm_peer.runtime.host.processes import Restart, run_loop
+from swarm_peer.runtime.host.processes import run_loop
 
 
 def test_a_full_collection_does_not_visit_what_was_imported() -> None:
@@ -15,33 +12,14 @@ def test_a_full_collection_does_not_visit_what_was_imported() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_process_that_starts_anew_knows_its_life_before_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(processes.os, "execv", lambda path, arguments: started.append([path, *arguments]))
-    monkeypatch.setenv(processes._RESTART, "")  # put back at the end
-    restart = Restart(
-        stage=1,
-        from_stage=0,
-        peer_id="peer",
-        run_id="run",
-        initial_peers=("/ip4/1.2.3.4/tcp/5/p2p/x",),
-        snapshots="/tmp/snapshots",
-    )
-    processes.start_anew(restart)
-    assert started == [[sys.executable, sys.executable, *sys.orig_argv[1:]]]
-    assert processes.take_restart() == restart
-    assert processes.take_restart() is None
-
-
 # In a process of its own: pytest would take the interrupt for its own end.
 SIGNALLED = """
 import os, signal, anyio
 from swarm_peer.runtime.host.processes import signals_set
 
 async def main():
-    told, stop = anyio.Event(), anyio.Event()
-    stop.set()  # it is leaving anyway, to move
-    async with signals_set(told, stop):
+    told = anyio.Event()
+    async with signals_set(told):
         os.kill(os.getpid(), signal.SIGTERM)
         await told.wait()
         print("leaves in order", flush=True)

@@ -52,7 +52,6 @@ ANNOUNCEMENT = Announcement(
     memory_bytes=1 << 30,
     bandwidth_bytes_per_s=5e6,
     moved_from=0,
-    formerly="b",
 )
 ASSIGNMENT = Assignment(peer="a", announced=7, from_stage=0, to_stage=1, reason="stage 1 is slow")
 RECORDS = [
@@ -99,7 +98,6 @@ def test_records_become_what_policies_use():
         bandwidth_bytes_per_s=5e6,
         since_s=8.5,
         moved_from=0,
-        formerly="b",
         announced=7,
     )
 

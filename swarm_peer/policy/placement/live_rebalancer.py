@@ -16,7 +16,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.movers import Movers, Note, OpenMove
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, rebalance
 from swarm_peer.policy.placement.throughput_validation import RecentSpeeds, believed
-from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView, SwarmView
 
 # Measured speeds wander by some percent, so a smaller gain than this is not worth a move.
 LEAST_GAIN = 0.1
@@ -69,7 +69,6 @@ class LiveRebalancer:
         self._inherited_until_s = begun_s + MOVE_PATIENCE * params.overhead_s
         self._churn = ChurnMeter()
         self._speeds = RecentSpeeds()
-        self._first_ids: dict[str, str] = {}  # of all peers: a mover has another id now
         self._members: frozenset[str] | None = None  # by their first ids
         self._members_changed_s = -math.inf
         self._disbelieved: frozenset[str] = frozenset()
@@ -131,8 +130,11 @@ class LiveRebalancer:
 
     def _waits_for_inherited(self, view: SwarmView, now_s: float) -> bool:
         """Whether movers of the former coordinator are neither in one of their two stages nor overdue."""
-        serving = {peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING}
-        self._inherited -= serving | {peer.formerly for peer in view.peers}
+        self._inherited -= {
+            peer.peer_id
+            for peer in view.peers
+            if peer.state is PeerState.SERVING or (peer.state is PeerState.JOINING and peer.moved_from != UNDECIDED)
+        }
         return bool(self._inherited) and now_s < self._inherited_until_s
 
     def _are_unknown(self, view: SwarmView, now_s: float) -> bool:
@@ -150,14 +152,8 @@ class LiveRebalancer:
         return any(sum(map(is_being_measured, serving)) > LEAST_GAIN * len(serving) for serving in stages)
 
     def _observe_members(self, view: SwarmView, now_s: float) -> None:
-        """Note which peers take part. A peer that moves gets a new id, and yet no peer has come or gone."""
-        # A peer is known by the id that it named first: it could claim another former id each time.
-        known = self._first_ids
-        self._first_ids = {
-            peer.peer_id: known.get(peer.peer_id) or known.get(peer.formerly) or peer.formerly or peer.peer_id
-            for peer in view.peers
-        }
-        members = frozenset(self._first_ids.values())
+        """Note which peers take part, those on their way included."""
+        members = frozenset(peer.peer_id for peer in view.peers)
         self._churn.observe(members, now_s)
         if self._members is not None and members != self._members:
             self._members_changed_s = now_s
@@ -222,7 +218,7 @@ class LiveRebalancer:
         def stays(peer: PeerView) -> bool:
             if peer.peer_id in self.movers.refused_s:
                 return True
-            if is_lost or not peer.formerly or peer.since_s is None:
+            if is_lost or peer.moved_from == UNDECIDED or peer.since_s is None:
                 return False
             rest_s = REST_S if peer.since_s > self._members_changed_s else LEAST_REST_S
             return now_s - peer.since_s < rest_s

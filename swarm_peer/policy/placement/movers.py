@@ -1,7 +1,7 @@
 """Peers on their way from one stage to another, followed by what they announce.
 
-A peer that moves ends its process and comes back with another id, which names the former one. In between it announces
-nothing, or an announcement of its former stage is still found.
+A peer that moves keeps its id. On its way it announces nothing for a while, or an announcement of its former stage is
+still found.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Movers:
     """The moves under way.
 
     Attributes:
-        open: assigned, and not seen in the new stage yet; by the id that the peer had, the latest last
-        arrived: seen in the new stage; by the id that the peer has now
+        open: assigned, and not seen in the new stage yet; by peer, the latest last
+        arrived: seen in the new stage; by peer
         refused_s: when a peer was found not to have come
     """
 
@@ -60,9 +60,9 @@ class Movers:
         notes = []
         seen = {peer.peer_id: peer for peer in view.peers}
         for peer in view.peers:
-            assigned = self.open.get(peer.formerly)
+            assigned = self.open.get(peer.peer_id)
             if assigned is not None and peer.stage == assigned.move.to_stage:
-                self.arrived[peer.peer_id] = self.open.pop(peer.formerly)
+                self.arrived[peer.peer_id] = self.open.pop(peer.peer_id)
                 notes.append(Note(f"peer_moved peer={peer.peer_id} from={assigned.move.from_stage} to={peer.stage}"))
         self.arrived = {peer_id: assigned for peer_id, assigned in self.arrived.items() if peer_id in seen}
         self.refused_s = {peer_id: at_s for peer_id, at_s in self.refused_s.items() if now_s - at_s < REFUSAL_S}
@@ -93,8 +93,7 @@ class Movers:
                 moved_from=assigned.move.from_stage,
             )
         for peer_id, assigned in self.arrived.items():
-            peers.pop(assigned.move.peer_id, None)
-            if not is_measured(peer_id):
+            if not is_measured(peer_id) and peer_id not in self.open:
                 samples_per_s = assigned.work_per_s / stage_costs[peers[peer_id].stage]
                 peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s)
         return SwarmView(view.num_stages, tuple(peers.values()))

@@ -29,6 +29,8 @@ class RecentSpeeds:
         former, self._recent = self._recent, {}
         for peer in view.peers:
             speeds, last, smoothed = former.get(peer.peer_id, ({}, None, peer))
+            if last is not None and last.stage != peer.stage:  # it has moved
+                speeds, smoothed = {}, peer
             if peer is not last and peer.samples_per_s > 0:
                 speeds[peer.announced] = peer.samples_per_s
                 if len(speeds) > ANNOUNCEMENTS_COUNTED:

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent, the event loop and its signals, and how a process starts anew."""
+"""Child processes that do not outlive their parent, and the event loop and its signals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import anyio
-from pydantic import TypeAdapter
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -25,31 +23,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
-# The environment variable that hands a Restart to the process that starts anew. Users do not set it.
-_RESTART = "SWARM_RESTART"
 # Texts in the errors that asyncio reports when a peer closes its connection to hivemind.
 _HANGING_UP = ("coro=<ControlClient._handler()", "RuntimeError('cannot reuse already awaited coroutine')")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """The facts that a process keeps when it starts anew as another peer, mostly of another stage.
-
-    Attributes:
-        stage: the stage that the new peer serves
-        from_stage: the stage that the old peer served
-        peer_id: id of the old peer
-        run_id: id of the run
-        initial_peers: addresses that the old peer was connected to; those on the command line may be gone
-        snapshots: folder of the old peer's snapshots, of which there may be no other copies
-    """
-
-    stage: int
-    from_stage: int
-    peer_id: str
-    run_id: str | None = None
-    initial_peers: tuple[str, ...] = ()
-    snapshots: str | None = None
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
@@ -106,30 +81,13 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-def start_anew(restart: Restart) -> None:
-    """Replace this process by a new one of the same command, which serves `restart.stage`. Does not return.
-
-    The averager of the new stage has to be forked before this process computes or uses CUDA. So a peer that changes its
-    stage starts anew; only its process id stays.
-    """
-    os.environ[_RESTART] = TypeAdapter(Restart).dump_json(restart).decode()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def take_restart() -> Restart | None:
-    """Take the restart that `start_anew` left in the environment; None after an ordinary start, or the second time."""
-    restart = os.environ.pop(_RESTART, None)
-    return None if restart is None else TypeAdapter(Restart).validate_json(restart)
-
-
 @asynccontextmanager
-async def signals_set(*events: anyio.Event) -> AsyncIterator[None]:
-    """While the context is open, SIGTERM and SIGINT set the events. A second signal ends the process at once."""
+async def signals_set(event: anyio.Event) -> AsyncIterator[None]:
+    """While the context is open, SIGTERM and SIGINT set the event. A second signal ends the process at once."""
 
     async def listen(received: AsyncIterator[signal.Signals]) -> None:
         log.info("leaving reason=%s", (await anext(received)).name)
-        for event in events:
-            event.set()
+        event.set()
         await anext(received)
         raise KeyboardInterrupt
 

@@ -158,15 +158,6 @@ class SwarmDHT:
         await self._node.shutdown()
         await self.p2p.shutdown()
 
-    async def connections(self) -> list[str]:
-        """Addresses that this node is connected to. If the other peer dialled, it may not listen on its address."""
-        peers: list[Any] = []
-        with anyio.move_on_after(REQUEST_TIMEOUT_S):
-            peers = await self.p2p.list_peers()
-        # Other programs that use hivemind may have connected, too. The ids of peers are those of Ed25519 keys.
-        known = [(peer.peer_id.to_base58(), address) for peer in peers for address in peer.addrs]
-        return [f"{address}/p2p/{peer_id}" for peer_id, address in known if is_peer_id(peer_id)]
-
     async def store(
         self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
     ) -> bool:

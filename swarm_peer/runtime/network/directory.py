@@ -175,7 +175,6 @@ class Directory:
             memory_bytes=me.memory_bytes,
             bandwidth_bytes_per_s=me.bandwidth_bytes_per_s,
             moved_from=me.moved_from,
-            formerly=me.formerly,
             addresses=tuple(sorted(self._dht.addresses, key=is_loopback)[:MAX_ADDRESSES]),
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)

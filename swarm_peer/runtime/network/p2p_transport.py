@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, PeerUnreachable
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.frame_stream import FrameStream, num_bytes_of, on_network
@@ -142,11 +142,10 @@ class P2PTransport(Transport):
         p2p: P2P,
         max_payload_bytes: int,
         metrics: PeerMetrics,
-        on_unreachable: Callable[[str], None],
         tasks: TaskGroup,
     ):
         self._p2p = p2p
-        self._on_unreachable = on_unreachable
+        self._on_unreachable: Callable[[str], None] = lambda peer_id: None
         self.peer_id = p2p.peer_id.to_base58()
         self._max_payload_bytes = max_payload_bytes
         self._metrics = metrics
@@ -154,6 +153,7 @@ class P2PTransport(Transport):
         self._connections: dict[str, _Connection] = {}
         self._callers: dict[str, _Caller] = {}
         self._handler: CallHandler | None = None
+        self._is_listening = False
 
     @classmethod
     @asynccontextmanager
@@ -163,31 +163,29 @@ class P2PTransport(Transport):
         *,
         max_payload_bytes: int,
         metrics: PeerMetrics,
-        on_unreachable: Callable[[str], None] = lambda peer_id: None,
     ) -> AsyncIterator[P2PTransport]:
         """Open a transport. When the context ends, its streams close and its handlers are cancelled.
 
         Args:
             p2p: client of the daemon, for this event loop
             max_payload_bytes: most bytes of tensors in a frame that arrives
-            on_unreachable: called with each peer that cannot be dialled
         """
         async with anyio.create_task_group() as tasks:
             try:
-                yield cls(
-                    p2p=p2p,
-                    max_payload_bytes=max_payload_bytes,
-                    metrics=metrics,
-                    on_unreachable=on_unreachable,
-                    tasks=tasks,
-                )
+                yield cls(p2p=p2p, max_payload_bytes=max_payload_bytes, metrics=metrics, tasks=tasks)
             finally:
                 tasks.cancel_scope.cancel()
 
-    async def serve(self, handler: CallHandler) -> None:
-        """Answer calls from now on. Call it only once."""
-        self._handler = handler
-        await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
+    async def serve(self, handler: CallHandler, on_unreachable: Callable[[str], None] = lambda peer_id: None) -> None:
+        """Answer calls with this handler from now on, and no more with the one before; see Transport."""
+        self._handler, self._on_unreachable = handler, on_unreachable
+        if not self._is_listening:
+            self._is_listening = True
+            await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
+
+    def pause(self) -> None:
+        """Refuse calls until `serve` is called again. Those under way are still answered."""
+        self._handler, self._on_unreachable = None, lambda peer_id: None
 
     async def answered(self) -> None:
         """Wait until this peer has written its replies to all calls that are under way."""
@@ -294,7 +292,8 @@ class P2PTransport(Transport):
     async def _run_handler(self, peer_id: str, frame: Frame) -> tuple[bytes, Sequence[memoryview]]:
         """Answer a call, also if its handler fails. Returns the head and the tensors of the reply's frame."""
         try:
-            assert self._handler is not None, "streams come in only after serve()"
+            if self._handler is None:
+                raise NotServing("this peer is on its way to another stage")
             reply = await self._handler(peer_id, frame.op, frame.body or {}, frame.tensors)
             return Frame(FrameType.REPLY, frame.call_id, "", reply.body, reply.tensors).head(), reply.tensors
         except CallError as error:
