@@ -124,13 +124,14 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
 
 
 def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:
-    manifest = manifest_of(50, recovery={"snapshot_every": 5})
+    # Far from the next snapshot: with a peer of stage 0 that is killed, the report of its last step may be lost.
+    manifest = manifest_of(50, recovery={"snapshot_every": 20})
 
     async def script(swarm: LiveSwarm) -> None:
         for name in ("first", "second", "third"):
             swarm.start("auto", name)
             await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves")
-        await swarm.reached(7)
+        await swarm.reached(22)
         alone = [name for name in ("first", "second", "third") if "stage_chosen" in swarm.log(name)]
         by_stage: dict[str, list[str]] = {}
         for name in alone:
@@ -138,7 +139,7 @@ def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) ->
         [victim] = min(by_stage.values(), key=len)
         swarm.kill(victim)
 
-    run = run_swarm(manifest, [0, 0], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [0, 0], tmp_path, 270, script=script, min_replicas=None)
     assert "moving from=" in run.logs()
     assert "run_rewound" in run.logs()
     check_equals_one_process(run, manifest)

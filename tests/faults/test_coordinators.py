@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
+from recording_peer import FIRST_STAGE
 from swarm import GPT2, RECORDING_PEER, tiny_manifest
-
-from swarm_peer.runtime.host.processes import _RESTART
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,11 +50,11 @@ def test_coordinators_that_are_cut_off_and_killed(tmp_path: Path, processes: Pro
         return processes.start(name, *COORDINATOR, "serve", str(config), *output, *LOOPBACK, *options).pid
 
     def peer(name: str, stage: int) -> int:
-        # As if it had been there before: of its own choice, and free to be moved.
-        before = {_RESTART: json.dumps({"stage": stage, "from_stage": stage, "peer_id": ""})}
+        # Of its own choice, and so free to be moved.
+        first = {FIRST_STAGE: str(stage)}
         program = (sys.executable, str(RECORDING_PEER), str(records), f"slow:1:{SAMPLE_S}", *PEER[3:])
         return processes.start(
-            name, *program, "--stage", "auto", "--initial-peers", f"@{address_file}", environment=before
+            name, *program, "--stage", "auto", "--initial-peers", f"@{address_file}", environment=first
         ).pid
 
     def steps(name: str) -> int:

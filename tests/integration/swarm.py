@@ -246,19 +246,21 @@ def run_swarm(
     *,
     script: Script | None = None,
     launch: Callable[[Path, str], Launch] = forked_peer,
+    **options: Any,
 ) -> SwarmRun:
     """Train to the manifest's last step and fetch the state of every peer.
 
     Args:
         script: acts on the live run; the run goes on to its end after it
         launch: how peers are started, of a folder to write to and a fault
+        options: of the coordinator's RunOptions
     """
     records = folder / "records"
     records.mkdir()
 
     async def run() -> list[list[StageState]]:
         async with open_node(folder / "identity", (), (LOOPBACK,)) as dht:
-            service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder))
+            service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
             peers = LocalPeers(dht.addresses, peers_by_stage, folder, launch=launch(records, ""))
             async with peers.running():
                 live = LiveSwarm(service, dht, peers, records, launch)

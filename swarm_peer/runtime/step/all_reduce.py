@@ -88,7 +88,7 @@ class AllReduce:
         self._reducer = _ExactReducer(self._lengths, len(members), members.index(me), self._codec, threads)
         self._runner.tensor_part_reducer.finished.set()  # it would complain that nothing came
         self._runner.tensor_part_reducer = self._reducer
-        self._arrived: dict[str, dict[int, torch.Tensor]] = {peer: {} for peer in members if peer != me}
+        self._arrived: dict[str, dict[int, Any]] = {peer: {} for peer in members if peer != me}
         self._claimed: set[tuple[str, int]] = set()
         self._done: dict[str, int] = dict.fromkeys(self._arrived, 0)  # averages that are ready for each sender
 
@@ -128,12 +128,13 @@ class AllReduce:
             raise InvalidMessage(f"part {part} is not averaged here, or has come before")
         self._claimed.add((sender, part))
         try:
-            values = await self._threads.run(decode, tensors[0], (self._lengths[part],), self._codec)
+            weight, length = self._weights[sender], self._lengths[part]
+            message = await self._threads.run(_decode, tensors[0], length, self._codec, weight, self._group)
         except InvalidMessage as error:
             self.fail(f"{sender}: {error}")
             raise
         if not self._over:
-            self._arrived[sender][part] = values
+            self._arrived[sender][part] = message
         self._changed.notify()
         await self._changed.wait_for(lambda: self._over or self._done[sender] > part)
         if self._done[sender] <= part:
@@ -158,7 +159,7 @@ class AllReduce:
         async def parts() -> AsyncIterator[Any]:
             for part in range(len(self._lengths)):
                 await self._changed.wait_for(lambda part=part: part in self._arrived[sender])  # type: ignore[misc]
-                yield _message(self._arrived[sender].pop(part), self._weights[sender], self._group)
+                yield self._arrived[sender].pop(part)
 
         context = SimpleNamespace(remote_id=PeerID.from_base58(sender))
         async with aclosing(self._runner.rpc_aggregate_part(parts(), context)) as replies:
@@ -188,7 +189,7 @@ class AllReduce:
         try:
             data = await self._threads.run(encode, part, self._codec)
             data = await self._send(member, self._group, number, data)
-            return _message(await self._threads.run(decode, data, tuple(part.shape), self._codec))
+            return await self._threads.run(_decode, data, len(part), self._codec)
         except CallError as error:
             self.fail(f"{member}: {error}")
             # hivemind would lose an exception. It takes this message for the end of the member's averages.
@@ -288,10 +289,14 @@ class _ExactReducer(TensorPartReducer):
         return encoded, await self._threads.run(decode, encoded, tuple(average.shape), self._codec)
 
 
-def _message(values: torch.Tensor, weight: float = 0.0, group: bytes = b"") -> Any:
-    """hivemind's message with a part, or without a group with an average, in fp32."""
+def _decode(data: memoryview, length: int, codec: Codec, weight: float = 0.0, group: bytes = b"") -> Any:
+    """hivemind's message with a part that has come, or without a group with an average; in a worker thread.
+
+    Raises:
+        InvalidMessage: the data do not fit
+    """
+    values = decode(data, (length,), codec)
     code = averaging_pb2.PART_FOR_AVERAGING if group else averaging_pb2.AVERAGED_PART
-    tensor = runtime_pb2.Tensor(
-        compression=runtime_pb2.CompressionType.NONE, buffer=bytes(bytes_of(values)), size=values.shape, dtype="float32"
-    )
+    none = runtime_pb2.CompressionType.NONE
+    tensor = runtime_pb2.Tensor(compression=none, buffer=bytes(bytes_of(values)), size=[length], dtype="float32")
     return averaging_pb2.AveragingData(code=code, group_id=group, tensor_part=tensor, weight=weight)
