@@ -88,7 +88,7 @@ def report(name: str, scenarios: list[Scenario], rebalancings: list[str], figure
         )
         cells = [
             name,
-            str(scenarios[0].num_stages),
+            str(scenarios[0].stages.num_stages),
             rebalancing,
             *(interval([100 * share[when] for share in shares if share[when] is not None]) for when in shares[0]),
             interval([summary["bytes_moved"] / 1e9 for summary in summaries], 0),

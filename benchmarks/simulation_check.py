@@ -140,7 +140,7 @@ def predict(views: list[SwarmView], manifest: RunManifest, step_end_s: float | N
         global_batch=None if step_end_s is None else manifest.training.global_batch_size // size,
         averaging_s=step_end_s or 0.0,
     )
-    swarm = MicrobatchSwarm(flow, Network(flow.machine), options, seed=0)
+    swarm = MicrobatchSwarm(flow, Network(machines=flow.machines), options, seed=0)
     swarm.run(SIMULATED_S)
     late = [moment for moment in swarm.completed if moment > SIMULATED_S / 4]
     return len(late) * size / (SIMULATED_S * 3 / 4)

@@ -61,6 +61,11 @@ class FlowSwarm:
         machine_of: draws the machine of a name, always the same
         rebalancer: None if no peer ever moves
         pinned: machines that serve one stage each and never move
+
+    Attributes:
+        peers: as they announce themselves, by id; peers that have died lately included, which others do not know yet
+        machines: of the peers that are alive
+        version: rises with each change of which peers serve what
     """
 
     def __init__(
@@ -75,12 +80,12 @@ class FlowSwarm:
         self._pinned = pinned or {}
         self._trace = trace
         self._machine_of = machine_of
-        self._params = params
+        self.params = params
         self._rebalancer = rebalancer
         self._num_stages = len(params.stage_costs)
         self.env = simpy.Environment()
-        self._peers: dict[str, PeerView] = {}  # those that have died lately included
-        self._machines: dict[str, Machine] = {}  # of those alive
+        self.peers: dict[str, PeerView] = {}
+        self.machines: dict[str, Machine] = {}
         self._alive: dict[str, str] = {}  # machine -> peer id
         self._lives: Counter[str] = Counter()
         self._begun = False
@@ -90,7 +95,7 @@ class FlowSwarm:
         self.bytes_migrated = 0.0
         self.bytes_joined = 0.0
         self.num_joined = 0
-        self.version = 0  # rises with each change of who serves what
+        self.version = 0
 
     def run(self) -> None:
         """Simulate the whole trace."""
@@ -124,8 +129,8 @@ class FlowSwarm:
         self._lives[name] += 1
         peer_id = name if self._lives[name] == 1 else f"{name}-{self._lives[name]}"
         self._alive[name] = peer_id
-        machine = self._machines[peer_id] = self._machine_of(name)
-        peer = self._peers[peer_id] = PeerView(
+        machine = self.machines[peer_id] = self._machine_of(name)
+        peer = self.peers[peer_id] = PeerView(
             peer_id=peer_id,
             stage=UNDECIDED,
             state=PeerState.JOINING,
@@ -135,22 +140,22 @@ class FlowSwarm:
         )
         stage = self._pinned.get(name)
         if stage is None:
-            memory_bytes = self._params.stage_memory_bytes
-            stage = choose_stage(self.view(), self._params.stage_costs, peer_id, stage_memory_bytes=memory_bytes).stage
+            memory_bytes = self.params.stage_memory_bytes
+            stage = choose_stage(self.view(), self.params.stage_costs, peer_id, stage_memory_bytes=memory_bytes).stage
         self.num_joined += 1
         self._set(replace(peer, stage=stage, since_s=self.env.now))
         if self._begun:
-            self.bytes_joined += self._params.state_bytes[stage]
+            self.bytes_joined += self.params.state_bytes[stage]
             self.env.process(self._arrive(peer_id))
 
     def _leave(self, name: str) -> None:
         peer_id = self._alive.pop(name)
-        del self._machines[peer_id]
+        del self.machines[peer_id]
         self.env.process(self._detect(peer_id))
 
     def _detect(self, peer_id: str) -> Process:
         yield self.env.timeout(DETECTION_S)
-        del self._peers[peer_id]
+        del self.peers[peer_id]
         self.version += 1
         self._something_changed()
 
@@ -158,22 +163,22 @@ class FlowSwarm:
         """Seconds of a download from stage-mates, which share their bandwidth among askers, or else from snapshots."""
         peers = [peer for peer in self._here() if peer.stage == stage]
         donors = [peer.bandwidth_bytes_per_s for peer in peers if peer.state is PeerState.SERVING]
-        bandwidth = self._machines[peer_id].bandwidth_bytes_per_s
+        bandwidth = self.machines[peer_id].bandwidth_bytes_per_s
         if donors:
             bandwidth = min(bandwidth, sum(donors) / max(1, len(peers) - len(donors)))
-        return self._params.state_bytes[stage] / bandwidth
+        return self.params.state_bytes[stage] / bandwidth
 
     def _arrive(self, peer_id: str, has_state: bool = False) -> Process:
         """Make the peer serve the stage that it joins, once it has the stage's state."""
-        download_s = 0.0 if has_state else self._download_s(peer_id, self._peers[peer_id].stage)
-        yield self.env.timeout(self._params.overhead_s + download_s)
-        if peer_id in self._machines:
+        download_s = 0.0 if has_state else self._download_s(peer_id, self.peers[peer_id].stage)
+        yield self.env.timeout(self.params.overhead_s + download_s)
+        if peer_id in self.machines:
             self._serve(peer_id)
             self._record()
 
     def _serve(self, peer_id: str) -> None:
-        peer = self._peers[peer_id]
-        speed = self._machines[peer_id].work_per_s / self._params.stage_costs[peer.stage]
+        peer = self.peers[peer_id]
+        speed = self.machines[peer_id].work_per_s / self.params.stage_costs[peer.stage]
         self._set(replace(peer, state=PeerState.SERVING, samples_per_s=speed, since_s=self.env.now))
         self._something_changed()
 
@@ -200,11 +205,11 @@ class FlowSwarm:
             return
         decision = self._rebalancer.decide(self.view(), self.env.now)
         for move in decision.moves:
-            if move.peer_id not in self._machines:
+            if move.peer_id not in self.machines:
                 continue  # it has died, and the others do not know yet
             self.decisions.append(Decision(self.env.now, move))
-            self.bytes_migrated += self._params.state_bytes[move.to_stage]
-            if self._params.serves_while_downloading:
+            self.bytes_migrated += self.params.state_bytes[move.to_stage]
+            if self.params.serves_while_downloading:
                 self.env.process(self._leave_with_state(move))
             else:
                 self._leave_stage(move)
@@ -214,17 +219,17 @@ class FlowSwarm:
 
     def _leave_with_state(self, move: Move) -> Process:
         yield self.env.timeout(self._download_s(move.peer_id, move.to_stage))
-        if move.peer_id in self._machines:
+        if move.peer_id in self.machines:
             self._leave_stage(move)
             self._record()
             self.env.process(self._arrive(move.peer_id, has_state=True))
 
     def _leave_stage(self, move: Move) -> None:
         # In work per second a peer is as fast there as here, so its speed is known.
-        speed = self._machines[move.peer_id].work_per_s / self._params.stage_costs[move.to_stage]
+        speed = self.machines[move.peer_id].work_per_s / self.params.stage_costs[move.to_stage]
         self._set(
             replace(
-                self._peers[move.peer_id],
+                self.peers[move.peer_id],
                 stage=move.to_stage,
                 state=PeerState.JOINING,
                 since_s=self.env.now,
@@ -235,35 +240,23 @@ class FlowSwarm:
 
     # --- what is known and what is counted
 
-    def machine(self, peer_id: str) -> Machine | None:
-        """A peer's machine; None if the peer has gone, whether the others know it or not."""
-        return self._machines.get(peer_id)
-
-    def peer(self, peer_id: str) -> PeerView:
-        """A peer as it announces itself."""
-        return self._peers[peer_id]
-
-    def stage_cost(self, stage: int) -> float:
-        """Work that one sample takes in a stage."""
-        return self._params.stage_costs[stage]
-
     def view(self) -> SwarmView:
         """The swarm as it announces itself."""
-        return SwarmView(self._num_stages, tuple(self._peers.values()))
+        return SwarmView(self._num_stages, tuple(self.peers.values()))
 
     def _here(self) -> list[PeerView]:
         """The peers that are alive."""
-        return [self._peers[peer_id] for peer_id in self._machines]
+        return [self.peers[peer_id] for peer_id in self.machines]
 
     def _set(self, peer: PeerView) -> None:
         self.version += 1
-        self._peers[peer.peer_id] = peer
+        self.peers[peer.peer_id] = peer
 
     def _record(self) -> None:
         serving, moving, joining = ([0.0] * self._num_stages for _ in range(3))
         for peer in self._here():
             kind = serving if peer.state is PeerState.SERVING else joining if peer.moved_from == UNDECIDED else moving
-            kind[peer.stage] += self._machines[peer.peer_id].work_per_s / self._params.stage_costs[peer.stage]
+            kind[peer.stage] += self.machines[peer.peer_id].work_per_s / self.params.stage_costs[peer.stage]
         sample = FlowSample(
             time_s=self.env.now,
             throughput=min(serving),

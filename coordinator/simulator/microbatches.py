@@ -46,7 +46,7 @@ class _Device:
         self.busy_s = 0.0
 
 
-class _Rounds:
+class Rounds:
     """The progress of the run by rounds. Claims and counts are known to all at once; live, that takes a call.
 
     Attributes:
@@ -64,14 +64,17 @@ class _Rounds:
         self.num_done = 0
 
     def may_launch(self, author: str, live: Collection[str]) -> bool:
+        """Whether an author may launch a microbatch now."""
         if self._global_batch is None:
             return True
         return not self._ending and self._ledger.may_claim(self.num_done, author, live, 1)
 
     def claim(self, author: str) -> None:
+        """Note that an author has launched a microbatch."""
         self._grow(author, claimed=1)
 
     def count(self, author: str) -> None:
+        """Note that the gradient of a microbatch has come back to its author."""
         self._grow(author, samples=1)
         if self._global_batch is not None and not self._ending and self._ledger.is_full(self.num_done):
             self._ending = True
@@ -92,6 +95,7 @@ class _Rounds:
         self.notify()
 
     def notify(self) -> None:
+        """Have all that wait for `changed` look again."""
         changed, self.changed = self.changed, self._env.event()
         changed.succeed()
 
@@ -110,17 +114,12 @@ class MicrobatchSwarm:
         self._serving: list[list[PeerView]] = []
         self._seen = -1
         self._rng = random.Random(f"backoff {seed}")
-        self._rounds = _Rounds(self._env, options.global_batch, options.averaging_s)
+        self.rounds = Rounds(self._env, options.global_batch, options.averaging_s)
         self._num_devices = 0
         self.completed: list[float] = []  # moments
         self.round_trips_s: list[float] = []
         self.num_retries = 0
         self.num_busy = 0
-
-    @property
-    def num_rounds(self) -> int:
-        """Finished rounds."""
-        return self._rounds.num_done
 
     def run(self, until_s: float) -> None:
         """Simulate until a moment."""
@@ -143,7 +142,7 @@ class MicrobatchSwarm:
                         author = f"{peer.peer_id} {self._num_devices}"
                         self._devices[peer.peer_id] = _Device(self._env, stage, author)
             self._seen = self._flow.version
-            self._rounds.notify()  # the claims of a departed peer are free
+            self.rounds.notify()  # the claims of a departed peer are free
         return self._serving
 
     def _watch_first_stage(self) -> Generator[simpy.Event, Any, None]:
@@ -163,10 +162,10 @@ class MicrobatchSwarm:
             size = self._options.window or window.size()
             steps = self._options.global_batch is not None
             live = [self._devices[peer.peer_id].author for peer in self._refresh_serving()[0]] if steps else []
-            while len(flying) < size and self._rounds.may_launch(device.author, live):
-                self._rounds.claim(device.author)
+            while len(flying) < size and self.rounds.may_launch(device.author, live):
+                self.rounds.claim(device.author)
                 flying.add(self._env.process(self._trip(peer_id, device, window)))
-            finished = yield simpy.AnyOf(self._env, [*flying, self._rounds.changed])
+            finished = yield simpy.AnyOf(self._env, [*flying, self.rounds.changed])
             flying -= set(finished.events)
 
     def _trip(self, peer_id: str, device: _Device, window: InFlightWindow) -> Steps:
@@ -180,13 +179,13 @@ class MicrobatchSwarm:
         self.round_trips_s.append(self._env.now - sent_s)
         if not (yield from self._compute(peer_id, device, 1 - FORWARD_SHARE)):
             return False
-        machine = self._flow.machine(peer_id)
+        machine = self._flow.machines.get(peer_id)
         if machine is not None:
             # As live: all of its time that this device did not compute on it, the wait for this device included.
-            compute_s = self._flow.stage_cost(0) / machine.work_per_s
+            compute_s = self._flow.params.stage_costs[0] / machine.work_per_s
             window.observe(max(self._env.now - launched_s - compute_s, 0.0), compute_s, self._env.now)
         self.completed.append(self._env.now)
-        self._rounds.count(device.author)
+        self.rounds.count(device.author)
         return True
 
     def _call(self, caller: str, stage: int) -> Steps:
@@ -237,18 +236,18 @@ class MicrobatchSwarm:
         priority = FORWARD_PRIORITY if share == FORWARD_SHARE else BACKWARD_PRIORITY
         with device.resource.request(priority=priority) as turn:
             yield turn
-            machine = self._flow.machine(peer_id)
+            machine = self._flow.machines.get(peer_id)
             if machine is None or not self._is_here(peer_id, device):
                 return False
-            seconds = share * self._flow.stage_cost(device.serves) / machine.work_per_s
+            seconds = share * self._flow.params.stage_costs[device.serves] / machine.work_per_s
             yield self._env.timeout(seconds)
             device.busy_s += seconds
         return self._is_here(peer_id, device)
 
     def _is_here(self, peer_id: str, device: _Device) -> bool:
-        if self._flow.machine(peer_id) is None:
+        if peer_id not in self._flow.machines:
             return False
-        peer = self._flow.peer(peer_id)
+        peer = self._flow.peers[peer_id]
         return peer.state is PeerState.SERVING and peer.stage == device.serves
 
     def _route(self, caller: str, stage: int, avoid: set[str]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.simulator.world import Machine
@@ -13,39 +14,33 @@ from swarm_peer.errors import UserError
 Places = tuple[list[list[float]], list[list[float]]]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Network:
     """How long transfers take from peer to peer.
 
-    Args:
-        machine: gives the machine of a peer, None if it has gone
+    Attributes:
+        machines: of the peers that are there
         places: latencies in seconds and bandwidths in bytes/s (infinite where the peers' own count) between places; a
             peer's name and the seed give its place. None: each peer's own latency counts, half at either end.
     """
 
-    def __init__(
-        self,
-        machine: Callable[[str], Machine | None],
-        *,
-        places: Places | None = None,
-        seed: int = 0,
-    ):
-        self._machine = machine
-        self._places = places
-        self._seed = seed
+    machines: Mapping[str, Machine]
+    places: Places | None = None
+    seed: int = 0
 
     def transfer_s(self, sender: str, receiver: str, num_bytes: float) -> float:
         """Seconds until a message of so many bytes has arrived."""
-        ends = [machine for machine in (self._machine(sender), self._machine(receiver)) if machine is not None]
+        ends = [self.machines[peer_id] for peer_id in (sender, receiver) if peer_id in self.machines]
         bandwidth = min((machine.bandwidth_bytes_per_s for machine in ends), default=float("inf"))
         latency_s = sum(machine.latency_s for machine in ends) / 2
-        if self._places is not None:
-            latencies, bandwidths = self._places
+        if self.places is not None:
+            latencies, bandwidths = self.places
             here, there = self._place(sender, len(latencies)), self._place(receiver, len(latencies))
             latency_s, bandwidth = latencies[here][there], min(bandwidth, bandwidths[here][there])
         return latency_s + num_bytes / bandwidth
 
     def _place(self, peer_id: str, num_places: int) -> int:
-        return zlib.crc32(f"{self._seed} {peer_id}".encode()) % num_places
+        return zlib.crc32(f"{self.seed} {peer_id}".encode()) % num_places
 
 
 def read_places(path: Path) -> Places:

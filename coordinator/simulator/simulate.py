@@ -59,11 +59,6 @@ class Scenario:
         if any(cost <= 0 for cost in stages.stage_costs):
             raise UserError("--stage-costs must all be above 0")
 
-    @property
-    def num_stages(self) -> int:
-        """How many stages the simulated pipeline has."""
-        return self.stages.num_stages
-
     def read_trace(self) -> Trace:
         """The trace of the file, or one that is drawn from the seed.
 
@@ -140,7 +135,9 @@ class FlowResult:
 def best_of(scenario: Scenario, trace: Trace) -> Best:
     """The best possible throughput; it depends on the trace alone, so that it is the same for all policies."""
     num_alive = itertools.accumulate(1 if change.joins else -1 for change in trace.changes)
-    enough = (c.time_s for c, alive in zip(trace.changes, num_alive, strict=True) if alive >= scenario.num_stages)
+    enough = (
+        c.time_s for c, alive in zip(trace.changes, num_alive, strict=True) if alive >= scenario.stages.num_stages
+    )
     begins_s = next(enough, trace.duration_s)
     params = scenario.parameters()
     came_s: dict[str, float] = {}
@@ -212,7 +209,7 @@ def simulate_flow(
     summary: dict[str, Any] = {
         "level": "flow",
         "rebalance": rebalance,
-        "stages": scenario.num_stages,
+        "stages": scenario.stages.num_stages,
         "seed": scenario.seed,
         "share_of_optimum": {
             "overall": share(throughput, best.optimum, 0.0, end_s),
@@ -243,7 +240,7 @@ def simulate_microbatches(
     begun = time.perf_counter()
     trace = scenario.read_trace()
     flow = scenario.flow_swarm(trace, rebalance)
-    network = Network(flow.machine, places=places, seed=scenario.seed)
+    network = Network(machines=flow.machines, places=places, seed=scenario.seed)
     swarm = MicrobatchSwarm(flow, network, options, seed=scenario.seed)
     end_s = trace.duration_s
     swarm.run(end_s)
@@ -256,7 +253,7 @@ def simulate_microbatches(
         "level": "microbatch",
         "routing": options.routing,
         "rebalance": rebalance,
-        "stages": scenario.num_stages,
+        "stages": scenario.stages.num_stages,
         "seed": scenario.seed,
         "throughput_per_s": done / (end_s - warm_up_s),
         "flow_throughput_per_s": possible / (end_s - warm_up_s),
@@ -264,7 +261,7 @@ def simulate_microbatches(
         "median_round_trip_s": trips[len(trips) // 2] if trips else None,
         "retries": swarm.num_retries,
         "busy": swarm.num_busy,
-        "rounds": swarm.num_rounds,
+        "rounds": swarm.rounds.num_done,
         "busy_peer_s": swarm.busy_s(),
         "moves": len(flow.decisions),
         "bytes_moved": round(flow.bytes_migrated),

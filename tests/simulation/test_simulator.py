@@ -445,7 +445,7 @@ def test_places_of_a_table_and_of_a_matrix(tmp_path):
     assert bandwidths[0][1] == bandwidths[1][0] == 1e7
     path.write_text("0 0.2 0\n0.4 0 0.6\n0 0.6 0\n")
     assert read_places(path)[0] == [[0.1, 0.1, 0.3], [0.2, 0.1, 0.3], [0.3, 0.3, 0.1]]
-    network = Network({"a": Machine(1.0, 1e6, latency_s=9.0)}.get, places=read_places(path))
+    network = Network(machines={"a": Machine(1.0, 1e6, latency_s=9.0)}, places=read_places(path))
     assert network.transfer_s("a", "gone", 1e6) < 2.0
     for text in ("1 2\n3\n", "a,b,c,d\nX,Y,no,1\n", ""):
         path.write_text(text)
