@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import anyio
 import numpy as np
@@ -57,34 +58,27 @@ def on_network(
         raise
 
 
+@dataclass(eq=False, kw_only=True)
 class FrameStream:
     """One end of a stream of frames. Reading and sending raise PeerUnreachable if it ends, breaks or stalls."""
 
-    def __init__(
-        self,
-        *,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        max_payload_bytes: int,
-        metrics: PeerMetrics,
-    ):
-        self._reader = reader
-        self._writer = writer
-        self._turn = asyncio.Lock()
-        self._max_payload_bytes = max_payload_bytes
-        self._metrics = metrics
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    max_payload_bytes: int
+    metrics: PeerMetrics
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def _on_network(self, timeout_s: float, tensors: Sequence[memoryview] = ()) -> AbstractContextManager[None]:
-        return on_network(timeout_s, tensors, is_closing=self._writer.is_closing)
+        return on_network(timeout_s, tensors, is_closing=self.writer.is_closing)
 
     async def read_head(self) -> Frame:
         """Wait for the next frame and read its header. Its tensors are filled by `read_tensors`."""
         with self._on_network(math.inf):
-            prefix = await self._reader.readexactly(PREFIX.size)
-        header_bytes, payload_bytes = parse_lengths(prefix, self._max_payload_bytes)
+            prefix = await self.reader.readexactly(PREFIX.size)
+        header_bytes, payload_bytes = parse_lengths(prefix, self.max_payload_bytes)
         with self._on_network(FRAME_TIMEOUT_S):
-            header = await self._reader.readexactly(header_bytes)
-        self._metrics.received_bytes.inc(PREFIX.size + header_bytes)
+            header = await self.reader.readexactly(header_bytes)
+        self.metrics.received_bytes.inc(PREFIX.size + header_bytes)
         # Unlike a bytearray's, this memory is taken only as it is filled, so an announced length alone takes none.
         return parse_frame(header, bytes_of(np.empty(payload_bytes, np.uint8)))
 
@@ -94,8 +88,8 @@ class FrameStream:
             for tensor in frame.tensors:
                 for start in range(0, tensor.nbytes, PIECE_BYTES):
                     piece = tensor[start : start + PIECE_BYTES]
-                    piece[:] = await self._reader.readexactly(piece.nbytes)
-        self._metrics.received_bytes.inc(num_bytes_of(frame.tensors))
+                    piece[:] = await self.reader.readexactly(piece.nbytes)
+        self.metrics.received_bytes.inc(num_bytes_of(frame.tensors))
 
     async def send(
         self, head: bytes, tensors: Sequence[memoryview] = (), wanted: Callable[[], bool] = lambda: True
@@ -113,16 +107,16 @@ class FrameStream:
                 return False
             with ExitStack() as unless_whole, self._on_network(FRAME_TIMEOUT_S, tensors):
                 unless_whole.callback(self.close)
-                self._writer.write(head)
+                self.writer.write(head)
                 for tensor in tensors:
                     for start in range(0, tensor.nbytes, PIECE_BYTES):
-                        self._writer.write(tensor[start : start + PIECE_BYTES])
-                        await self._writer.drain()
-                await self._writer.drain()
+                        self.writer.write(tensor[start : start + PIECE_BYTES])
+                        await self.writer.drain()
+                await self.writer.drain()
                 unless_whole.pop_all()
-        self._metrics.sent_bytes.inc(len(head) + num_bytes_of(tensors))
+        self.metrics.sent_bytes.inc(len(head) + num_bytes_of(tensors))
         return True
 
     def close(self) -> None:
         """Close at once. To write buffered bytes first would take for ever if the other peer does not read."""
-        self._writer.transport.abort()
+        self.writer.transport.abort()

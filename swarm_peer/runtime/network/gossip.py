@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import anyio
 
@@ -22,29 +23,21 @@ GREET_TRIES = 20
 GREET_PAUSE_S = 0.5
 
 
+@dataclass(frozen=True, kw_only=True)
 class Gossip:
     """Exchanges news with other peers. Belongs to the event loop's thread.
 
-    Args:
+    Attributes:
         welcome: called with each peer that greets as a stage-mate; raises NotServing until the peer's announcement
             has been seen
         drop: called with each peer that leaves and the serial number of its last announcement
     """
 
-    def __init__(
-        self,
-        *,
-        manifest_hash: str,
-        transport: Transport,
-        progress: ProgressBook,
-        welcome: Callable[[str], None],
-        drop: Callable[[str, int], None],
-    ):
-        self._hash = manifest_hash
-        self._transport = transport
-        self._progress = progress
-        self._welcome = welcome
-        self._drop = drop
+    manifest_hash: str
+    transport: Transport
+    progress: ProgressBook
+    welcome: Callable[[str], None]
+    drop: Callable[[str, int], None]
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -54,7 +47,7 @@ class Gossip:
     async def tell(self, peers: Iterable[str]) -> None:
         """Exchange counts with these peers. A peer that does not answer within TIMEOUT_S is skipped."""
         body = CountsCall(
-            manifest=self._hash, round_number=self._progress.round_number, counts=self._progress.signed_counts()
+            manifest=self.manifest_hash, round_number=self.progress.round_number, counts=self.progress.signed_counts()
         )
         await self._exchange(peers, body)
 
@@ -65,12 +58,12 @@ class Gossip:
             the newest round that one of them or this peer is in
         """
         body = GreetCall(
-            manifest=self._hash,
+            manifest=self.manifest_hash,
             stage=stage,
-            round_number=self._progress.round_number,
-            counts=self._progress.signed_counts(),
+            round_number=self.progress.round_number,
+            counts=self.progress.signed_counts(),
         )
-        to_greet, newest = set(peers), self._progress.round_number
+        to_greet, newest = set(peers), self.progress.round_number
         for attempt in range(GREET_TRIES):
             if attempt:
                 await anyio.sleep(GREET_PAUSE_S)
@@ -86,8 +79,8 @@ class Gossip:
         Args:
             serial: serial number of this peer's last announcement
         """
-        counts = self._progress.signed_counts()
-        await self._exchange(peers, GoodbyeCall(manifest=self._hash, serial=serial, counts=counts))
+        counts = self.progress.signed_counts()
+        await self._exchange(peers, GoodbyeCall(manifest=self.manifest_hash, serial=serial, counts=counts))
 
     async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall) -> tuple[int, set[str]]:
         """Send a call to these peers and merge the counts of their answers.
@@ -95,14 +88,14 @@ class Gossip:
         Returns:
             the newest round that one of them or this peer is in, and the peers that do not know this one yet
         """
-        newest, refused = self._progress.round_number, set[str]()
+        newest, refused = self.progress.round_number, set[str]()
 
         async def exchange(peer_id: str) -> None:
             nonlocal newest
             try:
-                reply = await self._transport.call(peer_id, body, timeout_s=TIMEOUT_S)
+                reply = await self.transport.call(peer_id, body, timeout_s=TIMEOUT_S)
                 answer = check_body(CountsReply, reply.body)
-                self._progress.merge(answer.counts, vouched=isinstance(body, GreetCall))
+                self.progress.merge(answer.counts, vouched=isinstance(body, GreetCall))
                 newest = max(newest, answer.round_number)
             except CallError as error:
                 log.info("peer_not_told peer=%s op=%s reason=%s: %s", peer_id, body.op, error.code, error)
@@ -110,23 +103,23 @@ class Gossip:
                     refused.add(peer_id)
 
         async with anyio.create_task_group() as tasks:
-            for peer_id in sorted(set(peers) - {self._transport.peer_id}):
+            for peer_id in sorted(set(peers) - {self.transport.peer_id}):
                 tasks.start_soon(exchange, peer_id)
         return newest, refused
 
     async def _handle_counts(
         self, caller: str, call: CountsCall | GreetCall | GoodbyeCall, tensors: Sequence[memoryview]
     ) -> Reply:
-        self._progress.merge(call.counts)
+        self.progress.merge(call.counts)
         return Reply(
-            CountsReply(round_number=self._progress.round_number, counts=self._progress.signed_counts()).model_dump()
+            CountsReply(round_number=self.progress.round_number, counts=self.progress.signed_counts()).model_dump()
         )
 
     async def _handle_greet(self, caller: str, call: GreetCall, tensors: Sequence[memoryview]) -> Reply:
-        self._welcome(caller)
+        self.welcome(caller)
         return await self._handle_counts(caller, call, tensors)
 
     async def _handle_goodbye(self, caller: str, call: GoodbyeCall, tensors: Sequence[memoryview]) -> Reply:
         reply = await self._handle_counts(caller, call, tensors)
-        self._drop(caller, call.serial)
+        self.drop(caller, call.serial)
         return reply

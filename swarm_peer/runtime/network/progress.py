@@ -39,8 +39,6 @@ class ProgressBook:
         self._identity = context.identity
         self._is_author = is_author
         self._on_stranger = on_stranger
-        self._metrics = context.metrics
-        self._changed = context.changed
         self._signed: dict[int, dict[str, bytes]] = {}
         self._entered_at = self._context.clock.monotonic_s()
         self._heard_at: dict[str, float] = {}  # when an author's count last grew, in this round
@@ -55,7 +53,11 @@ class ProgressBook:
             ranges=count.ranges,
         )
         if self.counter.merge(round_number, self._identity.peer_id, count):
-            self._keep(round_number, self._identity.peer_id, seal(record, self._run, self._identity))
+            self._keep(
+                round_number,
+                self._identity.peer_id,
+                seal(record, self._run, self._identity),
+            )
         return record
 
     def signed_counts(self) -> tuple[SignedCount, ...]:
@@ -86,7 +88,7 @@ class ProgressBook:
                 continue
             if author != self._identity.peer_id and not (vouched or self._is_author(author)):
                 self._on_stranger(author)
-                self._metrics.invalid_messages.labels("count").inc()
+                self._context.metrics.invalid_messages.labels("count").inc()
                 continue
             kind, run, body = open_envelope(envelope, author)
             if kind != Progress.kind or run != self._run:
@@ -124,11 +126,11 @@ class ProgressBook:
         self.counter.forget_before(round_number - 1)
         for old in [known for known in self._signed if known < round_number - 1]:
             del self._signed[old]
-        self._changed.notify()
+        self._context.changed.notify()
 
     async def wait_until_over(self, round_number: int) -> None:
         """Wait until the global batch of the round is full, or a stage-mate is in a later round."""
-        await self._changed.wait_for(
+        await self._context.changed.wait_for(
             lambda: self.counter.is_full(round_number) or self.newest_round_seen > round_number
         )
 
@@ -136,7 +138,7 @@ class ProgressBook:
         """Note that a stage-mate is in this round."""
         if round_number > self.newest_round_seen:
             self.newest_round_seen = round_number
-            self._changed.notify()
+            self._context.changed.notify()
 
     def saw_stranger(self, peer_id: str) -> None:
         """Note that a peer exists which the directory does not know, so that the directory looks for it soon."""
@@ -151,4 +153,4 @@ class ProgressBook:
 
     def _keep(self, round_number: int, author: str, envelope: bytes) -> None:
         self._signed.setdefault(round_number, {})[author] = envelope
-        self._changed.notify()
+        self._context.changed.notify()
