@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from statistics import median_low
 
 import anyio
@@ -33,11 +33,9 @@ STAGE_TRIES = 30
 MODEL_TRIES = 8
 
 
-@asynccontextmanager
-async def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AsyncIterator[P2PTransport]:
+def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AbstractAsyncContextManager[P2PTransport]:
     """A transport for downloading states."""
-    async with P2PTransport.open(dht.p2p, max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics) as transport:
-        yield transport
+    return P2PTransport.open(dht.p2p, max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics)
 
 
 async def fetch_states(

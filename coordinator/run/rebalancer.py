@@ -28,6 +28,9 @@ class Rebalancer:
     Args:
         min_replicas: peers that each stage keeps while one of them moves
         inherited: assignments of the coordinator before this one, which may still be under way
+
+    Attributes:
+        policy: knows how many moves it has assigned so far, and why it decided as it did
     """
 
     def __init__(
@@ -47,16 +50,6 @@ class Rebalancer:
             begun_s=begun_s,
             inherited=[assignment.peer for assignment in inherited],
         )
-
-    @property
-    def reason(self) -> str:
-        """The reason of the last decision."""
-        return self.policy.reason
-
-    @property
-    def num_moves(self) -> int:
-        """Moves assigned so far."""
-        return self.policy.num_moves
 
     def look(self, view: SwarmView, delivered: int, seconds: float, now_s: float) -> None:
         """Have the policy look at the swarm (LiveRebalancer.look), and log what it says."""

@@ -16,7 +16,7 @@ from anyio import to_thread
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.addresses import PEERS, KnownPeers, write_addresses
 from coordinator.run.options import NodeOptions
-from coordinator.run.service import RunEvents, RunOptions, RunService, check_output, join_command
+from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
@@ -96,7 +96,7 @@ async def _serve_on(
 
         def on_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
-            live.print(f"Peers join with:\n\n  {join_command(dht.addresses)}\n")
+            live.print(f"Peers join with:\n\n  swarm-peer --stage auto --initial-peers {' '.join(dht.addresses)}\n")
             if node.address_file is not None:
                 write_addresses(node.address_file, dht.addresses)
 

@@ -64,11 +64,6 @@ def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> Re
     return resolved
 
 
-def join_command(addresses: list[str]) -> str:
-    """The command with which a peer joins at these addresses."""
-    return f"swarm-peer --stage auto --initial-peers {' '.join(addresses)}"
-
-
 def check_output(output: Path) -> None:
     """Check that no run has ended in this folder.
 
@@ -242,8 +237,8 @@ class RunService:
                 self.resolved, self._options.min_replicas, begun_s=now_s, inherited=coordination.inherited
             )
         self._rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
-        await coordination.assign(self._rebalancer.assignments(), self._rebalancer.reason)
-        self.metrics.moves.set(self._rebalancer.num_moves)
+        await coordination.assign(self._rebalancer.assignments(), self._rebalancer.policy.reason)
+        self.metrics.moves.set(self._rebalancer.policy.num_moves)
 
     def _steps_are_done(self) -> bool:
         return self.watch.optimizer_step >= self.manifest.training.steps
@@ -292,12 +287,12 @@ class RunService:
             first_optimizer_step=self._timeline.first_optimizer_step,
             begun=self._begun,
         )
-        await self._store_for_run(timeline_key(self._run_id), timeline, RUN_LIFETIME_S)
+        await self._store_for_run(timeline_key(self._run_id), timeline)
         manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
-        await self._store_for_run(MANIFESTS_KEY, manifest, RUN_LIFETIME_S)
+        await self._store_for_run(MANIFESTS_KEY, manifest)
 
-    async def _store_for_run(self, key: str, record: Record, lifetime_s: float) -> None:
-        await self._dht.store(key, record, self._run_id, lifetime_s, signer=self._run_key)
+    async def _store_for_run(self, key: str, record: Record) -> None:
+        await self._dht.store(key, record, self._run_id, RUN_LIFETIME_S, signer=self._run_key)
 
     async def _keep_published(self) -> None:
         while True:

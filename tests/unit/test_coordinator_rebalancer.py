@@ -271,7 +271,7 @@ def test_peers_are_exchanged_if_that_pays_for_a_while(is_noise: bool) -> None:
     run = in_balance()
     for name, speed in zip("abfg", (10.0, 10.0, 30.0, 30.0), strict=True):
         run.peers[name] = replace(run.peers[name], samples_per_s=speed)
-    while "an exchange may pay" not in run.rebalancer.reason:
+    while "an exchange may pay" not in run.rebalancer.policy.reason:
         run.announce()
         assert run.look(ANNOUNCEMENT_S / 4) == []
     if is_noise:
@@ -307,7 +307,7 @@ def test_an_order_says_who_where_and_why() -> None:
     [order] = run.rebalancer.assignments()
     assert (order.peer, order.announced, order.from_stage, order.to_stage) == (mover, 7, 0, 1)
     assert order.reason.startswith("stage 0 will take")
-    assert run.rebalancer.num_moves == 1
+    assert run.rebalancer.policy.num_moves == 1
 
 
 def test_a_mover_counts_where_it_goes_to_whatever_is_announced_of_it_meanwhile() -> None:
