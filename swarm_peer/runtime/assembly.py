@@ -105,20 +105,12 @@ class Assembly:
         recovery = Recovery(
             context=context,
             stage=spec.index,
-            transport=self.transport,
+            swarm=swarm,
             snapshots=state_server,
-            view=lambda: directory.view,
-            look=directory.refresh_surely,
             first_timeline=self.first_timeline,
             unreached=directory.unreached,
         )
-        snapshot_keeper = SnapshotKeeper(
-            context=context,
-            stage=spec.index,
-            transport=self.transport,
-            state_server=state_server,
-            view=lambda: directory.view,
-        )
+        snapshot_keeper = SnapshotKeeper(context=context, stage=spec.index, swarm=swarm, state_server=state_server)
         server = StageServer(context=context, replica=replica, progress=progress)
         calls = server.calls | group.calls | averager.calls | state_server.calls | swarm.gossip.calls
         calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)

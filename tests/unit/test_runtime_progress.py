@@ -32,7 +32,7 @@ def signed(samples, round_number=0, claimed=None, author=AUTHOR, run=RUN, loss_s
 
 
 def refused(book):
-    return book._metrics.invalid_messages.labels("count")._value.get()
+    return book._context.metrics.invalid_messages.labels("count")._value.get()
 
 
 def test_counts_travel_from_book_to_book():

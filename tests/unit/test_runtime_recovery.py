@@ -90,19 +90,16 @@ class Peer:
         self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
         self.told = []  # rewinds
         self.enter(round_number, timeline)
+        access = SimpleNamespace(transport=self.transport, view=swarm.view, look=swarm.look)
         self.recovery = Recovery(
             context=context,
             stage=stage,
-            transport=self.transport,
+            swarm=access,
             snapshots=self.donor,
-            view=swarm.view,
-            look=swarm.look,
             first_timeline=swarm.first_timeline,
             unreached=swarm.unreached,
         )
-        self.keeper = SnapshotKeeper(
-            context=context, stage=stage, transport=self.transport, state_server=self.donor, view=swarm.view
-        )
+        self.keeper = SnapshotKeeper(context=context, stage=stage, swarm=access, state_server=self.donor)
 
     def enter(self, round_number, timeline=None):
         timeline = self.donor.current.timeline if timeline is None else timeline

@@ -92,12 +92,9 @@ class MicrobatchLauncher:
         self._leases = leases
         self._validation = validation
         self._executor = replica.executor
-        self._admission = replica.admission
+        self._swarm = swarm
         self._progress = swarm.progress
-        self._gossip = swarm.gossip
-        self._view = swarm.view
-        self._metrics = context.metrics
-        self._changed = context.changed
+        self._admission = replica.admission
         self._timeline = timeline
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
         self._counted_hook = counted
@@ -114,7 +111,7 @@ class MicrobatchLauncher:
     def stop(self) -> None:
         """Launch no more microbatches. `run` returns when those in flight have finished."""
         self.stopping = True
-        self._changed.notify()
+        self._context.changed.notify()
 
     async def run(self) -> None:
         """Launch microbatches until `stop`."""
@@ -122,7 +119,7 @@ class MicrobatchLauncher:
             tasks.start_soon(self._leases.run)
             tasks.start_soon(self._tell_when_idle)
             while True:
-                await self._changed.wait_for(lambda: self.stopping or self._may_launch())
+                await self._context.changed.wait_for(lambda: self.stopping or self._may_launch())
                 if self.stopping:
                     break
                 round_number = self._admission.round_number
@@ -138,9 +135,9 @@ class MicrobatchLauncher:
                     continue
                 self._claim(batch, round_number)
                 self._in_flight += 1
-                self._metrics.in_flight.set(self._in_flight)
+                self._context.metrics.in_flight.set(self._in_flight)
                 tasks.start_soon(self._train, batch, round_number)
-            await self._changed.wait_for(lambda: self._in_flight == 0)
+            await self._context.changed.wait_for(lambda: self._in_flight == 0)
             tasks.cancel_scope.cancel()
 
     async def _tell_when_idle(self) -> None:
@@ -152,17 +149,17 @@ class MicrobatchLauncher:
             return self._admission.is_open and wants_more and self._in_flight == 0 and not self._may_launch()
 
         while True:
-            await self._changed.wait_for(is_idle)
-            await self._gossip.tell(peer.peer_id for peer in self._view().serving(0))
+            await self._context.changed.wait_for(is_idle)
+            await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(0))
             await anyio.sleep(IDLE_PAUSE_S)
-            self._changed.notify()  # some peer may have lost its share by its silence meanwhile
+            self._context.changed.notify()  # some peer may have lost its share by its silence meanwhile
 
     def _may_launch(self) -> bool:
         """Whether there is a microbatch to launch, or a validation to compute, in the present round."""
         round_number = self._admission.round_number
         if not self._admission.is_open:
             return False
-        if round_number == 0 and self._view().fewest_serving() < self._manifest.stages.peers_to_start:
+        if round_number == 0 and self._swarm.view().fewest_serving() < self._manifest.stages.peers_to_start:
             return False
         if self._validation_is_due(round_number):
             return True
@@ -170,7 +167,7 @@ class MicrobatchLauncher:
             return False
         if round_number in self._vacated or any(batch.claimed_round == round_number for batch in self._waiting):
             return True
-        live = self._progress.active((peer.peer_id for peer in self._view().serving(0)), 2 * self._timeout_s)
+        live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), 2 * self._timeout_s)
         return self._progress.counter.may_claim(round_number, self._me, live, self._manifest.training.microbatch_size)
 
     def _wants_samples(self, round_number: int) -> bool:
@@ -226,17 +223,17 @@ class MicrobatchLauncher:
                     if self._counted_hook is not None:
                         self._counted_hook(round_number, batch.tokens_BS, batch.samples)
             seconds = self._context.clock.monotonic_s() - begin
-            self._metrics.round_trip_seconds.observe(seconds)
+            self._context.metrics.round_trip_seconds.observe(seconds)
             if speed := self._executor.samples_per_s:
                 compute_s = len(batch.tokens_BS) / speed
                 self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
-                self._metrics.window.set(self._window.size())
+                self._context.metrics.window.set(self._window.size())
         except RoundClosed as error:
             outcome = "round_closed"
             self._admission.saw_round(error.round_number or 0)
             if self._admission.round_number == round_number and not self._progress.counter.is_full(round_number):
                 # Some peer knows of counts that this one has not heard of. Perhaps their author died after telling it.
-                await self._gossip.tell(peer.peer_id for peer in self._view().serving(1))
+                await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(1))
                 await anyio.sleep(RELAUNCH_PAUSE_S)
             self._waiting.append(batch)
         except CallError as error:
@@ -244,15 +241,15 @@ class MicrobatchLauncher:
             await self._launch_again(batch, round_number, error)
         finally:
             self._in_flight -= 1
-            self._metrics.in_flight.set(self._in_flight)
-            self._metrics.microbatches.labels("train", outcome).inc()
-            self._changed.notify()
+            self._context.metrics.in_flight.set(self._in_flight)
+            self._context.metrics.microbatches.labels("train", outcome).inc()
+            self._context.changed.notify()
 
     async def _launch_again(self, batch: _Batch, round_number: int, error: CallError) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
         log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
         if batch.launches >= MAX_LAUNCHES:
-            self._metrics.lost_samples.inc(len(batch.tokens_BS))
+            self._context.metrics.lost_samples.inc(len(batch.tokens_BS))
             log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
             if batch.generation == self._leases.generation:
                 self._leases.give_up(batch.samples)
@@ -271,7 +268,7 @@ class MicrobatchLauncher:
 
     async def _validate(self, round_number: int) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the round."""
-        peers = sorted({peer.peer_id for peer in self._view().serving(0)} | {self._me})
+        peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me})
         share = torch.from_numpy(self._validation[peers.index(self._me) :: len(peers)].copy())
         losses: list[tuple[int, float]] = []
         room = anyio.Semaphore(self._manifest.limits.max_in_flight)
@@ -284,7 +281,7 @@ class MicrobatchLauncher:
                 losses.append((len(tokens_BS), result.loss_sum))
             except CallError as error:
                 # The round may end before a slow peer has done its share. Then the mean is over fewer samples.
-                self._metrics.microbatches.labels("evaluate", error.code).inc()
+                self._context.metrics.microbatches.labels("evaluate", error.code).inc()
                 log.info("validation_incomplete round=%d reason=%s", round_number, error)
 
         async with anyio.create_task_group() as tasks:
@@ -297,7 +294,7 @@ class MicrobatchLauncher:
             self.validations.append(
                 Validation(round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss_sum=loss_sum)
             )
-        self._changed.notify()
+        self._context.changed.notify()
 
 
 def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, round_number: int, mode: Mode) -> Microbatch:

@@ -60,9 +60,7 @@ class SliceLeases:
         Args:
             reader: the reader that the pool reads with
         """
-        self._clock = context.clock
-        self._threads = context.threads
-        self._hash = context.resolved.hash
+        self._context = context
         self._reader = reader
         self._pool = pool
         self._transport = transport
@@ -70,8 +68,6 @@ class SliceLeases:
         self._progress = progress
         self._view = view
         self._patience_s = PATIENCE * context.resolved.manifest.limits.announcement_s
-        self._metrics = context.metrics
-        self._changed = context.changed
         self.generation = 0
         self._ledger: SampleLedger | None = None
         self._held: set[SliceId] = set()  # the pool reads them, or still has samples of them
@@ -106,10 +102,10 @@ class SliceLeases:
             UserError: the training data cannot be read
             InvalidMessage: `data` is no ledger, or a ledger of other training data
         """
-        num_slices = await self._threads.run(self._reader.num_slices, abandon_on_cancel=True)
+        num_slices = await self._context.threads.run(self._reader.num_slices, abandon_on_cancel=True)
         ledger = SampleLedger(num_slices)
         if data:
-            ledger = await self._threads.run(decode_ledger, data, num_slices)
+            ledger = await self._context.threads.run(decode_ledger, data, num_slices)
         for slice_id in self._held:
             self._pool.drop(slice_id)
         self._held.clear()
@@ -123,7 +119,7 @@ class SliceLeases:
         self._began, self._ended = round_number, round_number - 1
         self._timeline_first_round = timeline.first_round
         self.generation += 1
-        self._changed.notify()
+        self._context.changed.notify()
 
     def end_round(self, round_number: int) -> bytes:
         """Add the samples that all peers have counted in a round to the ledger. Returns the encoded ledger."""
@@ -167,7 +163,7 @@ class SliceLeases:
 
     def _note_repeated(self, round_number: int, num_samples: int) -> None:
         if num_samples > 0:
-            self._metrics.repeated_samples.inc(num_samples)
+            self._context.metrics.repeated_samples.inc(num_samples)
             log.warning("samples_repeated round=%d samples=%d", round_number, num_samples)
 
     def _known(self) -> SampleLedger:
@@ -214,7 +210,7 @@ class SliceLeases:
         self._pool.start()
         try:
             while True:
-                await self._changed.wait_for(lambda: self._ledger is not None and self._pool.wants_leases > 0)
+                await self._context.changed.wait_for(lambda: self._ledger is not None and self._pool.wants_leases > 0)
                 if not await self._lease():
                     await anyio.sleep(RETRY_S)
         finally:
@@ -262,7 +258,7 @@ class SliceLeases:
 
         async def ask(peer_id: str) -> None:
             call = LeaseCall(
-                manifest=self._hash,
+                manifest=self._context.resolved.hash,
                 timeline_first_round=self._timeline_first_round,
                 slices=tuple(wanted),
                 believed=tuple(ledger.leases(peer_id)[:MAX_FACTS]),
@@ -318,7 +314,7 @@ class SliceLeases:
         self._note_present()
         if caller not in self._live():
             raise NotServing("only peers of stage 0 read the data, and this one does not know the caller")
-        self._seen[caller] = self._clock.monotonic_s()
+        self._seen[caller] = self._context.clock.monotonic_s()
         self._progress.merge(call.counts, vouched=True)
         live, refused, facts = self._live(), [], list[WindowRange]()
         for slice_id in dict.fromkeys(call.slices):
@@ -341,7 +337,7 @@ class SliceLeases:
 
     def welcome(self, peer_id: str) -> None:
         """Note a stage-mate that has greeted this peer. Its announcement may not have been seen yet."""
-        self._seen[peer_id] = self._clock.monotonic_s()
+        self._seen[peer_id] = self._context.clock.monotonic_s()
 
     def _present(self) -> list[str]:
         """The stage-mates in view that may be reading."""
@@ -351,12 +347,12 @@ class SliceLeases:
 
     def _live(self) -> set[str]:
         """The peers whose leases are respected: this one, and the stage-mates that were seen a short time ago."""
-        oldest = self._clock.monotonic_s() - self._patience_s
+        oldest = self._context.clock.monotonic_s() - self._patience_s
         return {self._me, *self._present(), *(peer_id for peer_id, at in self._seen.items() if at >= oldest)}
 
     def _note_present(self) -> None:
         """Remember which stage-mates are in view now, and forget those last seen too long ago."""
-        now = self._clock.monotonic_s()
+        now = self._context.clock.monotonic_s()
         self._seen.update((peer_id, now) for peer_id in self._present())
         self._seen = {peer_id: at for peer_id, at in self._seen.items() if now - at <= self._patience_s}
 

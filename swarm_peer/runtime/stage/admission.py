@@ -23,6 +23,7 @@ class RoundAdmission:
 
     Attributes:
         round_number: the present round
+        is_open: whether microbatches of that round may come in
         admitted: number of microbatches that are inside it
         held: number of microbatches that wait to get in
     """
@@ -33,7 +34,7 @@ class RoundAdmission:
         self.admitted = 0
         self.held = 0
         self._newest_asked = 0
-        self._open = False
+        self.is_open = False
         self._serving = False
         self._left = False
         self._changed = changed
@@ -41,18 +42,18 @@ class RoundAdmission:
     def open(self, round_number: int) -> None:
         """Begin a round and admit its microbatches."""
         self.round_number = round_number
-        self._open = self._serving = not self._left
+        self.is_open = self._serving = not self._left
         self._changed.notify()
 
     def close(self) -> None:
         """Admit no more microbatches of this round; hold those of the next one."""
-        self._open = False
+        self.is_open = False
         self._changed.notify()
 
     def leave(self) -> None:
         """Admit no more microbatches of any round: this peer is draining."""
         self._left = True
-        self._open = self._serving = False
+        self.is_open = self._serving = False
         self._changed.notify()
 
     @asynccontextmanager
@@ -71,7 +72,9 @@ class RoundAdmission:
             raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
         self.held += 1
         try:
-            await self._wait_for(round_number)
+            await self.reach(round_number)
+            if not self.is_open:
+                raise self._closed(round_number)
             self.admitted += 1
         finally:
             self.held -= 1
@@ -97,11 +100,6 @@ class RoundAdmission:
         if round_number < self.round_number:
             raise self._closed(round_number)
 
-    async def _wait_for(self, round_number: int) -> None:
-        await self.reach(round_number)
-        if not self._open:
-            raise self._closed(round_number)
-
     def _closed(self, round_number: int) -> RoundClosed:
         return RoundClosed(
             f"round {round_number} is closed here; this peer is in round {self.round_number}", self.round_number
@@ -110,11 +108,6 @@ class RoundAdmission:
     async def drained(self) -> None:
         """Wait until no microbatch is inside."""
         await self._changed.wait_for(lambda: self.admitted == 0)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether microbatches of the present round may come in."""
-        return self._open
 
     @property
     def is_behind(self) -> bool:

@@ -78,7 +78,7 @@ class StageExecutor:
     ):
         assert (next_stage is None) == trainer.spec.is_last, "all stages but the last have a next one"
         self._clock = context.clock
-        self._manifest = context.resolved.manifest
+        self._resolved = context.resolved
         self._trainer = trainer
         self._device_thread = device_thread
         self._next_stage = next_stage
@@ -185,19 +185,16 @@ class StageExecutor:
 
     # The rest runs in the device thread.
 
-    def _shape(self, microbatch: Microbatch) -> tuple[int, int, int]:
-        return microbatch.hidden_shape(self._manifest, self._trainer.module.config.hidden_size)
-
     def _forward(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
-        trainer, wire = self._trainer, self._manifest.wire
+        trainer, wire = self._trainer, self._resolved.manifest.wire
         # The round may have ended since this microbatch came: no round waits for queries, and a rewind for nothing.
         if self._weights != (microbatch.round_number, trainer.weights_version):
             raise RoundClosed(
                 f"the weights of round {microbatch.round_number} have changed", microbatch.round_number + 1
             )
-        shape = num_samples, length, _ = self._shape(microbatch)
+        shape = num_samples, length, _ = microbatch.hidden_shape(self._resolved)
         num_tokens = length + (microbatch.mode != "predict")
-        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), trainer.module.config.vocab_size)
+        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
         hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
         graph: ForwardPass | None = None
         try:
@@ -226,12 +223,12 @@ class StageExecutor:
         Raises:
             InvalidMessage: the gradient that came back from the next stage cannot be used
         """
-        trainer, codec = self._trainer, self._manifest.wire.gradients
+        trainer, codec = self._trainer, self._resolved.manifest.wire.gradients
         assert passed.graph is not None
         grad_BTD = None
         if not trainer.spec.is_last:
             assert result.grad is not None
-            grad_BTD = decode(result.grad, self._shape(microbatch), codec)
+            grad_BTD = decode(result.grad, microbatch.hidden_shape(self._resolved), codec)
         try:
             input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
         except torch.OutOfMemoryError as error:

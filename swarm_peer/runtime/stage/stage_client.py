@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import anyio
 
-from swarm_peer.config import RunManifest
 from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, PeerUnreachable, RoundClosed
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.peer_backoff import PeerBackoff
 from swarm_peer.policy.routing import Router
 from swarm_peer.policy.view import SwarmView
@@ -52,9 +52,9 @@ class Microbatch:
         """Whether an observer sent it, so that no round waits for it."""
         return self.mode in QUERIES
 
-    def hidden_shape(self, manifest: RunManifest, hidden_size: int) -> tuple[int, int, int]:
+    def hidden_shape(self, resolved: ResolvedManifest) -> tuple[int, int, int]:
         """The shape (B, T, D) of its hidden states."""
-        return self.num_samples, self.length or manifest.data.sequence_length, hidden_size
+        return self.num_samples, self.length or resolved.manifest.data.sequence_length, resolved.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,8 @@ class StageClient:
         self.stage = stage
         self._leaving = False
         self._clock = context.clock
+        self._resolved = context.resolved
         self._manifest = context.resolved.manifest
-        self._hash = context.resolved.hash
-        self._hidden_size = context.resolved.hidden_size
-        self._vocab_size = context.resolved.vocab_size
         self._transport = transport
         self._progress = progress
         self._view = view
@@ -182,7 +180,7 @@ class StageClient:
         self, peer_id: str, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
     ) -> tuple[HopResult, float]:
         body = MicrobatchCall(
-            manifest=self._hash,
+            manifest=self._resolved.hash,
             round_number=microbatch.round_number,
             stage=self.stage,
             microbatch=microbatch.id,
@@ -210,11 +208,11 @@ class StageClient:
         body = check_body(MicrobatchReply, reply.body)
         self._progress.merge(body.counts)
         if microbatch.mode == "train":
-            shape = microbatch.hidden_shape(self._manifest, self._hidden_size)
+            shape = microbatch.hidden_shape(self._resolved)
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
             return HopResult(body.loss_sum, grad, peer_id=peer_id), body.samples_per_s
         if microbatch.mode == "predict":
-            logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._vocab_size), "none"))
+            logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), "none"))
             return HopResult(body.loss_sum, logits=logits, peer_id=peer_id), body.samples_per_s
         return HopResult(body.loss_sum, peer_id=peer_id), body.samples_per_s
 

@@ -36,16 +36,9 @@ class StageServer:
     gone. Queries do not take room from training microbatches, and they get the device's idle moments.
     """
 
-    def __init__(
-        self,
-        *,
-        context: PeerContext,
-        replica: StageReplica,
-        progress: ProgressBook,
-    ):
+    def __init__(self, *, context: PeerContext, replica: StageReplica, progress: ProgressBook):
+        self._resolved = context.resolved
         self._manifest = context.resolved.manifest
-        self._hidden_size = context.resolved.hidden_size
-        self._vocab_size = context.resolved.vocab_size
         self._admission = replica.admission
         self._executor = replica.executor
         self._progress = progress
@@ -120,11 +113,12 @@ class StageServer:
         longest = self._manifest.data.sequence_length
         if call.length > longest or (call.mode not in QUERIES and call.length != longest):
             raise InvalidMessage(f"{call.mode} with {call.length} tokens a sample; the run's samples have {longest}")
-        if call.mode == "predict" and encoded_bytes((call.num_samples, self._vocab_size), "none") > (MAX_LOGITS_BYTES):
+        logit_bytes = encoded_bytes((call.num_samples, self._resolved.vocab_size), "none")
+        if call.mode == "predict" and logit_bytes > MAX_LOGITS_BYTES:
             raise InvalidMessage(f"logits for {call.num_samples} samples are more than {MAX_LOGITS_BYTES} bytes")
         expected = [4 * call.num_samples * (call.length + (call.mode != "predict"))]
         if call.stage > 0:
-            shape = (call.num_samples, call.length, self._hidden_size)
+            shape = (call.num_samples, call.length, self._resolved.hidden_size)
             expected.append(encoded_bytes(shape, self._manifest.wire.activations))
         sizes = [tensor.nbytes for tensor in tensors]
         if sizes != expected:

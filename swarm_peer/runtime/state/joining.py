@@ -54,11 +54,9 @@ class StateDownloads:
             shapes: of the stage's gradients, in the order of its parameters
             snapshots: the snapshots that this peer keeps itself
         """
-        self._clock = context.clock
-        self._threads = context.threads
-        self._rng = context.random.stream("downloads")
+        self._context = context
         self._hash = context.resolved.hash
-        self._num_stages = context.resolved.num_stages
+        self._rng = context.random.stream("downloads")
         self._max_state_bytes = max_state_bytes(context.resolved, stage)
         self._stage = stage
         self._shapes = list(shapes)
@@ -87,7 +85,7 @@ class StateDownloads:
         view, donors = self._swarm.view(), list(donors)
         for attempt in range(1, tries + 1):
             serving = [peer.round_number for peer in view.peers if peer.state is PeerState.SERVING]
-            began_s = self._clock.monotonic_s()
+            began_s = self._context.clock.monotonic_s()
             try:
                 state = await fetch_state(
                     self._swarm.transport,
@@ -97,14 +95,14 @@ class StateDownloads:
                     max_round=last_credible_round(serving),
                     rng=self._rng,
                 )
-                seconds = max(self._clock.monotonic_s() - began_s, 1e-9)
+                seconds = max(self._context.clock.monotonic_s() - began_s, 1e-9)
                 await take(state)
             except CallError as error:
                 if attempt == tries:
                     raise
                 log.warning("state_not_found stage=%d round=%d reason=%s", self._stage, min_round, error)
                 await anyio.sleep(RETRY_PAUSE_S)
-                view = await self._swarm.look(range(self._num_stages))
+                view = await self._swarm.look(range(self._context.resolved.num_stages))
                 donors = self._swarm.stage_mates(self._stage) or donors
             else:
                 self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
@@ -133,7 +131,7 @@ class StateDownloads:
         if not fits or update.timeline != timeline:
             raise InvalidMessage("an update that does not fit this stage")
         # The next barrier compares history hashes and nothing else, so this one must be that of these gradients.
-        if await self._threads.run(extend_history, history_hash, gradients) != update.history_hash:
+        if await self._context.threads.run(extend_history, history_hash, gradients) != update.history_hash:
             raise InvalidMessage("an update that does not belong to its history hash")
         return update
 
@@ -143,12 +141,12 @@ class StateDownloads:
         Raises:
             CallError: no peer gave it
         """
-        own = await self._threads.run(self._snapshots.load_snapshot, self._stage, timeline.created_at_round)
+        own = await self._context.threads.run(self._snapshots.load_snapshot, self._stage, timeline.created_at_round)
         if own is not None:
             return own
         # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
         # that have moved elsewhere since: so ask all.
-        view = await self._swarm.look(range(self._num_stages))
+        view = await self._swarm.look(range(self._context.resolved.num_stages))
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, created_at_round=timeline.created_at_round)
         return await fetch_state(
             self._swarm.transport,

@@ -28,7 +28,8 @@ from swarm_peer.policy.recovery import (
 )
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.context import Clock, PeerContext
-from swarm_peer.runtime.network.transport import Transport, check_body
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -103,10 +104,8 @@ class Recovery:
         *,
         context: PeerContext,
         stage: int,
-        transport: Transport,
+        swarm: SwarmAccess,
         snapshots: SnapshotStore,
-        view: Callable[[], SwarmView],
-        look: Callable[[Sequence[int]], Awaitable[SwarmView]],
         first_timeline: Callable[[], Awaitable[Timeline]],
         unreached: Callable[[], Sequence[PeerView]],
     ):
@@ -114,29 +113,24 @@ class Recovery:
 
         Args:
             snapshots: the snapshots that this peer keeps itself
-            look: looks up the peers that announce some stages now
             first_timeline: the run's first timeline, signed by the run key
             unreached: peers with a recent announcement that could not be reached, and are not in the view for that
                 reason
         """
         manifest = context.resolved.manifest
-        self._clock = context.clock
+        self._context = context
         self._manifest = manifest
-        self._hash = context.resolved.hash
         self._stage = stage
-        self._run_id = context.run_id
-        self._transport = transport
-        self._me = transport.peer_id
+        self._swarm = swarm
+        self._me = swarm.transport.peer_id
         self._snapshots = snapshots
         self._fetch = partial(
             fetch_snapshot,
             context=context,
-            transport=transport,
+            transport=swarm.transport,
             snapshots=snapshots,
             rng=context.random.stream("recovery"),
         )
-        self._view = view
-        self._look = look
         self._first_timeline = first_timeline
         self._unreached = unreached
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
@@ -148,11 +142,11 @@ class Recovery:
         Raises:
             CallError: this peer has to wait, for the reason that the message gives
         """
-        view = self._view()
+        view = self._swarm.view()
         self._wait_for_unreached(view)
         first = await self._first_timeline()
         # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
-        asked = [peer.peer_id for peer in view.peers] + [self._run_id] * bool(first.first_optimizer_step)
+        asked = [peer.peer_id for peer in view.peers] + [self._context.run_id] * bool(first.first_optimizer_step)
         replies = await self._list_snapshots(asked)
         claims = _claims_of(view, replies)
         believed = _believable(claims)
@@ -222,7 +216,7 @@ class Recovery:
         """
         rewind = choose_rewind(
             snapshots,
-            self._manifest.stages.count,
+            self._context.resolved.num_stages,
             self._stage,
             standing.optimizer_step,
             INTERVALS_FROM_SCRATCH * self._manifest.recovery.snapshot_every,
@@ -240,8 +234,8 @@ class Recovery:
 
         async def ask(peer_id: str) -> None:
             try:
-                reply = await self._transport.call(
-                    peer_id, ListSnapshotsCall(manifest=self._hash), timeout_s=CALL_TIMEOUT_S
+                reply = await self._swarm.transport.call(
+                    peer_id, ListSnapshotsCall(manifest=self._context.resolved.hash), timeout_s=CALL_TIMEOUT_S
                 )
                 replies[peer_id] = check_body(ListSnapshotsReply, reply.body)
             except CallError as error:
@@ -255,7 +249,7 @@ class Recovery:
     async def have_all_go_back(self, timeline: Timeline) -> None:
         """Tell the peers of all other stages to go back to a timeline, until none is in an earlier round."""
         call = RewindCall(
-            manifest=self._hash,
+            manifest=self._context.resolved.hash,
             lost_stage=self._stage,
             first_round=timeline.first_round,
             first_optimizer_step=timeline.first_optimizer_step,
@@ -265,14 +259,14 @@ class Recovery:
 
         async def tell(peer_id: str) -> None:
             try:
-                reply = await self._transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
+                reply = await self._swarm.transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
                 check_body(RewindReply, reply.body)
                 told.add(peer_id)
             except CallError as error:
                 log.warning("rewind_refused peer=%s reason=%s: %s", peer_id, error.code, error)
 
         while True:
-            view = await self._look(range(self._manifest.stages.count))
+            view = await self._swarm.look(range(self._context.resolved.num_stages))
             behind = [
                 peer
                 for peer in view.peers
@@ -296,8 +290,8 @@ class Recovery:
         reported: dict[int, str] = {}
         while True:
             await anyio.sleep(patience_s / 4)
-            view = await self._look(range(self._manifest.stages.count))
-            now = self._clock.monotonic_s()
+            view = await self._swarm.look(range(self._context.resolved.num_stages))
+            now = self._context.clock.monotonic_s()
             empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
             empty_since = {stage: empty_since.get(stage, now) for stage in empty}
             reported = {stage: reason for stage, reason in reported.items() if stage in empty}

@@ -7,16 +7,14 @@ Must not know how they are stored (store.py), or how a run goes back to them (re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import anyio
 
 from swarm_peer.errors import CallError
 from swarm_peer.policy.recovery import SnapshotRef
-from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.state_server import StateServer
@@ -32,24 +30,16 @@ GUARD_PAUSE_S = 0.2
 class SnapshotKeeper:
     """Takes and copies snapshots for as long as it runs. Belongs to the event loop's thread."""
 
-    def __init__(
-        self,
-        *,
-        context: PeerContext,
-        stage: int,
-        transport: Transport,
-        state_server: StateServer,
-        view: Callable[[], SwarmView],
-    ):
+    def __init__(self, *, context: PeerContext, stage: int, swarm: SwarmAccess, state_server: StateServer):
+        self._context = context
+        self._swarm = swarm
         self._manifest = context.resolved.manifest
-        self._changed = context.changed
-        self._next_stage = (stage + 1) % self._manifest.stages.count
+        self._next_stage = (stage + 1) % context.resolved.num_stages
         self._state_server = state_server
-        self._view = view
         self._fetch = partial(
             fetch_snapshot,
             context=context,
-            transport=transport,
+            transport=swarm.transport,
             snapshots=state_server,
             rng=context.random.stream("snapshots"),
         )
@@ -61,17 +51,17 @@ class SnapshotKeeper:
         if not every:
             return
         async with anyio.create_task_group() as tasks:
-            if self._manifest.stages.count > 1:
+            if self._context.resolved.num_stages > 1:
                 tasks.start_soon(self._run_guarding)
             while True:
-                await self._changed.wait_for(partial(self._snapshot_is_due, every))
+                await self._context.changed.wait_for(partial(self._snapshot_is_due, every))
                 self._last_snapshot = current = self._state_server.current
                 assert current is not None
                 if not await self._state_server.take_snapshot(current.round_number):
                     log.warning(
                         "snapshot_missed optimizer_step=%d reason=the round was over already", current.optimizer_step
                     )
-                self._changed.notify()
+                self._context.changed.notify()
 
     def _snapshot_is_due(self, every: int) -> bool:
         current = self._state_server.current
@@ -86,7 +76,7 @@ class SnapshotKeeper:
         """After each snapshot of this stage, copy the next stage's snapshot of the same optimizer step."""
         guarded: StageState | None = None
         while True:
-            await self._changed.wait_for(partial(self._has_other_snapshot, guarded))
+            await self._context.changed.wait_for(partial(self._has_other_snapshot, guarded))
             assert self._last_snapshot is not None
             guarded = self._last_snapshot
             wanted = SnapshotRef(self._next_stage, guarded.created_at_round, guarded.optimizer_step)
@@ -94,11 +84,11 @@ class SnapshotKeeper:
                 if await self._copy(wanted, is_last_try=attempt == GUARD_TRIES - 1):
                     break
                 with anyio.move_on_after(GUARD_PAUSE_S * 2**attempt):
-                    await self._changed.wait_for(partial(self._has_other_snapshot, guarded))
+                    await self._context.changed.wait_for(partial(self._has_other_snapshot, guarded))
                     break
 
     async def _copy(self, wanted: SnapshotRef, *, is_last_try: bool) -> bool:
-        peers = [peer.peer_id for peer in self._view().serving(wanted.stage)]
+        peers = [peer.peer_id for peer in self._swarm.view().serving(wanted.stage)]
         try:
             await self._state_server.store_snapshot(wanted.stage, await self._fetch(wanted, peers))
         except CallError as error:
