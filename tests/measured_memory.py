@@ -143,12 +143,12 @@ def _forward(trainer: StageTrainer) -> tuple[ForwardPass, Any, Any]:
     else:
         came = encode(torch.randn(samples, length, config.hidden_size), codec)
         passed = trainer.forward(tokens_BS, decode(came, (samples, length, config.hidden_size), codec))
-    return passed, came, None if passed.output is None else encode(passed.output, codec)
+    return passed, came, None if trainer.spec.is_last else encode(passed.output, codec)
 
 
 def _backward(trainer: StageTrainer, waiting: tuple[ForwardPass, Any, Any], replies: list[memoryview]) -> None:
     passed, codec = waiting[0], trainer.manifest.wire.gradients
-    grad_BTD = None if passed.output is None else torch.randn(passed.output.shape)
+    grad_BTD = None if trainer.spec.is_last else torch.randn(passed.output.shape)
     input_grad_BTD = trainer.backward(passed, grad_BTD)
     if input_grad_BTD is not None:
         replies.append(encode(input_grad_BTD, codec))

@@ -39,13 +39,11 @@ class ForwardPass:
     """One forward pass, with all that its backward pass needs.
 
     Attributes:
-        output: hidden_BTD for the next stage; None on the last stage
-        losses_B: each sample's loss; None but on the last stage
+        output: hidden_BTD for the next stage; on the last stage losses_B, each sample's loss
         optimizer_step: that of the weights that computed it
     """
 
-    output: Tensor | None
-    losses_B: Tensor | None
+    output: Tensor
     optimizer_step: int
     _result: Tensor | None  # with its graph; None once it has gone backward
     _hidden_BTD: Tensor | None  # the leaf whose gradient the stage before wants
@@ -141,8 +139,7 @@ class StageTrainer:
         self.module.train()
         result = self.module(inputs, targets_BT)
         return ForwardPass(
-            output=None if self.spec.is_last else result.detach(),
-            losses_B=result.detach() if self.spec.is_last else None,
+            output=result.detach(),
             optimizer_step=self.optimizer_step,
             _result=result,
             _hidden_BTD=None if self.spec.is_first else inputs,

@@ -55,7 +55,7 @@ def train_step(trainers, step, num_microbatches=2):
     for microbatch in range(num_microbatches):
         passes = go_forward(trainers, tokens(10 * step + microbatch))
         go_backward(trainers, passes)
-        losses.append(passes[-1].losses_B)
+        losses.append(passes[-1].output)
     results = [trainer.apply(trainer.mean_gradients()) for trainer in trainers]
     return torch.cat(losses), results
 
@@ -111,7 +111,7 @@ def test_training_lowers_the_loss(options):
     for _ in range(8):
         passes = go_forward(trainers, tokens(0))
         go_backward(trainers, passes)
-        losses.append(passes[-1].losses_B.mean().item())
+        losses.append(passes[-1].output.mean().item())
         for trainer in trainers:
             trainer.apply(trainer.mean_gradients())
     assert losses[-1] < losses[0] - 0.2
@@ -215,10 +215,8 @@ def test_what_is_handed_on_is_detached_from_the_graph():
     trainers = make_trainers(make_manifest())
     passes = go_forward(trainers, tokens(0))
     assert not passes[0].output.requires_grad
-    assert passes[0].losses_B is None
-    assert not passes[1].losses_B.requires_grad
-    assert passes[1].losses_B.shape == (3,)
-    assert passes[1].output is None
+    assert not passes[1].output.requires_grad
+    assert passes[1].output.shape == (3,)
     hidden_BTD = passes[0].output.clone()
     trainers[1].forward(tokens(0), hidden_BTD)
     assert not hidden_BTD.requires_grad
@@ -236,7 +234,7 @@ def test_evaluation_keeps_nothing_and_uses_no_dropout():
     assert torch.equal(*losses)
     assert losses[0].shape == (3,)
     assert [trainer.num_samples for trainer in trainers] == [0, 0]
-    drawn = [go_forward(trainers, tokens(0))[1].losses_B for _ in range(2)]
+    drawn = [go_forward(trainers, tokens(0))[1].output for _ in range(2)]
     assert not torch.equal(*drawn)
 
 

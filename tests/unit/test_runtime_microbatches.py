@@ -234,7 +234,7 @@ def reference(manifest, seeds=(0,)):
             passes.append(trainer.forward(tokens(seed), passes[-1].output if passes else None))
         for trainer, forward_pass in zip(trainers[::-1], passes[::-1], strict=True):
             gradient = trainer.backward(forward_pass, gradient)
-        loss_sum += float(passes[-1].losses_B.sum())
+        loss_sum += float(passes[-1].output.sum())
     return loss_sum, [trainer.mean_gradients() for trainer in trainers]
 
 

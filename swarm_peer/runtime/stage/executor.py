@@ -200,14 +200,13 @@ class StageExecutor:
         try:
             if microbatch.mode == "train":
                 graph = trainer.forward(tokens_BS, hidden_BTD)
-                output = graph.losses_B if trainer.spec.is_last else graph.output
+                output = graph.output
             elif microbatch.mode == "predict":
                 output = trainer.predict(tokens_BS, hidden_BTD)
             else:
                 output = trainer.evaluate(tokens_BS, hidden_BTD)
         except torch.OutOfMemoryError as error:
             raise HopFailed(_OUT_OF_MEMORY) from error
-        assert output is not None
         if not trainer.spec.is_last:
             return _Pass(graph, self._encode(output, wire.activations))
         if microbatch.mode == "predict":
