@@ -200,7 +200,8 @@ class LiveModel:
                     decode(result.logits, (len(tokens), self.resolved.vocab_size), "none")  # finite
                 return result, round_number
             except RoundClosed as error:
-                self._move_on(round_number, error.round_number)
+                if self._round == round_number:  # otherwise another query has found out before
+                    self._round = max(round_number + 1, error.round_number or 0)
                 reason: CallError = error
             except CallError as error:
                 # Whatever it was (peers come and go, a peer announced a wrong round), the next try begins from nothing.
@@ -209,11 +210,6 @@ class LiveModel:
                 await anyio.sleep(QUERY_PAUSE_S)
             if anyio.current_time() > deadline:
                 raise SwarmError(f"the run gave no answer within {self._patience_s:.0f} s, last: {reason}") from reason
-
-    def _move_on(self, round_number: int, known: int | None) -> None:
-        """Note that a stage has left a round. Another query may have found out before."""
-        if self._round == round_number:
-            self._round = max(round_number + 1, known or 0)
 
     async def _refresh_round(self) -> int:
         """Look up the newest round that stage 0 announces, which may be some seconds old."""

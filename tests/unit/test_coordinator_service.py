@@ -1,5 +1,7 @@
 """What the coordinator of a run does when the run's peers or its DHT do not give what they should."""
 
+from types import SimpleNamespace
+
 import anyio
 
 from coordinator.run import service
@@ -88,7 +90,7 @@ async def test_orders_stand_for_as_long_as_the_term_is_ones_own(tmp_path, monkey
 
     class Rebalancer:
         def __init__(self, manifest, options, begun_s, inherited):
-            self.inherited, self.orders, self.reason, self.num_moves = inherited, (), "", 0
+            self.inherited, self.orders, self.policy = inherited, (), SimpleNamespace(reason="", num_moves=0)
             made.append(self)
 
         def look(self, *_):

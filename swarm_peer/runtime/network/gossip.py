@@ -23,7 +23,7 @@ GREET_TRIES = 20
 GREET_PAUSE_S = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Gossip:
     """Exchanges news with other peers. Belongs to the event loop's thread.
 

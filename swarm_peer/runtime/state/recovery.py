@@ -143,7 +143,8 @@ class Recovery:
             CallError: this peer has to wait, for the reason that the message gives
         """
         view = self._swarm.view()
-        self._wait_for_unreached(view)
+        missing = missed(view, self._stage, self._unreached())
+        self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
         first = await self._first_timeline()
         # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
         asked = [peer.peer_id for peer in view.peers] + [self._context.run_id] * bool(first.first_optimizer_step)
@@ -159,10 +160,6 @@ class Recovery:
             return await self._begin_timeline(standing.timeline, snapshots)
         self._wait_for_rivals(view, anybody_serves=bool(claims))
         return await self._rewind(standing, snapshots)
-
-    def _wait_for_unreached(self, view: SwarmView) -> None:
-        missing = missed(view, self._stage, self._unreached())
-        self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
 
     def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
         """Let peers with smaller ids go first."""

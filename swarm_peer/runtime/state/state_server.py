@@ -142,12 +142,9 @@ class StateServer(SnapshotStore):
                     round_number = None if self.current is None else self.current.round_number
                     raise NotServing(f"this peer has the state of round {round_number}, not of {min_round}")
                 round_number = self.current.round_number
+                wanted = (self._stage, "state", round_number)
                 for stored in self._stored.values():
-                    if (stored.index.stage, stored.index.kind, stored.index.round_number) == (
-                        self._stage,
-                        "state",
-                        round_number,
-                    ):
+                    if (stored.index.stage, stored.index.kind, stored.index.round_number) == wanted:
                         return stored
                 held = self._find_held(min_round)
                 if held is not None:

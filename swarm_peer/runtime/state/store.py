@@ -96,12 +96,8 @@ class SnapshotStore:
             )
             return
         self._keep(stored)
-        log.info(
-            "snapshot_kept stage=%d optimizer_step=%d bytes=%d",
-            stage,
-            state.optimizer_step,
-            sum(part.nbytes for part in stored.tensors),
-        )
+        num_bytes = sum(part.nbytes for part in stored.tensors)
+        log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, num_bytes)
         self._forget_old()
 
     def _keep(self, stored: StoredState) -> None:
@@ -172,12 +168,10 @@ class SnapshotStore:
         return stored
 
     def _find_snapshot(self, stage: int, created_at_round: int) -> StoredState | None:
-        keys = (
-            key
-            for ref, key in self._snapshots.items()
-            if (ref.stage, ref.created_at_round) == (stage, created_at_round)
-        )
-        return self._stored.get(next(keys, b""))
+        for ref, key in self._snapshots.items():
+            if (ref.stage, ref.created_at_round) == (stage, created_at_round):
+                return self._stored.get(key)
+        return None
 
     async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
         """Give one chunk of a tensor that an index lists."""

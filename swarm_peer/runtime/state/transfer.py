@@ -128,10 +128,8 @@ def _check_index(
 ) -> None:
     total_bytes = sum(num_bytes(entry) for entry in index.entries)
     timeline = timeline_of(index)
-    created_at_round, claimed = (
-        timeline.creation_round(index.round_number),
-        timeline.optimizer_step_at(index.round_number),
-    )
+    created_at_round = timeline.creation_round(index.round_number)
+    claimed = timeline.optimizer_step_at(index.round_number)
     fits = index.round_number >= call.min_round if call.kind == "state" else index.round_number == call.min_round
     if (
         (index.stage, index.kind) != (call.of_stage, call.kind)
