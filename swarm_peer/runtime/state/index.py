@@ -16,7 +16,7 @@ import torch
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.wire.codecs import bytes_of
-from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateEntry, StateIndex
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES, ListSnapshotsReply, StateEntry, StateIndex
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -89,9 +89,9 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
     return bytes_of(flat) if flat.numel() else memoryview(b"")
 
 
-def timeline_of(index: StateIndex) -> Timeline:
-    """The timeline that a state or an update belongs to."""
-    return Timeline(index.timeline_first_round, index.timeline_first_optimizer_step, index.timeline_created_at_round)
+def timeline_of(told: StateIndex | ListSnapshotsReply) -> Timeline:
+    """The timeline that a state or an update belongs to, or that a peer says it is on."""
+    return Timeline(told.timeline_first_round, told.timeline_first_optimizer_step, told.timeline_created_at_round)
 
 
 def num_bytes(entry: StateEntry) -> int:

@@ -30,7 +30,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
-from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply
@@ -152,10 +152,9 @@ class Recovery:
         claims = _claims_of(view, replies)
         believed = _believable(claims)
         standing = self._find_standing(first, believed, replies)
-        liars = claims.keys() - believed.keys()
-        snapshots = self._snapshots_on(
-            standing.timeline, {peer: reply for peer, reply in replies.items() if peer not in liars}
-        )
+        # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
+        honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
+        snapshots = self._snapshots_on(standing.timeline, honest)
         if standing.round_number <= standing.timeline.first_round:
             return await self._begin_timeline(standing.timeline, snapshots)
         self._wait_for_rivals(view, anybody_serves=bool(claims))
@@ -174,7 +173,7 @@ class Recovery:
         """How far the run has come: by the claims of serving peers, or without any by the snapshots that are left."""
         if claims:
             return find_standing(first, claims.values())
-        left = [(SnapshotRef(*known), _timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
+        left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
         left += self._snapshots.snapshots()
         return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every)
 
@@ -186,7 +185,7 @@ class Recovery:
             peer_id: [
                 SnapshotRef(*known)
                 for known in reply.snapshots
-                if _is_on_timeline(_timeline_of(reply), known[1], timeline)
+                if _is_on_timeline(timeline_of(reply), known[1], timeline)
             ]
             for peer_id, reply in replies.items()
         }
@@ -307,10 +306,6 @@ class Recovery:
                     return stage
 
 
-def _timeline_of(reply: ListSnapshotsReply) -> Timeline:
-    return Timeline(reply.timeline_first_round, reply.timeline_first_optimizer_step, reply.timeline_created_at_round)
-
-
 def _claims_of(view: SwarmView, replies: Mapping[str, ListSnapshotsReply]) -> dict[str, Claim]:
     """The claims of all serving peers that replied.
 
@@ -319,7 +314,7 @@ def _claims_of(view: SwarmView, replies: Mapping[str, ListSnapshotsReply]) -> di
     """
     serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
     claims = {
-        peer.peer_id: Claim(peer.stage, replies[peer.peer_id].round_number, _timeline_of(replies[peer.peer_id]))
+        peer.peer_id: Claim(peer.stage, replies[peer.peer_id].round_number, timeline_of(replies[peer.peer_id]))
         for peer in serving
         if peer.peer_id in replies
     }
