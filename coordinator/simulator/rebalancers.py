@@ -100,10 +100,9 @@ class LiveRebalancing:
         known = set(self._policy.movers.open)
         found = self._announcements.look(view, now_s)
         self._policy.look(found, sum(self._delivered), LOOK_S * len(self._delivered), now_s)
-        given, self._given = (
-            self._given,
-            tuple(assigned.move for peer_id, assigned in self._policy.movers.open.items() if peer_id not in known),
-        )
+        given = self._given
+        opened = self._policy.movers.open.items()
+        self._given = tuple(assigned.move for peer_id, assigned in opened if peer_id not in known)
         return Rebalancing(given, self._policy.reason)
 
 

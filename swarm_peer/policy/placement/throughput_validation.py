@@ -91,9 +91,8 @@ def believed(
             for peer in view.in_stage(stage):
                 scaled = speeds[peer.peer_id] * (delivered_per_s / announced)
                 speeds[peer.peer_id] = min(scaled, limit / stage_costs[stage])
-    return SwarmView(view.num_stages, tuple(_with_speed(peer, speeds[peer.peer_id]) for peer in view.peers)), tuple(
-        findings
-    )
+    peers = tuple(_with_speed(peer, speeds[peer.peer_id]) for peer in view.peers)
+    return SwarmView(view.num_stages, peers), tuple(findings)
 
 
 def _with_speed(peer: PeerView, samples_per_s: float) -> PeerView:

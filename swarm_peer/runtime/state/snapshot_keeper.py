@@ -93,12 +93,8 @@ class SnapshotKeeper:
             await self._state_server.store_snapshot(wanted.stage, await self._fetch(wanted, peers))
         except CallError as error:
             # The first tries often fail, since the other peers are still taking their snapshots.
-            log.log(
-                logging.WARNING if is_last_try else logging.DEBUG,
-                "snapshot_not_there stage=%d optimizer_step=%d reason=%s",
-                wanted.stage,
-                wanted.optimizer_step,
-                error,
-            )
+            level = logging.WARNING if is_last_try else logging.DEBUG
+            text = "snapshot_not_there stage=%d optimizer_step=%d reason=%s"
+            log.log(level, text, wanted.stage, wanted.optimizer_step, error)
             return False
         return True
