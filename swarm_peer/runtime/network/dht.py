@@ -44,6 +44,9 @@ REQUEST_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 15.0
 # The daemon ends upon a signal, and at once as a rule.
 SHUTDOWN_S = 5.0
+# Pause between looks for peers that the routing table has lost, and how often each is called in vain.
+REJOIN_S = 10.0
+REJOIN_TRIES = 60
 # If there are several initial peers, those that do not accept a connection in this time are not dialled.
 CONNECT_TIMEOUT_S = 3.0
 # Addresses that are tried at the same time.
@@ -144,11 +147,28 @@ class SwarmDHT:
                 await p2p.shutdown()
             raise _explain_start_failure(error, initial_peers) from error
         dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
+        rejoining = asyncio.get_running_loop().create_task(dht._rejoin())
         try:
             yield dht
         finally:
+            rejoining.cancel()
             with anyio.move_on_after(SHUTDOWN_S, shield=True):
                 await dht._close()
+
+    async def _rejoin(self) -> None:
+        """Call peers that the routing table has lost.
+
+        While a node is cut off, the others forget it and it forgets them. hivemind never looks for them again, so that
+        the DHT would stay split.
+        """
+        tries: dict[Any, int] = {}
+        while True:
+            present = set(self._node.protocol.routing_table.peer_id_to_uid)
+            tries = {peer: count for peer, count in tries.items() if count < REJOIN_TRIES} | dict.fromkeys(present, 0)
+            for peer in tries.keys() - present:
+                tries[peer] += 1
+                await self._node.protocol.call_ping(peer)
+            await anyio.sleep(REJOIN_S)
 
     async def _close(self) -> None:
         tasks = [*self._requests, *([self._node.cache_refresh_task] if self._node.cache_refresh_task else [])]
