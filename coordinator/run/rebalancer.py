@@ -18,7 +18,7 @@ from swarm_peer.wire.records import Assignment
 
 log = logging.getLogger(__name__)
 
-# Seconds that a peer takes to drain, end its process, start anew, and build the stage's module.
+# Seconds that a peer takes to end its round, hand its gradient over, and build the stage's module; mostly the round.
 MOVE_OVERHEAD_S = 20.0
 
 

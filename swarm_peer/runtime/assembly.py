@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from swarm_peer.model.costs import REPLIES_KEPT
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
@@ -12,7 +15,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.data.prefetch import SamplePool
-from swarm_peer.runtime.data.slices import SliceReader, load_tokenizer, validation_samples
+from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.host.preparation import microbatch_capacity
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -64,6 +67,7 @@ class Assembly:
 
     Attributes:
         first_timeline: where the run began, by word of the run key
+        held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
         counted: told of each microbatch that a stage-0 peer counts; for tests
     """
 
@@ -73,6 +77,7 @@ class Assembly:
     directory: Directory
     transport: Transport
     first_timeline: Callable[[], Awaitable[Timeline]]
+    held_out: npt.NDArray[np.int32] | None
     counted: CountedHook | None = None
 
     def assemble(self) -> PeerParts:
@@ -203,15 +208,13 @@ class Assembly:
     def _make_launcher(
         self, replica: StageReplica, swarm: SwarmAccess, leases: SliceLeases, step_loop: StepLoop
     ) -> MicrobatchLauncher:
-        context, cache_dir = self.context, self.context.options.cache_dir
-        manifest = context.resolved.manifest
-        load_tokenizer(manifest.data, context.resolved.vocab_size, cache_dir)  # complains early
+        assert self.held_out is not None, "stage 0 has samples to validate with, if only none of them"
         return MicrobatchLauncher(
-            context=context,
+            context=self.context,
             replica=replica,
             swarm=swarm,
             leases=leases,
-            validation=validation_samples(manifest, manifest.training.validation_samples, cache_dir),
+            validation=self.held_out,
             timeline=lambda: step_loop.timeline,
             counted=self.counted,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -50,6 +52,7 @@ class Peer:
         trainer: StageTrainer,
         dht: SwarmDHT,
         transport: P2PTransport,
+        held_out: npt.NDArray[np.int32] | None,
         moved_from: int = UNDECIDED,
         counted: CountedHook | None = None,
     ):
@@ -57,6 +60,7 @@ class Peer:
 
         Args:
             trainer: of the stage, without weights yet
+            held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
             moved_from: the stage that it served before, perhaps this same one; UNDECIDED if it is new
             counted: told of each microbatch that a stage-0 peer counts; for tests
         """
@@ -91,6 +95,7 @@ class Peer:
             directory=self._directory,
             transport=transport,
             first_timeline=self._first_timeline,
+            held_out=held_out,
             counted=counted,
         ).assemble()
         context.metrics.stage.set(trainer.spec.index)

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm_peer.config import PeerOptions
@@ -22,6 +24,7 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.data.slices import load_tokenizer, validation_samples
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.host.preparation import choose_device
@@ -123,12 +126,17 @@ async def _serve_stages(
     moved_from, next_stage = UNDECIDED, stage
     while True:
         spec = resolved.specs[next_stage]
-        if spec.is_first:
-            await context.threads.run(check_data_files, resolved.manifest, options.data_dir)
+        held_out = await context.threads.run(_read_held_out, resolved, options) if spec.is_first else None
         make_trainer = partial(StageTrainer, resolved, spec, device=device, cache_dir=options.cache_dir, blank=True)
         trainer = await context.threads.run(make_trainer)
         peer = Peer(
-            context=context, trainer=trainer, dht=dht, transport=transport, moved_from=moved_from, counted=counted
+            context=context,
+            trainer=trainer,
+            dht=dht,
+            transport=transport,
+            held_out=held_out,
+            moved_from=moved_from,
+            counted=counted,
         )
         moved_to = await peer.run(ended)
         if moved_to is None:
@@ -139,6 +147,18 @@ async def _serve_stages(
         await context.threads.run(gc.collect)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _read_held_out(resolved: ResolvedManifest, options: PeerOptions) -> npt.NDArray[np.int32]:
+    """Samples that the run is validated with.
+
+    Raises:
+        UserError: this machine may not read the run's data, or cannot read it or its tokenizer
+    """
+    manifest = resolved.manifest
+    check_data_files(manifest, options.data_dir)
+    load_tokenizer(manifest.data, resolved.vocab_size, options.cache_dir)
+    return validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)
 
 
 async def _choose_stage(context: PeerContext, dht: SwarmDHT) -> int:

@@ -7,8 +7,8 @@ import logging
 import re
 import socket
 import struct
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ SHUTDOWN_S = 5.0
 # Pause between looks for peers that the routing table has lost, and how often each is called in vain.
 REJOIN_S = 10.0
 REJOIN_TRIES = 60
+# Lost peers that are called. Anybody can enter a routing table, and leave it.
+MOST_LOST = 32
 # If there are several initial peers, those that do not accept a connection in this time are not dialled.
 CONNECT_TIMEOUT_S = 3.0
 # Addresses that are tried at the same time.
@@ -98,7 +100,7 @@ class SwarmDHT:
         self.addresses = list(addresses)
         self._node = node
         self._metrics = metrics
-        self._requests: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
     @asynccontextmanager
@@ -125,35 +127,31 @@ class SwarmDHT:
             _check_port_is_free(address)
         if len(initial_peers) > 1:
             initial_peers = await _listening(initial_peers) or initial_peers
-        p2p = None
-        try:
-            p2p = await P2P.create(
-                initial_peers=list(initial_peers) or None,
-                host_maddrs=list(host_maddrs),
-                announce_maddrs=list(announce_maddrs) or None,
-                identity_path=str(identity_path),
-                check_if_identity_free=False,
-                # Port mapping and NAT probing are the operator's choice.
-                nat_port_map=False,
-                auto_nat=False,
-                startup_timeout=START_TIMEOUT_S,
-            )
-            node = await DHTNode.create(
-                p2p=p2p, initial_peers=list(initial_peers) or None, record_validator=SignedRecordValidator()
-            )
-            addresses = [str(address) for address in await p2p.get_visible_maddrs()]
-        except Exception as error:  # hivemind raises errors of many types
-            if p2p is not None:
-                await p2p.shutdown()
-            raise _explain_start_failure(error, initial_peers) from error
-        dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
-        rejoining = asyncio.get_running_loop().create_task(dht._rejoin())
-        try:
+        async with AsyncExitStack() as opened:
+            try:
+                p2p = await P2P.create(
+                    initial_peers=list(initial_peers) or None,
+                    host_maddrs=list(host_maddrs),
+                    announce_maddrs=list(announce_maddrs) or None,
+                    identity_path=str(identity_path),
+                    check_if_identity_free=False,
+                    # Port mapping and NAT probing are the operator's choice.
+                    nat_port_map=False,
+                    auto_nat=False,
+                    startup_timeout=START_TIMEOUT_S,
+                )
+                opened.push_async_callback(_in_time, p2p.shutdown)
+                with anyio.fail_after(START_TIMEOUT_S):
+                    node = await DHTNode.create(
+                        p2p=p2p, initial_peers=list(initial_peers) or None, record_validator=SignedRecordValidator()
+                    )
+                    addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+            except Exception as error:  # hivemind raises errors of many types
+                raise _explain_start_failure(error, initial_peers) from error
+            dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
+            opened.push_async_callback(_in_time, dht._close)
+            dht._tasks.add(asyncio.get_running_loop().create_task(dht._rejoin()))
             yield dht
-        finally:
-            rejoining.cancel()
-            with anyio.move_on_after(SHUTDOWN_S, shield=True):
-                await dht._close()
 
     async def _rejoin(self) -> None:
         """Call peers that the routing table has lost.
@@ -161,22 +159,22 @@ class SwarmDHT:
         While a node is cut off, the others forget it and it forgets them. hivemind never looks for them again, so that
         the DHT would stay split.
         """
-        tries: dict[Any, int] = {}
+        tries: dict[Any, int] = {}  # in vain, by peer; the peer that was in the table last is the last
         while True:
             present = set(self._node.protocol.routing_table.peer_id_to_uid)
-            tries = {peer: count for peer, count in tries.items() if count < REJOIN_TRIES} | dict.fromkeys(present, 0)
-            for peer in tries.keys() - present:
-                tries[peer] += 1
-                await self._node.protocol.call_ping(peer)
+            lost = [peer for peer, count in tries.items() if peer not in present and count < REJOIN_TRIES]
+            lost = lost[-MOST_LOST:]
+            tries = {peer: tries[peer] + 1 for peer in lost} | dict.fromkeys(present, 0)
+            for peer in lost:
+                await self._node.protocol.call_ping(peer)  # with hivemind's deadline of three seconds
             await anyio.sleep(REJOIN_S)
 
     async def _close(self) -> None:
-        tasks = [*self._requests, *([self._node.cache_refresh_task] if self._node.cache_refresh_task else [])]
+        tasks = [*self._tasks, *([self._node.cache_refresh_task] if self._node.cache_refresh_task else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._node.shutdown()
-        await self.p2p.shutdown()
 
     async def store(
         self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
@@ -247,7 +245,7 @@ class SwarmDHT:
     async def _request(self, name: str, key: str, request: Coroutine[Any, Any, Any]) -> Any:
         # In a task of its own: hivemind shares a search among all that ask for one key, so its asker must not end it.
         task = asyncio.get_running_loop().create_task(request)
-        self._requests.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._forget)
         await asyncio.wait([task], timeout=REQUEST_TIMEOUT_S)
         if not task.done():
@@ -263,7 +261,7 @@ class SwarmDHT:
         raise CallError(f"the DHT request {name} {key} failed: {reason:.200}")
 
     def _forget(self, request: asyncio.Task[Any]) -> None:
-        self._requests.discard(request)
+        self._tasks.discard(request)
         if not request.cancelled():
             request.exception()  # taken: its asker may have gone
 
@@ -271,6 +269,12 @@ class SwarmDHT:
         """Wait until the libp2p daemon has died, and raise SwarmError: a peer cannot go on then."""
         await self.p2p._child.wait()
         raise SwarmError("libp2p's daemon has died: start the peer again (out of memory? see the kernel's log)")
+
+
+async def _in_time(shut_down: Callable[[], Awaitable[None]]) -> None:
+    """Shut something down, also when the caller is cancelled, and give it up if that takes too long."""
+    with anyio.move_on_after(SHUTDOWN_S, shield=True):
+        await shut_down()
 
 
 def _check_multiaddress(address: str) -> Multiaddr:

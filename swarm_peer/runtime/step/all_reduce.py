@@ -10,9 +10,11 @@ Owns hivemind's runner and its tasks, which stay in here. Must not know how part
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,8 @@ from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
 from swarm_peer.wire.codecs import bytes_of, decode, encode
+
+log = logging.getLogger(__name__)
 
 # Values of a part, at the most. With 1 MB of fp32, no copy of a part holds up the event loop for long.
 MAX_PART_VALUES = 2**18
@@ -124,8 +128,9 @@ class AllReduce:
         if sender not in self._done:
             raise InvalidMessage("only members of an averaging round send parts")
         if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
-            self.fail(f"{sender} sent part {part} twice, or no such part is averaged here")
-            raise InvalidMessage(f"part {part} is not averaged here, or has come before")
+            reason = f"part {part} of {len(tensors)} tensors is not averaged here, has come before, or is not one"
+            self.fail(f"{sender}: {reason}")
+            raise InvalidMessage(reason)
         self._claimed.add((sender, part))
         try:
             weight, length = self._weights[sender], self._lengths[part]
@@ -156,10 +161,12 @@ class AllReduce:
     async def _pump(self, sender: str) -> None:
         """Hand a member's parts to hivemind, in their order, and note which averages are ready for that member."""
 
+        arrived = self._arrived[sender]
+
         async def parts() -> AsyncIterator[Any]:
             for part in range(len(self._lengths)):
-                await self._changed.wait_for(lambda part=part: part in self._arrived[sender])  # type: ignore[misc]
-                yield self._arrived[sender].pop(part)
+                await self._changed.wait_for(partial(arrived.__contains__, part))
+                yield arrived.pop(part)
 
         context = SimpleNamespace(remote_id=PeerID.from_base58(sender))
         async with aclosing(self._runner.rpc_aggregate_part(parts(), context)) as replies:
@@ -201,7 +208,9 @@ class AllReduce:
         self._changed.notify()
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks, timeout=CLEANUP_S)
+        _, left = await asyncio.wait(self._tasks, timeout=CLEANUP_S)
+        if left:
+            log.warning("averaging_tasks_left tasks=%d seconds=%.0f", len(left), CLEANUP_S)
         runner_future = self._runner._future
         if runner_future.done() and not runner_future.cancelled():
             runner_future.exception()  # taken, or asyncio complains

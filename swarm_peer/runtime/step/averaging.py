@@ -61,7 +61,7 @@ class GradientAverager:
             shares: for each member, this peer among them, the samples that its gradients are means of; some may be 0
 
         Returns:
-            the averages, valid until the next averaging round; zeros if all shares are 0
+            the means over samples, or plain means if all shares are 0; valid until the next averaging round
 
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
