@@ -302,6 +302,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step(value):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_mean_of_no_samples_changes_nothing_but_the_step():
+    """Momentum and weight decay would move the weights."""
+    (trainer,) = make_trainers(make_manifest(num_stages=1))
+    go_backward([trainer], go_forward([trainer], tokens(0)))
+    trainer.apply(trainer.mean_gradients())
+    before = trainer.state()
+    assert trainer.apply(trainer.mean_gradients()).skipped, "nothing is accumulated"
+    assert trainer.optimizer_step == 2
+    assert all(torch.equal(before[name], value) for name, value in trainer.state().items())
+
+
 def test_apply_leaves_its_arguments_alone():
     (trainer,) = make_trainers(make_manifest(num_stages=1, training={"max_grad_norm": 0.01}))
     go_backward([trainer], go_forward([trainer], tokens(0)))

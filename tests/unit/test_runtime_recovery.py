@@ -1109,3 +1109,23 @@ async def test_a_peer_that_is_left_behind_by_its_stage_mates_notices(follower, m
     await follower.steps._progress.wait_until_over(follower.steps.round_number)
     assert follower.admission._newest_asked == 0, "one lie has one question for its answer"
     looking.cancel()
+
+
+async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(follower):
+    trainer = follower.trainer
+    for parameter in trainer.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.num_samples = 6
+    gradients, samples = follower.steps._share()
+    assert samples == 6
+    assert all(bool(gradient.any()) for gradient in gradients)
+    assert lost(follower) == 0
+    next(trainer.module.parameters()).grad.view(-1)[0] = float("nan")
+    gradients, samples = follower.steps._share()
+    assert samples == 0
+    assert not any(bool(gradient.any()) for gradient in gradients)
+    assert lost(follower) == 6
+
+
+def lost(follower):
+    return follower.steps._metrics.lost_samples._value.get()
