@@ -13,10 +13,13 @@ from transformers import PretrainedConfig
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.wire.identity import Identity
 
 
@@ -74,6 +77,19 @@ def unparsed(manifest_hash: str, *, global_batch_size: int = 8, announcement_s: 
         }
     )
     return ResolvedManifest(manifest, manifest_hash, PretrainedConfig(), ())
+
+
+def begin_round(rounds: RoundBook, round_number: int, phase: Phase = Phase.OPEN, **step: object) -> None:
+    """Begin a round, as the step loop does it."""
+    rounds.begin(StepState(round_number=round_number, **step))  # type: ignore[arg-type]
+    rounds.enter(phase)
+
+
+def begin_counting(book: ProgressBook, round_number: int) -> None:
+    """Begin a round in a progress book that has no replica."""
+    step = StepState(round_number=round_number, began_s=book._context.clock.monotonic_s())
+    book._step = lambda: step
+    book.forget_past()
 
 
 def make_context(

@@ -198,7 +198,6 @@ async def resume(
     for stage in range(manifest.stages.count):
         state = await anyio.to_thread.run_sync(checkpoint.load_stage, stage)
         await snapshots.store_snapshot(stage, replace(state, round_number=first_round, timeline=timeline))
-    snapshots.current = StageState(first_round, "", {}, timeline)
     await transport.serve(CallDispatcher(manifest_hash=manifest.hash, stage=NO_STAGE, calls=snapshots.calls))
     log.info("resuming optimizer_step=%d round=%d path=%s", timeline.first_optimizer_step, first_round, checkpoint.path)
     return timeline

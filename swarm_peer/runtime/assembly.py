@@ -27,11 +27,13 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
 from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -66,6 +68,7 @@ class Assembly:
     """Makes the parts of one peer out of these.
 
     Attributes:
+        snapshots: the snapshots of any stage that this peer keeps
         first_timeline: where the run began, by word of the run key
         held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
         counted: told of each microbatch that a stage-0 peer counts; for tests
@@ -76,6 +79,7 @@ class Assembly:
     device_thread: DeviceThread
     directory: Directory
     transport: Transport
+    snapshots: SnapshotStore
     first_timeline: Callable[[], Awaitable[Timeline]]
     held_out: npt.NDArray[np.int32] | None
     counted: CountedHook | None = None
@@ -83,20 +87,25 @@ class Assembly:
     def assemble(self) -> PeerParts:
         """Make all parts. None of them does anything before it is run."""
         context, directory, spec = self.context, self.directory, self.trainer.spec
+        rounds = RoundBook(context.changed)
         progress = ProgressBook(
-            context=context, is_author=directory.is_author, on_stranger=lambda _: directory.look_soon()
+            context=context,
+            is_author=directory.is_author,
+            on_stranger=lambda _: directory.look_soon(),
+            step=lambda: rounds.step,
         )
-        replica, next_stage = self._make_replica(progress)
+        replica, next_stage = self._make_replica(rounds, progress)
         averager = GradientAverager(
             context=context,
             stage=spec.index,
             shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
             transport=self.transport,
         )
-        group = self._make_group(progress, averager)
+        group = self._make_group(rounds, progress, averager)
         leases = self._make_leases(progress) if spec.is_first else None
         swarm = self._make_swarm_access(progress, group, leases)
-        state_server = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        state_server = StateServer(context=context, replica=replica)
+        self.snapshots.sources = {spec.index: state_server}
         handover = GradientHandover(context=context, replica=replica, swarm=swarm)
         step_loop = StepLoop(
             context=context,
@@ -104,6 +113,7 @@ class Assembly:
             swarm=swarm,
             group=group,
             state_server=state_server,
+            snapshots=self.snapshots,
             handover=handover,
             leases=leases,
         )
@@ -111,13 +121,15 @@ class Assembly:
             context=context,
             stage=spec.index,
             swarm=swarm,
-            snapshots=state_server,
+            snapshots=self.snapshots,
             first_timeline=self.first_timeline,
             unreached=directory.unreached,
         )
-        snapshot_keeper = SnapshotKeeper(context=context, stage=spec.index, swarm=swarm, state_server=state_server)
+        snapshot_keeper = SnapshotKeeper(
+            context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.snapshots
+        )
         server = StageServer(context=context, replica=replica, progress=progress)
-        calls = server.calls | group.calls | averager.calls | state_server.calls | swarm.gossip.calls
+        calls = server.calls | group.calls | averager.calls | self.snapshots.calls | swarm.gossip.calls
         calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)
         return PeerParts(
             replica=replica,
@@ -126,11 +138,11 @@ class Assembly:
             recovery=recovery,
             snapshot_keeper=snapshot_keeper,
             next_stage=next_stage,
-            launcher=None if leases is None else self._make_launcher(replica, swarm, leases, step_loop),
+            launcher=None if leases is None else self._make_launcher(replica, swarm, leases),
             dispatcher=CallDispatcher(manifest_hash=context.resolved.hash, stage=spec.index, calls=calls),
         )
 
-    def _make_replica(self, progress: ProgressBook) -> tuple[StageReplica, StageClient | None]:
+    def _make_replica(self, rounds: RoundBook, progress: ProgressBook) -> tuple[StageReplica, StageClient | None]:
         context, spec, manifest = self.context, self.trainer.spec, self.context.resolved.manifest
         capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
         next_stage = None
@@ -149,16 +161,23 @@ class Assembly:
             next_stage=next_stage,
             replies_kept=REPLIES_KEPT * manifest.limits.max_in_flight,
         )
-        admission = RoundAdmission(capacity=UNBOUNDED if spec.is_first else capacity, changed=context.changed)
+        admission = RoundAdmission(
+            capacity=UNBOUNDED if spec.is_first else capacity, rounds=rounds, changed=context.changed
+        )
         replica = StageReplica(
-            trainer=self.trainer, device_thread=self.device_thread, admission=admission, executor=executor
+            trainer=self.trainer,
+            device_thread=self.device_thread,
+            rounds=rounds,
+            admission=admission,
+            executor=executor,
         )
         return replica, next_stage
 
-    def _make_group(self, progress: ProgressBook, averager: GradientAverager) -> StageGroup:
+    def _make_group(self, rounds: RoundBook, progress: ProgressBook, averager: GradientAverager) -> StageGroup:
         return StageGroup(
             context=self.context,
             stage=self.trainer.spec.index,
+            rounds=rounds,
             transport=self.transport,
             averager=averager,
             progress=progress,
@@ -205,9 +224,7 @@ class Assembly:
             look=directory.refresh_surely,
         )
 
-    def _make_launcher(
-        self, replica: StageReplica, swarm: SwarmAccess, leases: SliceLeases, step_loop: StepLoop
-    ) -> MicrobatchLauncher:
+    def _make_launcher(self, replica: StageReplica, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:
         assert self.held_out is not None, "stage 0 has samples to validate with, if only none of them"
         return MicrobatchLauncher(
             context=self.context,
@@ -215,6 +232,5 @@ class Assembly:
             swarm=swarm,
             leases=leases,
             validation=self.held_out,
-            timeline=lambda: step_loop.timeline,
             counted=self.counted,
         )

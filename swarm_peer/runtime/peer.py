@@ -26,6 +26,7 @@ from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start
+from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
 from swarm_peer.wire.records import ProgressRecord, TimelineRecord, progress_key, timeline_key
@@ -52,6 +53,7 @@ class Peer:
         trainer: StageTrainer,
         dht: SwarmDHT,
         transport: P2PTransport,
+        snapshots: SnapshotStore,
         held_out: npt.NDArray[np.int32] | None,
         moved_from: int = UNDECIDED,
         counted: CountedHook | None = None,
@@ -60,6 +62,7 @@ class Peer:
 
         Args:
             trainer: of the stage, without weights yet
+            snapshots: the snapshots that this peer keeps, from stages that it served before, too
             held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
             moved_from: the stage that it served before, perhaps this same one; UNDECIDED if it is new
             counted: told of each microbatch that a stage-0 peer counts; for tests
@@ -94,6 +97,7 @@ class Peer:
             device_thread=self._device_thread,
             directory=self._directory,
             transport=transport,
+            snapshots=snapshots,
             first_timeline=self._first_timeline,
             held_out=held_out,
             counted=counted,
@@ -103,19 +107,19 @@ class Peer:
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
         lifecycle, parts = self._lifecycle, self._parts
-        admission, step_loop = parts.replica.admission, parts.step_loop
+        admission, step = parts.replica.admission, parts.replica.rounds.step
         return PeerView(
             peer_id=self._me,
             stage=self._spec.index,
             state=lifecycle.state,
-            round_number=step_loop.round_number,
+            round_number=step.round_number,
             samples_per_s=self._device_thread.samples_per_s,
             queue=admission.admitted + admission.held,
-            optimizer_step=step_loop.optimizer_step,
+            optimizer_step=step.optimizer_step,
             movable=self._movable,
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
-            bandwidth_bytes_per_s=step_loop.download_bytes_per_s,
+            bandwidth_bytes_per_s=parts.step_loop.download_bytes_per_s,
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
         )
@@ -169,8 +173,8 @@ class Peer:
         log.info(
             "serving stage=%d round=%d optimizer_step=%d",
             self._spec.index,
-            self._parts.step_loop.round_number,
-            self._parts.step_loop.optimizer_step,
+            self._parts.step_loop.step.round_number,
+            self._parts.step_loop.step.optimizer_step,
         )
         async with anyio.create_task_group() as tasks:
             if start is not None and start.rewound:
@@ -357,7 +361,7 @@ class Peer:
         if grace.cancelled_caught and (samples := self._trainer.num_samples):
             self._metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
-        log.info("left stage=%d round=%d", self._spec.index, self._parts.step_loop.round_number)
+        log.info("left stage=%d round=%d", self._spec.index, self._parts.step_loop.step.round_number)
 
     def _is_awaited(self) -> bool:
         """Whether a peer is joining this stage and has nobody but this one to get its state from."""

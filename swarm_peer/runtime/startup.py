@@ -35,6 +35,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.peer import Peer, max_payload_bytes
+from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.identity import Identity
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ async def _serve_stages(
 ) -> None:
     """Serve a stage, then the one that the peer moves to, and so on."""
     resolved, options = context.resolved, context.options
+    snapshots = SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
     moved_from, next_stage = UNDECIDED, stage
     while True:
         spec = resolved.specs[next_stage]
@@ -134,6 +136,7 @@ async def _serve_stages(
             trainer=trainer,
             dht=dht,
             transport=transport,
+            snapshots=snapshots,
             held_out=held_out,
             moved_from=moved_from,
             counted=counted,

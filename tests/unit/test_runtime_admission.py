@@ -2,10 +2,22 @@ import asyncio
 
 import anyio
 import pytest
+from contexts import begin_round
 
 from swarm_peer.errors import Busy, NotServing, RoundClosed
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.rounds import RoundBook
+
+
+def make_admission():
+    changed = Condition()
+    return RoundAdmission(capacity=3, rounds=RoundBook(changed), changed=changed)
+
+
+def begin(admission, round_number):
+    begin_round(admission._rounds, round_number)
 
 
 class Guests:
@@ -30,8 +42,8 @@ class Guests:
 
 @pytest.fixture
 def admission():
-    admission = RoundAdmission(capacity=3, changed=Condition())
-    admission.open(5)
+    admission = make_admission()
+    begin(admission, 5)
     return admission
 
 
@@ -56,10 +68,10 @@ async def test_microbatches_of_the_next_round_are_held(admission, guests):
     early = await guests.send(6)
     assert guests.inside == []
     assert (admission.admitted, admission.held) == (0, 1)
-    admission.close()
+    admission._rounds.enter(Phase.ENDING)
     await anyio.wait_all_tasks_blocked()
     assert guests.inside == []
-    admission.open(6)
+    begin(admission, 6)
     await anyio.wait_all_tasks_blocked()
     assert guests.inside == [6]
     assert (admission.admitted, admission.held) == (1, 0)
@@ -67,17 +79,17 @@ async def test_microbatches_of_the_next_round_are_held(admission, guests):
 
 
 async def test_a_closed_admission_holds_microbatches_of_the_next_round_too(admission, guests):
-    admission.close()
+    admission._rounds.enter(Phase.ENDING)
     early = await guests.send(6)
     assert admission.held == 1
-    admission.open(6)
+    begin(admission, 6)
     await leaves(early)
     assert guests.inside == [6]
 
 
 async def test_a_held_microbatch_whose_round_is_skipped_is_turned_away(admission, guests):
     early = await guests.send(6)
-    admission.open(7)
+    begin(admission, 7)
     with pytest.raises(RoundClosed) as caught:
         await early
     assert caught.value.round_number == 7
@@ -86,8 +98,8 @@ async def test_a_held_microbatch_whose_round_is_skipped_is_turned_away(admission
 
 async def test_a_held_microbatch_whose_round_has_opened_and_closed_is_turned_away(admission, guests):
     early = await guests.send(6)
-    admission.open(6)
-    admission.close()
+    begin(admission, 6)
+    admission._rounds.enter(Phase.ENDING)
     with pytest.raises(RoundClosed):
         await early
     assert guests.inside == []
@@ -102,7 +114,7 @@ async def test_microbatches_of_earlier_rounds_are_turned_away(admission, guests,
 
 async def test_microbatches_of_a_closed_round_are_turned_away(admission, guests):
     inside = await guests.send(5)
-    admission.close()
+    admission._rounds.enter(Phase.ENDING)
     assert not admission.is_open
     with pytest.raises(RoundClosed):
         await (await guests.send(5))
@@ -123,7 +135,7 @@ async def test_a_full_admission_says_so_at_once(admission, guests):
     await leaves(staying[0])
     another = await guests.send(5)
     assert admission.admitted == 2
-    admission.open(6)
+    begin(admission, 6)
     for guest in [*staying[1:], another]:
         await leaves(guest)
 
@@ -146,19 +158,19 @@ async def test_a_failure_inside_makes_room(admission):
 
 async def test_drained_waits_for_those_inside_and_not_for_those_held(admission, guests):
     inside, held = [await guests.send(5), await guests.send(5)], await guests.send(6)
-    admission.close()
+    admission._rounds.enter(Phase.ENDING)
     drained = asyncio.ensure_future(admission.drained())
     for guest in inside:
         await anyio.wait_all_tasks_blocked()
         assert not drained.done()
         await leaves(guest)
     await drained
-    admission.open(6)
+    begin(admission, 6)
     await leaves(held)
 
 
 async def test_nobody_enters_before_the_first_round():
-    admission = RoundAdmission(capacity=3, changed=Condition())
+    admission = make_admission()
     with pytest.raises(NotServing):
         async with admission.enter(0):
             pass

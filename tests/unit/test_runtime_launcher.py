@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import anyio
 import numpy as np
 import pytest
-from contexts import make_context
+from contexts import begin_round, make_context
 from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
@@ -18,12 +18,14 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.prefetch import Sample
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import HopResult
 from swarm_peer.wire.codecs import decode_tokens
 from swarm_peer.wire.identity import Identity
@@ -103,7 +105,7 @@ class Runner:
     def __init__(self):
         self.running = deque()
 
-    async def run(self, microbatch, hidden, deadline):
+    async def run(self, entered, microbatch, hidden, deadline):
         assert hidden is None
         assert deadline > anyio.current_time()
         running = Running(microbatch)
@@ -141,8 +143,14 @@ class World:
         )
         self.metrics, self.changed = self.context.metrics, self.context.changed
         self.leases, self.executor = Leases(), Runner()
-        self.admission = RoundAdmission(capacity=10**6, changed=self.changed)
-        self.progress = ProgressBook(context=self.context, is_author=lambda peer: True, on_stranger=lambda peer: None)
+        self.rounds = RoundBook(self.changed)
+        self.admission = RoundAdmission(capacity=10**6, rounds=self.rounds, changed=self.changed)
+        self.progress = ProgressBook(
+            context=self.context,
+            is_author=lambda peer: True,
+            on_stranger=lambda peer: None,
+            step=lambda: self.rounds.step,
+        )
         self.peers = [
             PeerView(peer_id=ME, stage=0, state=PeerState.SERVING),
             PeerView(peer_id="next", stage=1, state=PeerState.SERVING),
@@ -158,11 +166,10 @@ class World:
         )
         self.launcher = MicrobatchLauncher(
             context=self.context,
-            replica=SimpleNamespace(executor=self.executor, admission=self.admission),
+            replica=SimpleNamespace(executor=self.executor, admission=self.admission, rounds=self.rounds),
             swarm=swarm,
             leases=self.leases,
             validation=np.arange(10, 15, dtype=np.int32)[:, None].repeat(LENGTH + 1, axis=1),
-            timeline=lambda: self.timeline,
             counted=lambda round_number, tokens, samples: self.hooked.append(
                 (round_number, tokens[:, 0].tolist(), samples)
             ),
@@ -175,14 +182,13 @@ class World:
             await self.tells[-1].wait()
 
     def enter(self, round_number):
-        """As StepLoop does it."""
-        self.admission.close()
-        self.progress.enter(round_number)
-        self.admission.open(round_number)
+        began_s = self.context.clock.monotonic_s()
+        begin_round(self.rounds, round_number, timeline=self.timeline, began_s=began_s)
+        self.progress.forget_past()
 
     @property
     def count(self):
-        return self.progress.counter.count_of(self.admission.round_number, ME)
+        return self.progress.counter.count_of(self.rounds.step.round_number, ME)
 
     async def __aenter__(self):
         self.enter(0)
@@ -366,7 +372,7 @@ async def test_what_comes_too_late_belongs_to_the_next_round():
         first, second = await world.executor.launched(2)
         second.succeed()
         await succeed(world, 2)
-        world.admission.close()
+        world.rounds.enter(Phase.ENDING)
         first.fail(RoundClosed("over", 1))
         await settle()
         assert not world.executor.running

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import anyio
 import pytest
-from contexts import FixedRandom, MovedClock, make_context, unparsed
+from contexts import FixedRandom, MovedClock, begin_counting, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from made_up_slices import FakeReader
 from memory_transport import MemoryNetwork
@@ -113,7 +113,7 @@ class Swarm:
 
     async def add(self, name: str, *lengths: int, ledger: bytes = b"", round_number: int = 0) -> Peer:
         peer = Peer(self, name, FakeReader(*lengths))
-        peer.progress.enter(round_number)
+        begin_counting(peer.progress, round_number)
         await peer.leases.begin(round_number, FIRST_TIMELINE, ledger)
         await peer.transport.serve(CallDispatcher(manifest_hash=RUN, stage=0, calls=peer.leases.calls))
         self.peers.append(peer)
@@ -139,7 +139,7 @@ class Swarm:
         assert len(ledgers) == 1 or self.has_heirs, "stage-mates give newcomers the same bytes"
         for peer in self.peers:
             assert peer.repeated == 0
-            peer.progress.enter(peer.progress.round_number + 1)
+            begin_counting(peer.progress, peer.progress.round_number + 1)
             peer.changed.notify()
 
 
@@ -321,7 +321,7 @@ async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> No
     generation = peer.leases.generation
     drawn = await peer.draw(5)
     await peer.leases.begin(1, FIRST_TIMELINE, after_step)
-    peer.progress.enter(1)
+    begin_counting(peer.progress, 1)
     assert peer.leases.generation > generation
     again = await peer.draw(5)
     assert again == drawn, "in the ledger that it goes on from they have not counted"
@@ -347,12 +347,12 @@ async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) ->
     swarm.end_round()
     nothing = encode_ledger(SampleLedger(3))
     await b.leases.begin(6, Timeline(6, 0, 0), nothing)
-    b.progress.enter(6)
+    begin_counting(b.progress, 6)
     a.tell(b)
     await anyio.sleep(0.05)
     assert b.leases._held == set(), "it waits for its stage-mate"
     await a.leases.begin(6, Timeline(6, 0, 0), nothing)
-    a.progress.enter(6)
+    begin_counting(a.progress, 6)
     read: set[SampleId] = set()
     while not set(of_a) <= read:
         for peer in (a, b):
@@ -381,7 +381,7 @@ async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
     late = await b.draw(4)
     b.count(late)
     a.leases.end_round(0)
-    a.progress.enter(1)
+    begin_counting(a.progress, 1)
     b.tell(a)
     assert set(late) <= {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
     assert a.repeated == 0
@@ -394,7 +394,7 @@ async def test_what_counts_twice_is_noted(swarm: Swarm) -> None:
     samples = await a.draw(4)
     a.count(samples)
     a.leases.end_round(0)
-    a.progress.enter(1)
+    begin_counting(a.progress, 1)
     own = a.progress.counter.count_of(1, a.peer_id)
     a.progress.count_own(1, RoundCount(own.samples + 2, 2, 0.0, ranges_of(samples[:2])))
     a.leases.end_round(1)

@@ -5,7 +5,7 @@ import time
 import anyio
 import pytest
 import torch
-from contexts import ReadClock, make_context
+from contexts import ReadClock, begin_round, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
@@ -23,6 +23,7 @@ from swarm_peer.errors import (
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.gossip import Gossip
@@ -32,9 +33,9 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
-from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
@@ -82,11 +83,15 @@ class Peer:
         self.trainer = StageTrainer(swarm.resolved, swarm.resolved.specs[stage])
         self.metrics = context.metrics
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
-        self.admission = RoundAdmission(capacity=capacity, changed=context.changed)
+        self.rounds = RoundBook(context.changed)
+        self.admission = RoundAdmission(capacity=capacity, rounds=self.rounds, changed=context.changed)
         self.peer_id = identity.peer_id
         self.transport = swarm.network.transport(self.peer_id)
         self.progress = ProgressBook(
-            context=context, is_author=lambda author: author in swarm.ids(0), on_stranger=lambda author: None
+            context=context,
+            is_author=lambda author: author in swarm.ids(0),
+            on_stranger=lambda author: None,
+            step=lambda: self.rounds.step,
         )
         self.next_stage = None
         if not self.trainer.spec.is_last:
@@ -103,18 +108,19 @@ class Peer:
         replica = StageReplica(
             trainer=self.trainer,
             device_thread=self.device_thread,
+            rounds=self.rounds,
             admission=self.admission,
             executor=self.executor,
         )
         group = StageGroup(
             context=context,
             stage=stage,
+            rounds=self.rounds,
             transport=self.transport,
             averager=None,
             progress=self.progress,
             view=swarm.view,
         )
-        donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
         handler = StageServer(context=context, replica=replica, progress=self.progress)
         gossip = Gossip(
             manifest_hash=manifest.hash,
@@ -127,17 +133,15 @@ class Peer:
             transport=self.transport, progress=self.progress, gossip=gossip, view=swarm.view, look=None
         )
         self.handover = GradientHandover(context=context, replica=replica, swarm=access)
-        calls = handler.calls | group.calls | donor.calls | gossip.calls | self.handover.calls
+        calls = handler.calls | group.calls | gossip.calls | self.handover.calls
         self.dispatcher = CallDispatcher(manifest_hash=manifest.hash, stage=stage, calls=calls)
         self.open(0)
 
     def open(self, round_number):
-        """As StepLoop does it."""
-        self.executor.note_round(round_number)
-        self.admission.open(round_number)
+        begin_round(self.rounds, round_number, weights_version=self.trainer.weights_version)
 
     async def run(self, microbatch, timeout_s=20.0):
-        return await self.executor.run(microbatch, None, anyio.current_time() + timeout_s)
+        return await self.executor.run(self.rounds.current, microbatch, None, anyio.current_time() + timeout_s)
 
     def gradients(self):
         return self.trainer.mean_gradients()
@@ -342,7 +346,7 @@ async def test_in_the_next_round_an_id_counts_anew(swarm, pair):
     first, last = pair
     await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     last.trainer.discard_gradients()
-    last.executor.forget_round()
+    last.rounds.current.forget_counted()
     await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     assert last.trainer.num_samples == SAMPLES
 
@@ -412,7 +416,7 @@ async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
     release.set()
     await drained
     assert last.trainer.num_samples == SAMPLES
-    assert last.executor.counted_reply(make_call(swarm).microbatch) is not None
+    assert last.executor.counted_reply(last.rounds.current, make_call(swarm).microbatch) is not None
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -615,7 +619,7 @@ async def test_a_closed_round_ends_the_tries(swarm, pair):
     first, last = pair
     await swarm.add("c", 1)
     for peer in swarm.peers[1:]:
-        peer.admission.open(3)
+        peer.open(3)
     with pytest.raises(RoundClosed) as caught:
         await first.run(make_microbatch(round_number=0))
     assert caught.value.round_number == 3
@@ -642,7 +646,7 @@ async def test_a_gradient_that_waits_while_a_rewind_changes_the_weights_is_not_a
     """The leaving peer is told that its round is over."""
     _, leaving, staying = await group_of_two(swarm)
     release = await staying.occupy()
-    handing_over = asyncio.ensure_future(leaving.handover.hand_over(0))
+    handing_over = asyncio.ensure_future(leaving.handover.hand_over())
     await until(lambda: staying.admission.admitted)
     rewinding = asyncio.ensure_future(staying.device_thread.run(Priority.STEP, staying.trainer.restart))
     await anyio.wait_all_tasks_blocked()
@@ -771,7 +775,7 @@ async def test_a_gradient_that_is_not_finite_on_its_way_out_empties_the_accumula
     assert last.trainer.num_samples == 0
     assert not any(gradient.any() for gradient in last.gradients())
     assert last.metric("lost_samples") == SAMPLES
-    assert last.executor.counted == {}
+    assert last.rounds.current.counted == {}
 
 
 # --- a leaving peer's share -------------------------------------------------------------------------------------------
@@ -795,11 +799,11 @@ def last_stage_sums(manifest, seeds):
 
 async def test_a_leaving_peers_share_is_added_to_a_stage_mates(swarm):
     first, leaving, staying = await group_of_two(swarm)
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert leaving.trainer.num_samples == 0
     assert staying.trainer.num_samples == 2 * SAMPLES
     assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1, 0)))
-    assert await leaving.handover.hand_over(0), "there is nothing left to hand over"
+    assert await leaving.handover.hand_over(), "there is nothing left to hand over"
     assert staying.trainer.num_samples == 2 * SAMPLES
 
     # What the leaving peer has counted comes again, because its reply was lost.
@@ -811,7 +815,7 @@ async def test_a_leaving_peers_share_is_added_to_a_stage_mates(swarm):
 async def test_a_share_whose_last_reply_is_lost_is_added_once(swarm):
     _, leaving, staying = await group_of_two(swarm)
     fault = swarm.network.fault(op="commit_gradient", drop_reply=True, times=2)
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert fault.fired == 2
     assert staying.trainer.num_samples == 2 * SAMPLES
     assert leaving.metric("lost_samples") == 0
@@ -821,7 +825,7 @@ async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(s
     _, leaving, _ = await group_of_two(swarm)
     await swarm.add("d", 1)
     swarm.network.fault(op="commit_gradient", drop_reply=True, times=100)
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
     assert leaving.trainer.num_samples == 0
     assert leaving.metric("lost_samples") == SAMPLES, "in doubt, it is reported"
@@ -831,7 +835,7 @@ async def test_a_share_goes_to_another_stage_mate_when_one_dies(swarm):
     _, leaving, _ = await group_of_two(swarm)
     await swarm.add("d", 1)
     fault = swarm.network.fault(op="gradient_chunk", fail=PeerUnreachable("gone"))
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert fault.fired == 1
     assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
 
@@ -850,15 +854,15 @@ async def test_stage_mates_are_asked_in_any_order(swarm):
         return await call(peer, body, tensors, timeout_s=timeout_s)
 
     leaving.transport.call = record
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert sorted(asked) == sorted(swarm.ids(1) - {leaving.peer_id})
     assert asked != sorted(asked)
 
 
 async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     _, leaving, staying = await group_of_two(swarm)
-    staying.admission.close()
-    assert not await leaving.handover.hand_over(0), "it has to end the round together with the others"
+    staying.rounds.enter(Phase.ENDING)
+    assert not await leaving.handover.hand_over(), "it has to end the round together with the others"
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
 
 
@@ -866,17 +870,17 @@ async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swar
     """It is as large as the stage."""
     _, leaving, staying = await group_of_two(swarm)
     fault = swarm.network.fault(op="commit_gradient", fail=NotServing("gone"))
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert fault.fired == 1
-    assert len(staying.handover._transfers) == 1
-    staying.handover.enter(1)
-    assert not staying.handover._transfers
+    assert len(staying.rounds.current.transfers) == 1
+    staying.open(1)
+    assert not staying.rounds.current.transfers
 
 
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
     first, last = pair
     await first.run(make_microbatch())
-    assert await last.handover.hand_over(0)
+    assert await last.handover.hand_over()
     assert last.metric("lost_samples") == SAMPLES
 
 
@@ -899,7 +903,7 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
         return await call(peer, body, tensors, timeout_s=timeout_s)
 
     monkeypatch.setattr(leaving.transport, "call", tamper)
-    assert await leaving.handover.hand_over(0)
+    assert await leaving.handover.hand_over()
     assert staying.trainer.num_samples == SAMPLES
     assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1,)))
     assert leaving.metric("lost_samples") == SAMPLES

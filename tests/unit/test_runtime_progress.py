@@ -2,7 +2,7 @@ import asyncio
 
 import anyio
 import pytest
-from contexts import ReadClock, make_context, unparsed
+from contexts import ReadClock, begin_counting, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm_peer.errors import InvalidMessage
@@ -121,6 +121,7 @@ def test_a_peer_that_started_anew_goes_on_from_what_it_had_counted():
 def test_who_makes_no_progress_loses_patience_with():
     now = 100.0
     book = make_book(clock=ReadClock(lambda: now))
+    begin_counting(book, 0)
     peers = [AUTHOR.peer_id, ME.peer_id]
     assert book.active(peers, 10.0) == set(peers), "at the beginning of a round nobody has told anything"
     now = 109.0
@@ -129,13 +130,13 @@ def test_who_makes_no_progress_loses_patience_with():
     assert book.active(peers, 10.0) == {AUTHOR.peer_id}
     now = 120.0
     assert book.active(peers, 10.0) == set()
-    book.enter(1)
+    begin_counting(book, 1)
     assert book.active(peers, 10.0) == set(peers)
 
 
 def test_counts_of_far_rounds_are_ignored():
     book = make_book()
-    book.enter(10)
+    begin_counting(book, 10)
     for round_number in (0, 8, 10 + MAX_COUNTED_ROUNDS_AHEAD + 1, 2**39):
         book.merge([signed(4, round_number=round_number)])
         assert book.counter.samples(round_number) == 0
@@ -148,12 +149,12 @@ def test_counts_of_this_round_and_of_the_one_before_are_passed_on():
     book = make_book()
     counts = {round_number: signed(4, round_number=round_number) for round_number in range(4)}
     book.merge(counts.values())
-    book.enter(2)
+    begin_counting(book, 2)
     assert book.signed_counts() == (counts[1], counts[2])
     book.merge([counts[3]])
     assert book.counter.samples(0) == 0, "forgotten"
     assert book.counter.samples(1) == 4
-    book.enter(3)
+    begin_counting(book, 3)
     assert book.signed_counts() == (counts[2], counts[3]), "what came early is kept"
 
 
@@ -169,7 +170,7 @@ async def test_a_round_is_over_when_its_global_batch_is_full():
 
 async def test_a_round_is_over_when_stage_mates_are_past_it():
     book = make_book()
-    book.enter(1)
+    begin_counting(book, 1)
     waiting = asyncio.ensure_future(book.wait_until_over(1))
     book.saw_round(1)
     await anyio.wait_all_tasks_blocked()

@@ -28,6 +28,7 @@ from coordinator.query.sampling import Sampling
 from swarm_peer.errors import Busy, CallTimeout, HopFailed, InvalidMessage, NotServing, RoundClosed, SwarmError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.stage import stage_server as handlers
 from swarm_peer.runtime.stage.device_thread import Priority
@@ -70,7 +71,7 @@ class Fixture:
 
     async def look(self, stages):
         def view(peer):
-            round_number = peer.admission.round_number if self.announced is None else self.announced
+            round_number = peer.rounds.step.round_number if self.announced is None else self.announced
             return PeerView(
                 peer_id=peer.peer_id,
                 stage=peer.stage,
@@ -109,11 +110,11 @@ class Fixture:
         """The peers of these stages, or all of them, end their round."""
         for peer in self.swarm.peers:
             if not stages or peer.stage in stages:
-                peer.admission.close()
+                peer.rounds.enter(Phase.ENDING)
                 generator = torch.Generator().manual_seed(peer.trainer.optimizer_step)
                 parameters = peer.trainer.module.parameters()
                 peer.trainer.apply([torch.randn(p.shape, generator=generator) for p in parameters])
-                peer.open(peer.admission.round_number + 1)
+                peer.open(peer.rounds.step.round_number + 1)
 
     def call(self, stage=0, **change):
         fields = {
@@ -179,7 +180,9 @@ async def test_answers_are_those_of_the_single_process(family, num_stages):
                 assert token == int(plain(torch.tensor([prefix[-LENGTH:]])).logits[0, -1].argmax())
             prefix.append(token)
         assert len(prefix) == 2 + LENGTH + 2
-        assert not any(peer.trainer.num_samples or peer.executor.counted for peer in swarm.peers), "nothing is counted"
+        assert not any(peer.trainer.num_samples or peer.rounds.current.counted for peer in swarm.peers), (
+            "nothing is counted"
+        )
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "blockwise_8bit"])
@@ -346,7 +349,7 @@ async def test_a_round_ends_without_its_queries(run):
     release = await first.occupy()
     query = asyncio.ensure_future(run.send(run.call(), encode_tokens(tokens())))
     await anyio.wait_all_tasks_blocked()
-    first.admission.close()
+    first.rounds.enter(Phase.ENDING)
     await first.admission.drained()
     applied = asyncio.ensure_future(
         first.device_thread.run(Priority.STEP, lambda: first.trainer.apply(first.trainer.mean_gradients()))
@@ -362,7 +365,7 @@ async def test_a_round_ends_without_its_queries(run):
 async def test_a_round_that_ends_answers_while_it_has_its_weights(run):
     """On a busy stage a query's turn comes when the microbatches are done, and the later stages have closed by then."""
     for peer in run.swarm.peers:
-        peer.admission.close()
+        peer.rounds.enter(Phase.ENDING)
     result = await run.model.evaluate(samples(3))
     assert result.loss == pytest.approx(run.plain_loss(samples(3)), abs=1e-5)
     assert result.optimizer_step == UPDATES

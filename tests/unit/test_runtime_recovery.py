@@ -8,6 +8,7 @@ import pytest
 import torch
 from contexts import ReadClock, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from given_states import GivenStates
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
@@ -16,6 +17,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
@@ -36,7 +38,6 @@ from swarm_peer.runtime.state.recovery import (
     Recovery,
 )
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
-from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
@@ -72,6 +73,10 @@ class FakeTrainer:
         self.stage, self.optimizer_step = stage, optimizer_step
         self.spec = SimpleNamespace(index=stage)
 
+    @property
+    def weights_version(self):
+        return self.optimizer_step
+
     def state(self):
         return weights(self.stage, self.optimizer_step)
 
@@ -79,7 +84,9 @@ class FakeTrainer:
 class Peer:
     """A peer with a donor and its recovery; its rounds are what a test says."""
 
-    def __init__(self, swarm, peer_id, stage, round_number=0, timeline=FIRST_TIMELINE, state=PeerState.SERVING):
+    def __init__(
+        self, swarm, peer_id, stage, round_number=0, timeline=FIRST_TIMELINE, state=PeerState.SERVING, store=None
+    ):
         self.peer_id, self.stage, self.state = peer_id, stage, state
         self.speed, self.movable = 1.0, True
         self.trainer = FakeTrainer(stage, 0)
@@ -87,7 +94,7 @@ class Peer:
         self.changed = context.changed
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self.transport = swarm.network.transport(peer_id)
-        self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        self.donor = GivenStates(context, self.trainer, self.device_thread, store)
         self.told = []  # rewinds
         self.enter(round_number, timeline)
         access = SimpleNamespace(transport=self.transport, view=swarm.view, look=swarm.look)
@@ -95,11 +102,13 @@ class Peer:
             context=context,
             stage=stage,
             swarm=access,
-            snapshots=self.donor,
+            snapshots=self.donor.store,
             first_timeline=swarm.first_timeline,
             unreached=swarm.unreached,
         )
-        self.keeper = SnapshotKeeper(context=context, stage=stage, swarm=access, state_server=self.donor)
+        self.keeper = SnapshotKeeper(
+            context=context, stage=stage, swarm=access, state_server=self.donor.server, snapshots=self.donor.store
+        )
 
     def enter(self, round_number, timeline=None):
         timeline = self.donor.current.timeline if timeline is None else timeline
@@ -120,11 +129,11 @@ class Peer:
     @property
     def snapshots(self):
         """Stage and updates of its snapshots."""
-        return sorted((known.stage, known.optimizer_step) for known in self.donor._snapshots)
+        return sorted((known.stage, known.optimizer_step) for known, _ in self.donor.snapshots())
 
     def view(self):
         current = self.donor.current
-        round_number, optimizer_step = (0, 0) if current is None else (current.round_number, current.optimizer_step)
+        round_number, optimizer_step = current.round_number, current.optimizer_step
         return PeerView(
             peer_id=self.peer_id,
             stage=self.stage,
@@ -166,9 +175,9 @@ class Swarm:
         await peer.transport.serve(peer)
         return peer
 
-    async def newcomer(self, stage=1, peer_id="n"):
-        """A peer that finds nobody in its stage."""
-        return await self.add(peer_id, stage, state=PeerState.JOINING)
+    async def newcomer(self, stage=1, peer_id="n", store=None):
+        """A peer that finds nobody in its stage; with the snapshots of a peer that has moved there."""
+        return await self.add(peer_id, stage, state=PeerState.JOINING, store=store)
 
     def view(self):
         return SwarmView(3, tuple(peer.view() for name, peer in self.peers.items() if name not in self.dropped))
@@ -229,8 +238,7 @@ async def test_a_peer_that_has_moved_begins_with_the_snapshots_that_it_brings_al
     before = await swarm.add("b", 0, round_number=47)
     await before.store_snapshot((1, 20), (1, 40))
     del swarm.peers["b"]
-    (swarm.folder / "b").rename(swarm.folder / "n")
-    peer = await swarm.newcomer()
+    peer = await swarm.newcomer(store=before.donor.store)
     start = await peer.recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(51, 40, 40), True)
     assert_state(start.state, 1, 40)
@@ -241,7 +249,7 @@ async def all_have_moved(swarm, *kept):
     for peer_id, snapshots in zip("ac", kept, strict=True):
         peer = await swarm.add(peer_id, {"a": 0, "c": 2}[peer_id], round_number=47, state=PeerState.JOINING)
         await peer.store_snapshot(*snapshots)
-        peer.donor.current = None
+        peer.donor.forget_state()
 
 
 async def test_where_nobody_serves_any_more_the_snapshots_tell_where_the_run_was(swarm):
@@ -302,8 +310,7 @@ async def test_snapshots_that_it_brings_along_from_a_timeline_that_was_given_up_
     before = await swarm.add("b", 0, round_number=47)
     await before.store_snapshot((1, 20), (1, 40))
     del swarm.peers["b"]
-    (swarm.folder / "b").rename(swarm.folder / "n")
-    start = await (await swarm.newcomer()).recovery.find_start()
+    start = await (await swarm.newcomer(store=before.donor.store)).recovery.find_start()
     assert_state(start.state, 1, 20)
 
 
@@ -640,7 +647,7 @@ async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
 async def test_no_snapshot_is_taken_of_the_initial_weights(swarm):
     peer = await swarm.add("a", 0)
     assert not peer.keeper._snapshot_is_due(EVERY)
-    peer.donor.current = None
+    peer.donor.forget_state()
     assert not peer.keeper._snapshot_is_due(EVERY)
 
 
@@ -817,13 +824,25 @@ class Follower:
         self.metrics = context.metrics
         self.trainer = StageTrainer(context.resolved, context.resolved.specs[0], blank=True)
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
-        self.admission = RoundAdmission(capacity=8, changed=context.changed)
+        self.donor = GivenStates(context, self.trainer, self.device_thread)
+        self.rounds = self.donor.rounds
+        self.admission = RoundAdmission(capacity=8, rounds=self.rounds, changed=context.changed)
         transport = self.network.transport(self.peer_id)
-        progress = ProgressBook(context=context, is_author=lambda author: False, on_stranger=lambda author: None)
-        group = StageGroup(
-            context=context, stage=0, transport=transport, averager=None, progress=progress, view=self.view
+        progress = ProgressBook(
+            context=context,
+            is_author=lambda author: False,
+            on_stranger=lambda author: None,
+            step=lambda: self.rounds.step,
         )
-        self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        group = StageGroup(
+            context=context,
+            stage=0,
+            rounds=self.rounds,
+            transport=transport,
+            averager=None,
+            progress=progress,
+            view=self.view,
+        )
         gossip = Gossip(
             manifest_hash=MANIFEST.hash,
             transport=transport,
@@ -831,17 +850,21 @@ class Follower:
             welcome=group.welcome,
             drop=lambda peer, serial: None,
         )
-        executor = SimpleNamespace(forget_round=lambda: None, note_round=lambda round_number: None)
         replica = StageReplica(
-            trainer=self.trainer, device_thread=self.device_thread, admission=self.admission, executor=executor
+            trainer=self.trainer,
+            device_thread=self.device_thread,
+            rounds=self.rounds,
+            admission=self.admission,
+            executor=None,
         )
         self.steps = StepLoop(
             context=context,
             replica=replica,
             swarm=SwarmAccess(transport=transport, progress=progress, gossip=gossip, view=self.view, look=self.look),
             group=group,
-            state_server=self.donor,
-            handover=SimpleNamespace(enter=lambda round_number: None),
+            state_server=self.donor.server,
+            snapshots=self.donor.store,
+            handover=None,
             leases=None,
         )
 
@@ -849,7 +872,9 @@ class Follower:
         return SwarmView(
             3,
             (
-                PeerView(peer_id=self.peer_id, stage=0, state=PeerState.SERVING, round_number=self.steps.round_number),
+                PeerView(
+                    peer_id=self.peer_id, stage=0, state=PeerState.SERVING, round_number=self.steps.step.round_number
+                ),
                 *self.peers,
             ),
         )
@@ -864,8 +889,8 @@ class Follower:
         for _ in range(optimizer_step):
             gradients = [torch.ones_like(parameter) for parameter in self.trainer.module.parameters()]
             self.trainer.apply(gradients)
-        self.steps._enter(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
-        self.steps._admit()
+        self.steps._begin_round(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
+        self.rounds.enter(Phase.OPEN)
 
     async def rewind(self, caller="n", lost_stage=1, round_number=38, optimizer_step=2):
         call = RewindCall(
@@ -968,16 +993,16 @@ async def test_a_peer_goes_back_to_its_snapshot(follower):
     expected = state_of(follower.trainer)
     assert await follower.donor.take_snapshot(3)
     follower.trainer.apply([torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()])
-    follower.steps._enter(4, "history_hash of 4", FIRST_TIMELINE, b"")
+    follower.steps._begin_round(4, "history_hash of 4", FIRST_TIMELINE, b"")
     running = asyncio.ensure_future(follower.steps.run())
     await follower.rewind(optimizer_step=3)
-    await until(lambda: follower.steps.round_number == 38 and follower.admission.is_open)
-    assert (follower.steps.optimizer_step, follower.steps.timeline, follower.trainer.optimizer_step) == (
+    await until(lambda: follower.steps.step.round_number == 38 and follower.admission.is_open)
+    assert (follower.steps.step.optimizer_step, follower.steps.step.timeline, follower.trainer.optimizer_step) == (
         3,
         Timeline(38, 3, 3),
         3,
     )
-    assert (follower.admission.round_number, follower.steps._group.history_hash) == (38, "history_hash of 3")
+    assert (follower.steps.step.round_number, follower.steps.step.history_hash) == (38, "history_hash of 3")
     assert (follower.donor.current.round_number, follower.donor.current.ledger) == (38, b"ledger")
     assert_equal(follower.trainer.state(), expected)
     assert follower.target is None
@@ -990,8 +1015,8 @@ async def test_a_peer_goes_back_to_the_initial_weights(follower):
     initial = StageTrainer(ResolvedManifest.of(MANIFEST), ResolvedManifest.of(MANIFEST).specs[0])
     running = asyncio.ensure_future(follower.steps.run())
     await follower.rewind(optimizer_step=0)
-    await until(lambda: follower.steps.round_number == 38 and follower.admission.is_open)
-    assert (follower.steps.optimizer_step, follower.trainer.optimizer_step) == (0, 0)
+    await until(lambda: follower.steps.step.round_number == 38 and follower.admission.is_open)
+    assert (follower.steps.step.optimizer_step, follower.trainer.optimizer_step) == (0, 0)
     assert_equal(follower.trainer.module.state_dict(), initial.module.state_dict())
     running.cancel()
 
@@ -1020,7 +1045,7 @@ async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(fol
     await follower.steps._catch_up_by_state(["a"], min_round=4)
     assert asked == [(["a"], 101 + MAX_ROUNDS_AHEAD), (["a", "b", "liar"], 101 + MAX_ROUNDS_AHEAD)]
     assert follower.looked == [[0, 1, 2]]
-    assert follower.steps.round_number == 111
+    assert follower.steps.step.round_number == 111
 
 
 async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypatch):
@@ -1033,16 +1058,16 @@ async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypat
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
     await follower.steps._catch_up_by_state(["a"], min_round=4)
-    assert (offers, follower.steps.round_number) == ([], 7)
+    assert (offers, follower.steps.step.round_number) == ([], 7)
     offers.append({})
     with pytest.raises(InvalidMessage, match="the state lacks"):
         await follower.steps._catch_up_by_state(["a"], min_round=4, tries=1)
-    assert follower.steps.round_number == 7, "nothing has changed"
+    assert follower.steps.step.round_number == 7, "nothing has changed"
 
 
 async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatch):
     gradients = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
-    history_hash = extend_history(follower.steps._group.history_hash, gradients)
+    history_hash = extend_history(follower.steps.step.history_hash, gradients)
     offers = [[gradient.view(torch.int32) for gradient in gradients], gradients]
 
     async def fetch(transport, donors, call, **options):
@@ -1056,7 +1081,7 @@ async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatc
     assert not await follower.steps._replay(["m"])
     assert_equal(state_of(follower.trainer), before)
     assert await follower.steps._replay(["m"])
-    assert (follower.steps.round_number, follower.trainer.optimizer_step) == (4, 4)
+    assert (follower.steps.step.round_number, follower.trainer.optimizer_step) == (4, 4)
 
 
 async def test_the_list_of_snapshots_says_where_a_peer_stands(follower):
@@ -1082,13 +1107,13 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
 
     follower.steps.begin = slow
     await follower.rewind(optimizer_step=0)
-    await until(lambda: follower.steps.round_number == 42 and follower.admission.is_open)
+    await until(lambda: follower.steps.step.round_number == 42 and follower.admission.is_open)
     running.cancel()
 
 
 async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
     await follower.rewind(optimizer_step=0)
-    follower.steps._enter(45, "new timeline", Timeline(38, 0, 0), b"")
+    follower.steps._begin_round(45, "new timeline", Timeline(38, 0, 0), b"")
     assert follower.target is None
 
 
@@ -1098,15 +1123,15 @@ async def test_a_peer_that_is_left_behind_by_its_stage_mates_notices(follower, m
 
     async def greet(stage, peers):
         asked.append(list(peers))
-        return follower.steps.round_number + 3
+        return follower.steps.step.round_number + 3
 
     follower.steps._gossip.greet = greet
     looking = asyncio.ensure_future(follower.steps._look_when_behind())
     with pytest.raises(NotServing):
-        async with follower.admission.enter(follower.steps.round_number + 7):
+        async with follower.admission.enter(follower.steps.step.round_number + 7):
             pass
     await until(lambda: asked)
-    await follower.steps._progress.wait_until_over(follower.steps.round_number)
+    await follower.steps._progress.wait_until_over(follower.steps.step.round_number)
     assert follower.admission._newest_asked == 0, "one lie has one question for its answer"
     looking.cancel()
 

@@ -5,7 +5,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from contexts import make_context, unparsed
+from contexts import begin_round, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
@@ -17,6 +17,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import check_body
+from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.averaging import AveragingFailed
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -90,10 +91,17 @@ class Member:
         context = make_context(unparsed(MANIFEST.hash), identity=identity)
         context = replace(context, resolved=replace(context.resolved, manifest=MANIFEST))
         self.metrics = context.metrics
-        self.progress = ProgressBook(context=context, is_author=group.is_author, on_stranger=group.strangers.add)
+        self.rounds_of = RoundBook(context.changed)
+        self.progress = ProgressBook(
+            context=context,
+            is_author=group.is_author,
+            on_stranger=group.strangers.add,
+            step=lambda: self.rounds_of.step,
+        )
         self.group = StageGroup(
             context=context,
             stage=0,
+            rounds=self.rounds_of,
             transport=self.transport,
             averager=self,
             progress=self.progress,
@@ -106,9 +114,17 @@ class Member:
             welcome=self.group.welcome,
             drop=lambda peer, serial: None,
         )
-        self.group.enter(round_number, history_hash)
-        self.progress.enter(round_number)
+        self.enter(round_number, history_hash)
         self.gradients = [torch.full((3,), float(ord(name))), torch.full((2, 2), -float(ord(name)))]
+
+    def enter(self, round_number, history_hash):
+        """As the step loop does it."""
+        begin_round(self.rounds_of, round_number, history_hash=history_hash)
+        self.progress.forget_past()
+
+    @property
+    def history_hash(self):
+        return self.rounds_of.step.history_hash
 
     async def __call__(self, caller, op, body, tensors):
         if op == "greet":
@@ -122,7 +138,7 @@ class Member:
         return await self.world.rounds.average(self, gradients, weight, round_number, attempt, len(shares))
 
     def settle(self, samples):
-        return asyncio.ensure_future(self.group.settle(self.gradients, samples))
+        return asyncio.ensure_future(self.group.settle(self.rounds_of.current, self.gradients, samples))
 
     def rounds(self, outcome):
         return self.metrics.averaging_rounds.labels(outcome)._value.get()
@@ -207,8 +223,8 @@ async def test_a_history_hash_is_that_of_all_updates_so_far(group):
     await group.add("ab")
     first = await group.settle(a=2, b=2)
     for member in group.members.values():
-        member.group.enter(4, first["a"].history_hash)
-        assert member.group.history_hash == first["a"].history_hash
+        member.enter(4, first["a"].history_hash)
+        assert member.history_hash == first["a"].history_hash
     second = await group.settle(a=2, b=2)
     assert second["a"].history_hash == second["b"].history_hash
     assert second["a"].history_hash != first["a"].history_hash, "the same gradients on top of other weights"
@@ -247,7 +263,7 @@ async def test_a_newcomer_that_has_greeted_is_expected_before_its_mates_see_that
 async def test_a_newcomer_greets_until_its_announcement_is_seen(group, monkeypatch, times):
     monkeypatch.setattr("swarm_peer.runtime.network.gossip.GREET_PAUSE_S", 0.0)
     members = first, second, newcomer = await group.add("abc", round_number=4)
-    newcomer.progress.enter(3)
+    newcomer.enter(3, "L")
     group.joining = {"c"}
     fault = group.network.fault(op="greet", to=first.peer_id, fail=NotServing("not seen yet"), times=times)
     assert await newcomer.gossip.greet(0, [member.peer_id for member in members]) == 4
@@ -268,7 +284,7 @@ async def test_a_stage_mate_that_is_ready_makes_itself_known(group):
 
 async def test_a_peer_that_leaves_the_view_for_a_moment_is_still_a_stage_mate(group):
     members = first, second = await group.add("ab")
-    first.group.enter(3, "L")
+    first.group._mates.refresh()
     group.unseen = {"b"}
     early = second.settle(2)
     await anyio.wait_all_tasks_blocked()
@@ -288,7 +304,7 @@ async def test_a_stranger_is_not_welcome(group):
     settled = await group.settle(a=2, b=4)
     assert_committed(settled.values(), mean(members[:2], [2, 4]), 6)
     for member in members[:2]:
-        member.group.enter(4, settled["a"].history_hash)
+        member.enter(4, settled["a"].history_hash)
     assert (await stranger).verdict is Verdict.RESYNC
 
 
@@ -402,7 +418,7 @@ async def test_a_member_that_talks_nonsense_is_left_out(group):
         return reply
 
     fault = group.network.fault(op="ready", to=members[2].peer_id, tamper=nonsense, times=2)
-    members[2].group._ready_attempt = 0
+    members[2].rounds_of.current.attempt = 0
     settled = await group.settle(a=2, b=2)
     assert fault.fired == 2
     assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
@@ -432,9 +448,9 @@ async def test_a_peer_that_is_left_behind_takes_the_state_of_those_ahead(group):
     settlement = (await group.settle(a=2))["a"]
     assert settlement.verdict is Verdict.RESYNC
     assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
-    assert settlement.reason == "2 stage-mates have left round 3"
+    assert settlement.reason == "2 stage-mates have left it behind"
     assert group.rounds.log == []
-    assert behind.group.history_hash == "L"
+    assert behind.history_hash == "L"
 
 
 async def test_where_half_went_on_the_others_follow(group):
@@ -444,7 +460,7 @@ async def test_where_half_went_on_the_others_follow(group):
     for settlement in settled.values():
         assert settlement.verdict is Verdict.RESYNC
         assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
-    assert {member.group.history_hash for member in behind} == {"L"}
+    assert {member.history_hash for member in behind} == {"L"}
 
 
 async def test_of_two_the_one_that_was_given_up_follows(group):
@@ -457,11 +473,11 @@ async def test_of_two_the_one_that_was_given_up_follows(group):
 
 async def test_a_peer_that_went_on_alone_takes_the_state_of_the_others_a_round_later(group):
     members = await group.add("abc")
-    members[2].group.enter(4, "M")
+    members[2].enter(4, "M")
     settled = await group.settle(a=2, b=2)
     assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
     for member in members[:2]:
-        member.group.enter(4, settled["a"].history_hash)
+        member.enter(4, settled["a"].history_hash)
     settled = await group.settle(a=2, b=2, c=8)
     assert settled["a"].verdict is settled["b"].verdict is Verdict.COMMIT
     assert settled["c"].verdict is Verdict.RESYNC
@@ -497,10 +513,10 @@ async def ask_vote(member, asked, round_number, attempt=0):
 async def test_votes_of_the_round_before_are_still_answered(group):
     first, second = await group.add("ab")
     settled = await group.settle(a=2, b=6)
-    first.group.enter(4, settled["a"].history_hash)
+    first.enter(4, settled["a"].history_hash)
     vote = await ask_vote(second, first, round_number=3)
     assert vote == {"attempt": 0, "checksum": settled["b"].history_hash, "samples": 8}
-    first.group.enter(5, "M")
+    first.enter(5, "M")
     with pytest.raises(RoundClosed) as caught:
         await ask_vote(second, first, round_number=3)
     assert caught.value.round_number == 5

@@ -8,6 +8,7 @@ import anyio
 import pytest
 import torch
 from contexts import MovedClock, make_context, unparsed
+from given_states import GivenStates
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
@@ -28,9 +29,8 @@ from swarm_peer.runtime.state.state_server import (
     MAX_STATES_HELD,
     MAX_UPDATES_RETAINED,
     RETAIN_S,
-    StateServer,
 )
-from swarm_peer.runtime.state.store import INDEX_SUFFIX, SNAPSHOTS_KEPT
+from swarm_peer.runtime.state.store import SNAPSHOTS_KEPT
 from swarm_peer.runtime.state.transfer import CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
 from swarm_peer.wire.messages import (
     ListSnapshotsCall,
@@ -54,6 +54,10 @@ class FakeTrainer:
         self.fill = float(fill)
         self.spec = SimpleNamespace(index=stage)
 
+    @property
+    def weights_version(self):
+        return self.optimizer_step
+
     def state(self):
         return {
             "weight": torch.full((5, 7), self.fill),
@@ -74,8 +78,8 @@ CLOCK = MovedClock()
 
 
 def anew(before, trainer):
-    """The server of a donor's next life, which finds the snapshots of the one before."""
-    return StateServer(context=before.context, trainer=trainer, device_thread=before.device_thread)
+    """What a donor gives away once it has moved, without a state."""
+    return GivenStates(before.context, trainer, before.device_thread, before.donor.store)
 
 
 class Donor:
@@ -89,7 +93,7 @@ class Donor:
         context = self.context = make_context(unparsed(HASH), clock=CLOCK, folder=self.folder)
         self.changed = context.changed
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
-        self.donor = StateServer(context=context, trainer=self.trainer, device_thread=self.device_thread)
+        self.donor = GivenStates(context, self.trainer, self.device_thread)
         self.transport = network.transport(peer_id)
         self.enter(round_number, timeline)
 
@@ -112,16 +116,14 @@ class Donor:
     def goes_on(self, fill, gradient=None):
         """End a round, as a peer does."""
         gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient]
-        self.donor.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger")
+        self.donor.server.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger")
         self.trainer.optimizer_step += 1
         self.trainer.fill = float(fill)
         self.enter(self.round_number + 1, self.donor.current.timeline)
 
     def files(self):
-        """Of snapshots, each with its index beside it."""
-        names = sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
-        assert names == sorted(name + index for name in names if "." not in name for index in ("", INDEX_SUFFIX))
-        return [name for name in names if "." not in name]
+        """Of snapshots."""
+        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
 
     def state_of(self, optimizer_step, fill=1.0, timeline=FIRST_TIMELINE):
         """A state of some stage, to be kept."""
@@ -448,9 +450,11 @@ async def test_a_donor_whose_bytes_make_no_tensor_is_left(world, monkeypatch):
     monkeypatch.setattr(state_index, "MAX_ELEMENTS", 2**100)
     liar, good = await world.donor("a", round_number=4), await world.donor("b")
     name, index = await world.index_of(liar)
-    offer = liar.donor._stored.pop(name)
+    offer = liar.donor.server.stored.pop(name)
     index = index.model_copy(update=with_entry(5, shape=(2**39, 2**39, 0))(index))
-    liar.donor._remember(dataclasses.replace(offer, index=index, packed=pack_fields(index)))
+    packed = pack_fields(index)
+    lie = dataclasses.replace(offer, index=index, packed=packed, key=hashlib.sha256(packed).digest())
+    liar.donor.server._remember(lie)
     assert_state_of(await world.fetch(liar, good), good)
     with pytest.raises(CallError, match="no donor gave the state of stage 1: a: tensor empty of shape"):
         await world.fetch(liar)
@@ -534,7 +538,7 @@ async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock):
     donor.goes_on(9)
     with pytest.raises(NotServing, match="this is not kept here any more"):
         await world.call(donor, chunk)
-    assert donor.donor._stored == {}
+    assert donor.donor.server.stored == {}
 
 
 async def test_states_that_nobody_uses_do_not_pile_up(world, clock):
@@ -543,7 +547,7 @@ async def test_states_that_nobody_uses_do_not_pile_up(world, clock):
         donor.goes_on(fill)
         await world.fetch(donor)
         clock.passed_s += RETAIN_S / 2
-        assert len(donor.donor._held()) <= MAX_STATES_HELD
+        assert len(donor.donor.server._held()) <= MAX_STATES_HELD
 
 
 async def test_few_states_are_held_however_often_they_are_asked_for(world):
@@ -554,9 +558,9 @@ async def test_few_states_are_held_however_often_they_are_asked_for(world):
         donor.goes_on(fill)
         _, index = await world.index_of(donor, min_round=donor.round_number)
         assert index.round_number == donor.round_number
-        assert len(donor.donor._held()) <= MAX_STATES_HELD
+        assert len(donor.donor.server._held()) <= MAX_STATES_HELD
         await world.call(donor, chunk)
-    assert used in donor.donor._held(), "the one that somebody downloads is not the one that goes"
+    assert used in donor.donor.server._held(), "the one that somebody downloads is not the one that goes"
 
 
 async def test_a_newcomer_that_can_catch_up_from_a_held_state_takes_none_away(world):
@@ -589,7 +593,7 @@ async def test_a_state_that_is_too_old_to_be_caught_up_with_makes_room(world):
     for fill in range(MAX_ROUNDS_BEHIND):
         donor.goes_on(fill)
     assert (await world.index_of(donor))[1].round_number == donor.round_number
-    assert len(donor.donor._held()) == MAX_STATES_HELD
+    assert len(donor.donor.server._held()) == MAX_STATES_HELD
 
 
 async def test_a_peer_whose_state_had_to_make_room_downloads_the_next_one(world):
@@ -629,12 +633,12 @@ async def test_a_donor_waits_for_the_round_that_is_asked_for(world):
 async def test_a_donor_without_the_state_says_so(world, monkeypatch):
     monkeypatch.setattr(state_server, "WAIT_FOR_ROUND_S", 0.0)
     donor = await world.donor("a")
-    with pytest.raises(CallError, match="this peer has the state of round 3, not of 9"):
+    with pytest.raises(CallError, match="this peer is in round 3, not in 9"):
         await world.fetch(donor, min_round=9)
-    with pytest.raises(CallError, match="this peer serves stage 1, not 0"):
+    with pytest.raises(CallError, match=r"this peer serves stages \[1\], not 0"):
         await world.fetch(donor, stage=0)
-    donor.donor.current = None
-    with pytest.raises(CallError, match="this peer has the state of round None, not of 0"):
+    donor.donor.forget_state()
+    with pytest.raises(CallError, match="this peer is in round 0, not in 0"):
         await world.fetch(donor)
 
 
@@ -679,14 +683,14 @@ async def test_updates_are_retained_only_while_a_state_is_being_downloaded(world
     for round_number in (4, 5):
         with pytest.raises(CallError, match=f"the update of round {round_number} is not kept here"):
             await world.fetch(donor, kind="update", min_round=round_number)
-    assert donor.donor._updates == {}
+    assert donor.donor.server._updates == {}
 
 
 async def test_a_snapshot_that_is_kept_is_no_download(world):
     donor = await world.donor("a")
     assert await donor.donor.take_snapshot(3)
     donor.goes_on(2.0)
-    assert donor.donor._updates == {}
+    assert donor.donor.server._updates == {}
 
 
 async def test_an_update_is_no_download_either(world, clock):
@@ -698,7 +702,7 @@ async def test_an_update_is_no_download_either(world, clock):
     await world.fetch(donor, kind="update", min_round=3)
     clock.passed_s += 2
     donor.goes_on(3.0)
-    assert donor.donor._updates == {}
+    assert donor.donor.server._updates == {}
 
 
 async def test_an_update_is_a_copy(world):
@@ -718,8 +722,8 @@ async def test_few_updates_are_retained(world):
         donor.goes_on(round_number)
         await world.fetch(donor, kind="update", min_round=round_number)
     donor.goes_on(99)
-    assert sorted(donor.donor._updates) == list(range(4, 4 + MAX_UPDATES_RETAINED))
-    assert sum(offer.index.kind == "update" for offer in donor.donor._stored.values()) == MAX_UPDATES_RETAINED - 1
+    assert sorted(donor.donor.server._updates) == list(range(4, 4 + MAX_UPDATES_RETAINED))
+    assert sum(offer.index.kind == "update" for offer in donor.donor.server.stored.values()) == MAX_UPDATES_RETAINED - 1
     with pytest.raises(CallError, match="the update of round 3 is not kept here"):
         await world.fetch(donor, kind="update", min_round=3)
     await world.fetch(donor, kind="update", min_round=4)
@@ -770,12 +774,13 @@ async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
         StageTrainer(ResolvedManifest.of(manifest), spec),
         StageTrainer(ResolvedManifest.of(manifest), spec),
     )
-    donor.trainer = donor.donor._trainer = trainer
+    donor.trainer = donor.donor.replica.trainer = trainer
+    donor.donor.enter(0, "l", FIRST_TIMELINE, b"")
     random_ = torch.Generator().manual_seed(0)
 
     def end_round():
         gradients = [torch.randn(p.shape, generator=random_) for p in trainer.module.parameters()]
-        donor.donor.retain_update(gradients, "l", b"")
+        donor.donor.server.retain_update(gradients, "l", b"")
         trainer.apply(gradients)
         donor.donor.enter(donor.round_number + 1, "l", FIRST_TIMELINE, b"")
 
@@ -904,7 +909,7 @@ async def test_few_snapshots_of_each_stage_are_kept(world):
     assert SNAPSHOTS_KEPT == 2
     assert donor.files() == ["stage-1-round-3", "stage-1-round-4", "stage-2-round-3", "stage-2-round-4"]
     assert donor.donor.load_snapshot(STAGE, 2) is None
-    assert len(donor.donor._stored) == 4
+    assert len(donor.donor._snapshots) == 4
 
 
 async def test_a_snapshot_that_is_forgotten_while_it_is_read_does_no_harm(world):
@@ -931,9 +936,10 @@ async def test_later_snapshots_are_forgotten_when_the_run_goes_back(world):
     donor.enter(20, Timeline(20, 4, 4))
     reply = await kept_by(world, donor)
     assert reply.snapshots == ((1, 4, 4), (2, 4, 4))
-    assert donor.files() == ["stage-1-round-4", "stage-2-round-4"]
     donor.enter(21, Timeline(20, 4, 4))
     assert (await kept_by(world, donor)).snapshots == reply.snapshots
+    await donor.donor.store_snapshot(2, donor.state_of(5, timeline=Timeline(20, 4, 4)))
+    assert donor.files() == ["stage-1-round-4", "stage-2-round-21", "stage-2-round-4"]
 
 
 async def test_snapshots_that_a_mover_brings_from_a_timeline_that_was_given_up_are_forgotten(world):
@@ -945,7 +951,6 @@ async def test_snapshots_that_a_mover_brings_from_a_timeline_that_was_given_up_a
     donor = anew(before, FakeTrainer(1, 4, 2))
     donor.enter(20, "history_hash", timeline, b"")
     assert sorted(known for known, _ in donor.snapshots()) == [(STAGE, 4, 4), (2, 21, 5)]
-    assert before.files() == ["stage-1-round-4", "stage-2-round-21"]
 
 
 async def test_a_peer_that_moves_within_a_timeline_keeps_its_snapshots(world):
@@ -1001,21 +1006,3 @@ async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
         await donor.donor.store_snapshot(STAGE, donor.state_of(3, fill=fill))
     assert_equal(donor.donor.load_snapshot(STAGE, 3).tensors, FakeTrainer(2, 3).state())
     assert donor.files() == ["stage-1-round-3"]
-
-
-async def test_a_peer_that_starts_anew_has_the_snapshots_of_its_life_before(world):
-    donor = await world.donor("a")
-    await donor.donor.store_snapshot(STAGE, donor.state_of(3))
-    await donor.donor.store_snapshot(2, donor.state_of(4, timeline=Timeline(20, 2, 2), fill=2))
-    (donor.folder / "stage-2-round-9").write_bytes(b"one that was not finished")
-    next_life = anew(donor, FakeTrainer(0, 0, 2))
-    assert sorted(next_life.snapshots()) == [((STAGE, 3, 3), FIRST_TIMELINE), ((2, 22, 4), Timeline(20, 2, 2))]
-    assert_equal(next_life.load_snapshot(STAGE, 3).tensors, FakeTrainer(1, 3).state())
-    state = next_life.load_snapshot(2, 22)
-    assert (state.round_number, state.timeline, state.history_hash, state.ledger) == (
-        22,
-        Timeline(20, 2, 2),
-        "history_hash of 2",
-        b"ledger",
-    )
-    assert_equal(state.tensors, FakeTrainer(2, 4).state())

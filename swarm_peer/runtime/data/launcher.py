@@ -16,11 +16,11 @@ from swarm_peer.errors import CallError, RoundClosed
 from swarm_peer.policy.data.ranges import MAX_RANGES, SampleId
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.messages import Mode
@@ -46,14 +46,14 @@ class _Batch:
 
     Attributes:
         generation: the generation of the leases in which the samples were drawn
-        claimed_round: the round whose global batch has room reserved for the batch
+        claimed: the round whose global batch has room reserved for the batch
         id: the same in all launches within a round, so that a peer which has counted the batch recognises it
     """
 
     tokens_BS: torch.Tensor
     samples: tuple[SampleId, ...]
     generation: int
-    claimed_round: int | None = None
+    claimed: Round | None = None
     id: bytes = b""
     launches: int = 0
 
@@ -75,14 +75,12 @@ class MicrobatchLauncher:
         validation: npt.NDArray[np.int32],
         replica: StageReplica,
         swarm: SwarmAccess,
-        timeline: Callable[[], Timeline],
         counted: CountedHook | None = None,
     ):
         """Make a launcher that has launched nothing.
 
         Args:
             validation: held-out samples, int32 of shape (N, T+1)
-            timeline: returns the timeline that this peer is on now
             counted: called with each microbatch that has counted; for tests
         """
         manifest = context.resolved.manifest
@@ -95,15 +93,13 @@ class MicrobatchLauncher:
         self._swarm = swarm
         self._progress = swarm.progress
         self._admission = replica.admission
-        self._timeline = timeline
+        self._rounds = replica.rounds
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
         self._counted_hook = counted
         self._window = InFlightWindow(manifest.limits.max_in_flight)
         context.metrics.window.set(self._window.size())
         self._waiting: list[_Batch] = []  # to be launched again
-        self._vacated: list[int] = []  # the round of each reserved place whose batch was dropped
         self._in_flight = 0
-        self._validated_round = -1
         self.current = Progress(round_number=0, samples=0, claimed=0, loss_sum=0.0)
         self.validations: deque[Validation] = deque(maxlen=8)
         self.stopping = False
@@ -122,21 +118,21 @@ class MicrobatchLauncher:
                 await self._context.changed.wait_for(lambda: self.stopping or self._may_launch())
                 if self.stopping:
                     break
-                round_number = self._admission.round_number
-                if self._validation_is_due(round_number):
-                    self._validated_round = round_number
-                    await self._validate(round_number)
+                present = self._rounds.current
+                if self._validation_is_due():
+                    present.validated = True
+                    await self._validate(present)
                     continue
-                batch = self._take_waiting(round_number) if self._waiting else await self._draw()
+                batch = self._take_waiting(present) if self._waiting else await self._draw()
                 if batch.generation != self._leases.generation:
                     continue  # other peers may read these slices now, and read again the samples that have not counted
-                if round_number != self._admission.round_number:  # the round ended while samples were read
+                if present is not self._rounds.current:  # the round ended while samples were read
                     self._waiting.append(batch)
                     continue
-                self._claim(batch, round_number)
+                self._claim(batch, present)
                 self._in_flight += 1
                 self._context.metrics.in_flight.set(self._in_flight)
-                tasks.start_soon(self._train, batch, round_number)
+                tasks.start_soon(self._train, batch, present)
             await self._context.changed.wait_for(lambda: self._in_flight == 0)
             tasks.cancel_scope.cancel()
 
@@ -144,9 +140,8 @@ class MicrobatchLauncher:
         """Exchange counts within stage 0 at the end of a round, when no more microbatches carry them."""
 
         def is_idle() -> bool:
-            round_number = self._admission.round_number
-            wants_more = self._wants_samples(round_number)
-            return self._admission.is_open and wants_more and self._in_flight == 0 and not self._may_launch()
+            is_waiting = self._admission.is_open and self._wants_samples() and self._in_flight == 0
+            return is_waiting and not self._may_launch()
 
         while True:
             await self._context.changed.wait_for(is_idle)
@@ -156,28 +151,31 @@ class MicrobatchLauncher:
 
     def _may_launch(self) -> bool:
         """Whether there is a microbatch to launch, or a validation to compute, in the present round."""
-        round_number = self._admission.round_number
+        present = self._rounds.current
         if not self._admission.is_open:
             return False
-        if round_number == 0 and self._swarm.view().fewest_serving() < self._manifest.stages.peers_to_start:
+        if present.number == 0 and self._swarm.view().fewest_serving() < self._manifest.stages.peers_to_start:
             return False
-        if self._validation_is_due(round_number):
+        if self._validation_is_due():
             return True
-        if not self._wants_samples(round_number) or self._in_flight >= self._window.size():
+        if not self._wants_samples() or self._in_flight >= self._window.size():
             return False
-        if round_number in self._vacated or any(batch.claimed_round == round_number for batch in self._waiting):
+        if present.vacated or any(batch.claimed is present for batch in self._waiting):
             return True
         live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), 2 * self._timeout_s)
-        return self._progress.counter.may_claim(round_number, self._me, live, self._manifest.training.microbatch_size)
+        return self._progress.counter.may_claim(present.number, self._me, live, self._manifest.training.microbatch_size)
 
-    def _wants_samples(self, round_number: int) -> bool:
+    def _wants_samples(self) -> bool:
         """Whether the run trains in this round, and its global batch is not full yet."""
-        trains = self._optimizer_step(round_number) < self._manifest.training.steps
-        return trains and not self._progress.counter.is_full(round_number)
+        step = self._rounds.step
+        return step.optimizer_step < self._manifest.training.steps and not self._is_full(step.round_number)
 
-    def _take_waiting(self, round_number: int) -> _Batch:
+    def _is_full(self, round_number: int) -> bool:
+        return self._progress.counter.is_full(round_number)
+
+    def _take_waiting(self, present: Round) -> _Batch:
         """Take a waiting batch, first those with a place in this global batch: others may have to wait for one."""
-        batch = next((batch for batch in self._waiting if batch.claimed_round == round_number), self._waiting[0])
+        batch = next((batch for batch in self._waiting if batch.claimed is present), self._waiting[0])
         self._waiting.remove(batch)
         return batch
 
@@ -189,16 +187,16 @@ class MicrobatchLauncher:
         tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         return _Batch(tokens_BS=tokens_BS, samples=tuple(sample.id for sample in samples), generation=generation)
 
-    def _claim(self, batch: _Batch, round_number: int) -> None:
+    def _claim(self, batch: _Batch, present: Round) -> None:
         """Give a batch a place in the global batch of the round, unless it has one already."""
         batch.launches += 1
-        if batch.claimed_round != round_number:
-            batch.claimed_round = round_number
+        if batch.claimed is not present:
+            batch.claimed = present
             batch.id = self._context.random.token(16)
-            if round_number in self._vacated:
-                self._vacated.remove(round_number)
+            if present.vacated:
+                present.vacated -= 1
             else:
-                self._count(round_number, claimed=len(batch.tokens_BS))
+                self._count(present.number, claimed=len(batch.tokens_BS))
 
     def _count(
         self, round_number: int, samples: Sequence[SampleId] = (), claimed: int = 0, loss_sum: float = 0.0
@@ -211,17 +209,17 @@ class MicrobatchLauncher:
         grown = RoundCount(own.samples + len(samples), own.claimed + claimed, own.loss_sum + loss_sum, ranges)
         self.current = self._progress.count_own(round_number, grown)
 
-    async def _train(self, batch: _Batch, round_number: int) -> None:
+    async def _train(self, batch: _Batch, present: Round) -> None:
         begin = self._context.clock.monotonic_s()
         outcome = "counted"
         try:
-            async with self._admission.enter(round_number):
-                microbatch = _microbatch(batch.id, batch.tokens_BS, round_number, "train")
-                result = await self._executor.run(microbatch, None, anyio.current_time() + self._timeout_s)
+            async with self._admission.enter(present.number) as entered:
+                microbatch = _microbatch(batch.id, batch.tokens_BS, present.number, "train")
+                result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
                 if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
-                    self._count(round_number, batch.samples, loss_sum=result.loss_sum)
+                    self._count(present.number, batch.samples, loss_sum=result.loss_sum)
                     if self._counted_hook is not None:
-                        self._counted_hook(round_number, batch.tokens_BS, batch.samples)
+                        self._counted_hook(present.number, batch.tokens_BS, batch.samples)
             seconds = self._context.clock.monotonic_s() - begin
             self._context.metrics.round_trip_seconds.observe(seconds)
             if speed := self._executor.samples_per_s:
@@ -231,21 +229,21 @@ class MicrobatchLauncher:
         except RoundClosed as error:
             outcome = "round_closed"
             self._admission.saw_round(error.round_number or 0)
-            if self._admission.round_number == round_number and not self._progress.counter.is_full(round_number):
+            if self._rounds.current is present and not self._is_full(present.number):
                 # Some peer knows of counts that this one has not heard of. Perhaps their author died after telling it.
                 await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(1))
                 await anyio.sleep(RELAUNCH_PAUSE_S)
             self._waiting.append(batch)
         except CallError as error:
             outcome = error.code
-            await self._launch_again(batch, round_number, error)
+            await self._launch_again(batch, present, error)
         finally:
             self._in_flight -= 1
             self._context.metrics.in_flight.set(self._in_flight)
             self._context.metrics.microbatches.labels("train", outcome).inc()
             self._context.changed.notify()
 
-    async def _launch_again(self, batch: _Batch, round_number: int, error: CallError) -> None:
+    async def _launch_again(self, batch: _Batch, present: Round, error: CallError) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
         log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
         if batch.launches >= MAX_LAUNCHES:
@@ -254,19 +252,16 @@ class MicrobatchLauncher:
             if batch.generation == self._leases.generation:
                 self._leases.give_up(batch.samples)
             # Another batch takes its place. Otherwise the global batch would never be full.
-            self._vacated = [*(known for known in self._vacated if known >= round_number), round_number]
+            present.vacated += 1
             return
         await anyio.sleep(RELAUNCH_PAUSE_S)
         self._waiting.append(batch)
 
-    def _optimizer_step(self, round_number: int) -> int:
-        return self._timeline().optimizer_step_at(round_number)
+    def _validation_is_due(self) -> bool:
+        is_due = self._manifest.training.validates_at(self._rounds.step.optimizer_step)
+        return is_due and not self._rounds.current.validated
 
-    def _validation_is_due(self, round_number: int) -> bool:
-        is_due = self._manifest.training.validates_at(self._optimizer_step(round_number))
-        return is_due and round_number > self._validated_round
-
-    async def _validate(self, round_number: int) -> None:
+    async def _validate(self, present: Round) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the round."""
         peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me})
         share = torch.from_numpy(self._validation[peers.index(self._me) :: len(peers)].copy())
@@ -275,14 +270,14 @@ class MicrobatchLauncher:
 
         async def evaluate(tokens_BS: torch.Tensor) -> None:
             try:
-                async with room, self._admission.enter(round_number):
-                    microbatch = _microbatch(self._context.random.token(16), tokens_BS, round_number, "evaluate")
-                    result = await self._executor.run(microbatch, None, anyio.current_time() + self._timeout_s)
+                async with room, self._admission.enter(present.number) as entered:
+                    microbatch = _microbatch(self._context.random.token(16), tokens_BS, present.number, "evaluate")
+                    result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
                 losses.append((len(tokens_BS), result.loss_sum))
             except CallError as error:
                 # The round may end before a slow peer has done its share. Then the mean is over fewer samples.
                 self._context.metrics.microbatches.labels("evaluate", error.code).inc()
-                log.info("validation_incomplete round=%d reason=%s", round_number, error)
+                log.info("validation_incomplete round=%d reason=%s", present.number, error)
 
         async with anyio.create_task_group() as tasks:
             # torch.split would make one empty microbatch of an empty share.
@@ -290,9 +285,14 @@ class MicrobatchLauncher:
                 tasks.start_soon(evaluate, tokens_BS)
         if losses:
             samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)
-            optimizer_step = self._optimizer_step(round_number)
+            step = present.step
             self.validations.append(
-                Validation(round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss_sum=loss_sum)
+                Validation(
+                    round_number=step.round_number,
+                    optimizer_step=step.optimizer_step,
+                    samples=samples,
+                    loss_sum=loss_sum,
+                )
             )
         self._context.changed.notify()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
+from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.wire.messages import SignedCount
 from swarm_peer.wire.records import Progress, open_envelope, parse, seal
@@ -19,19 +20,25 @@ class ProgressBook:
 
     Attributes:
         counter: the counts
-        round_number: the round that this peer is in; counts of rounds before the previous one are forgotten
         newest_round_seen: the newest round that a stage-mate has been in
     """
 
-    def __init__(self, *, context: PeerContext, is_author: Callable[[str], bool], on_stranger: Callable[[str], None]):
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        is_author: Callable[[str], bool],
+        on_stranger: Callable[[str], None],
+        step: Callable[[], StepState] = StepState,
+    ):
         """Make a book without counts.
 
         Args:
+            step: returns where this peer's replica stands; an observer has none
             is_author: whether a peer announces stage 0 or has announced it
             on_stranger: called with each peer whose message or count arrived before its announcement was seen
         """
         self.counter = ProgressCounter(context.resolved.manifest.training.global_batch_size)
-        self.round_number = 0
         self.newest_round_seen = 0
         self._listeners: list[Callable[[int, str, RoundCount], None]] = []
         self._context = context
@@ -40,8 +47,13 @@ class ProgressBook:
         self._is_author = is_author
         self._on_stranger = on_stranger
         self._signed: dict[int, dict[str, bytes]] = {}
-        self._entered_at = self._context.clock.monotonic_s()
+        self._step = step
         self._heard_at: dict[str, float] = {}  # when an author's count last grew, in this round
+
+    @property
+    def round_number(self) -> int:
+        """The round that this peer is in."""
+        return self._step().round_number
 
     def count_own(self, round_number: int, count: RoundCount) -> Progress:
         """Set this stage-0 peer's own count of a round. All calls and replies carry it from now on."""
@@ -101,7 +113,7 @@ class ProgressBook:
             windows = sum(item.end - item.start for item in record.ranges)
             if windows > 2 * self.counter.global_batch_size:
                 raise InvalidMessage(f"a progress count of {record.samples} samples with ranges of {windows}")
-            in_reach = self.round_number - 1 <= record.round_number <= self.round_number + MAX_COUNTED_ROUNDS_AHEAD
+            in_reach = -1 <= record.round_number - self.round_number <= MAX_COUNTED_ROUNDS_AHEAD
             before = self.counter.count_of(record.round_number, author)
             if in_reach and self.counter.merge(record.round_number, author, record.count()):
                 self._keep(record.round_number, author, envelope)
@@ -116,17 +128,14 @@ class ProgressBook:
         reach it. It must not keep its share of the global batch for ever.
         """
         oldest = self._context.clock.monotonic_s() - patience_s
-        return {peer for peer in peers if max(self._heard_at.get(peer, 0.0), self._entered_at) >= oldest}
+        return {peer for peer in peers if max(self._heard_at.get(peer, 0.0), self._step().began_s) >= oldest}
 
-    def enter(self, round_number: int) -> None:
-        """Go on to a round, and forget the counts of all rounds before the previous one."""
-        self.round_number = round_number
-        self._entered_at = self._context.clock.monotonic_s()
+    def forget_past(self) -> None:
+        """Forget the counts of all rounds before the previous one."""
         self._heard_at.clear()
-        self.counter.forget_before(round_number - 1)
-        for old in [known for known in self._signed if known < round_number - 1]:
-            del self._signed[old]
-        self._context.changed.notify()
+        oldest = self.round_number - 1
+        self.counter.forget_before(oldest)
+        self._signed = {known: counts for known, counts in self._signed.items() if known >= oldest}
 
     async def wait_until_over(self, round_number: int) -> None:
         """Wait until the global batch of the round is full, or a stage-mate is in a later round."""

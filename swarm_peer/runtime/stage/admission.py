@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarm_peer.errors import Busy, NotServing, RoundClosed
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.stage.rounds import Round, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
 MAX_ROUNDS_HELD = 1
@@ -22,46 +24,42 @@ class RoundAdmission:
         capacity: number of microbatches that may be inside or held at once
 
     Attributes:
-        round_number: the present round
-        is_open: whether microbatches of that round may come in
-        admitted: number of microbatches that are inside it
+        admitted: number of microbatches that are inside the present round, or still inside one that was given up
         held: number of microbatches that wait to get in
     """
 
-    def __init__(self, *, capacity: int, changed: Condition):
-        self.round_number = 0
+    def __init__(self, *, capacity: int, rounds: RoundBook, changed: Condition):
         self.capacity = capacity
         self.admitted = 0
         self.held = 0
+        self._rounds = rounds
         self._newest_asked = 0
-        self.is_open = False
-        self._serving = False
-        self._left = False
+        self._leaving = False
         self._changed = changed
 
-    def open(self, round_number: int) -> None:
-        """Begin a round and admit its microbatches."""
-        self.round_number = round_number
-        self.is_open = self._serving = not self._left
-        self._changed.notify()
+    @property
+    def is_open(self) -> bool:
+        """Whether microbatches of the present round may come in."""
+        return self._rounds.step.phase is Phase.OPEN and not self._leaving
 
-    def close(self) -> None:
-        """Admit no more microbatches of this round; hold those of the next one."""
-        self.is_open = False
-        self._changed.notify()
+    @property
+    def _serves(self) -> bool:
+        return self._rounds.step.phase in (Phase.OPEN, Phase.ENDING) and not self._leaving
 
     def leave(self) -> None:
         """Admit no more microbatches of any round: this peer is draining."""
-        self._left = True
-        self.is_open = self._serving = False
+        self._leaving = True
         self._changed.notify()
 
     @asynccontextmanager
-    async def enter(self, round_number: int, *, always: bool = False) -> AsyncIterator[None]:
+    async def enter(self, round_number: int, *, always: bool = False) -> AsyncIterator[Round]:
         """Keep a microbatch inside a round for as long as the context lasts; wait for the round if it comes next.
 
         Args:
             always: admit it beyond the capacity, too
+
+        Returns:
+            the round, as the context's value
 
         Raises:
             RoundClosed: this peer is past that round, or has closed it
@@ -72,19 +70,21 @@ class RoundAdmission:
             raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
         self.held += 1
         try:
-            await self.reach(round_number)
+            entered = await self.reach(round_number)
             if not self.is_open:
                 raise self._closed(round_number)
-            self.admitted += 1
         finally:
             self.held -= 1
+        self.admitted += 1
+        entered.admitted += 1
         try:
-            yield
+            yield entered
         finally:
             self.admitted -= 1
+            entered.admitted -= 1
             self._changed.notify()
 
-    async def reach(self, round_number: int) -> None:
+    async def reach(self, round_number: int) -> Round:
         """Wait until a round has begun, without getting in: the round may end without waiting for the caller.
 
         Raises:
@@ -92,27 +92,29 @@ class RoundAdmission:
             NotServing: this peer is draining, or far behind that round
         """
         self.saw_round(round_number)
-        if round_number > self.round_number + MAX_ROUNDS_HELD:
-            raise NotServing(f"this peer is in round {self.round_number}, too far behind round {round_number}")
-        await self._changed.wait_for(lambda: round_number <= self.round_number or not self._serving)
-        if not self._serving:
+        present = self._rounds.step.round_number
+        if round_number > present + MAX_ROUNDS_HELD:
+            raise NotServing(f"this peer is in round {present}, too far behind round {round_number}")
+        await self._changed.wait_for(lambda: round_number <= self._rounds.step.round_number or not self._serves)
+        if not self._serves:
             raise NotServing("not serving, or draining")
-        if round_number < self.round_number:
+        if round_number < self._rounds.step.round_number:
             raise self._closed(round_number)
+        return self._rounds.current
 
     def _closed(self, round_number: int) -> RoundClosed:
-        return RoundClosed(
-            f"round {round_number} is closed here; this peer is in round {self.round_number}", self.round_number
-        )
+        present = self._rounds.step.round_number
+        return RoundClosed(f"round {round_number} is closed here; this peer is in round {present}", present)
 
     async def drained(self) -> None:
-        """Wait until no microbatch is inside."""
-        await self._changed.wait_for(lambda: self.admitted == 0)
+        """Wait until no microbatch is inside the present round."""
+        present = self._rounds.current
+        await self._changed.wait_for(lambda: present.admitted == 0)
 
     @property
     def is_behind(self) -> bool:
         """Whether a caller has named a later round since `forget_later_rounds`: a hint that this peer is behind."""
-        return self._newest_asked > self.round_number
+        return self._newest_asked > self._rounds.step.round_number
 
     def saw_round(self, round_number: int) -> None:
         """Note that another peer has named this round."""

@@ -1,14 +1,13 @@
 """Runs a microbatch through this stage and all later ones: forward here, the rest of the pipeline, backward here.
 
-Owns which microbatches the gradient accumulator holds. Must not know which round admits a microbatch (admission.py), or
-which peer of the next stage takes it (stage_client.py).
+Owns which microbatches the gradient accumulator holds. Must not know when a round admits them (admission.py), or which
+peer of the next stage takes it (stage_client.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import anyio
@@ -19,6 +18,7 @@ from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed
 from swarm_peer.model.training import ForwardPass, StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode
 
@@ -62,9 +62,6 @@ class StageExecutor:
     Args:
         next_stage: None on the last stage
         replies_kept: number of counted microbatches whose gradients are kept, for callers that lost the reply
-
-    Attributes:
-        counted: the microbatches in this round's accumulator, with their samples by id
     """
 
     def __init__(
@@ -84,47 +81,38 @@ class StageExecutor:
         self._next_stage = next_stage
         self._metrics = context.metrics
         self._replies_kept = replies_kept
-        self.counted: dict[bytes, int] = {}
-        self._replies: OrderedDict[bytes, HopResult] = OrderedDict()
         self._query_turn = anyio.Lock()
         self._query_seconds = 0.0  # that the last query took of the device thread
         self._query_ended = -math.inf
-        self._weights = (-1, -1)  # the present round, and the version of its weights
 
     @property
     def samples_per_s(self) -> float:
         """Measured throughput of this stage; see DeviceThread."""
         return self._device_thread.samples_per_s
 
-    def counted_reply(self, microbatch_id: bytes) -> HopResult | None:
-        """The result of a microbatch that is counted in this round already; None if it is not.
+    def counted_reply(self, entered: Round, microbatch_id: bytes) -> HopResult | None:
+        """The result of a microbatch that is counted in a round already; None if it is not.
 
         Raises:
             HopFailed: it is counted, but its gradient is not kept any more
         """
-        if microbatch_id not in self.counted:
+        if microbatch_id not in entered.counted:
             return None
-        reply = self._replies.get(microbatch_id)
+        reply = entered.replies.get(microbatch_id)
         self._metrics.duplicates.labels("answered" if reply else "forgotten").inc()
         if reply is None:
             raise HopFailed("this microbatch is counted here already, and its gradient is gone")
         return reply
 
-    def forget_round(self) -> None:
-        """Forget all counted microbatches; to be called when the accumulator is emptied."""
-        self.counted.clear()
-        self._replies.clear()
-
-    def note_round(self, round_number: int) -> None:
-        """Note that the trainer holds the weights of this round; to be called while no job changes them."""
-        self._weights = (round_number, self._trainer.weights_version)
-
-    async def run(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+    async def run(
+        self, entered: Round, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+    ) -> HopResult:
         """Run a microbatch through this stage and all later ones.
 
         A training microbatch is counted if this returns, and not counted if this raises.
 
         Args:
+            entered: the round that has admitted it
             hidden: encoded activations from the stage before; None on stage 0
             deadline: on the clock of anyio.current_time
 
@@ -137,9 +125,9 @@ class StageExecutor:
             CallError: a later stage failed
         """
         if microbatch.mode != "train":
-            return await self._run_forward(microbatch, hidden, deadline)
+            return await self._run_forward(entered, microbatch, hidden, deadline)
         passed = await self._device_thread.run(
-            Priority.FORWARD, lambda: self._forward(microbatch, hidden), microbatch.num_samples
+            Priority.FORWARD, lambda: self._forward(entered, microbatch, hidden), microbatch.num_samples
         )
         result = HopResult(passed.loss_sum)
         if self._next_stage is not None:
@@ -147,7 +135,7 @@ class StageExecutor:
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
         try:
             return await self._device_thread.run(
-                Priority.BACKWARD, lambda: self._backward(microbatch, passed, result), microbatch.num_samples
+                Priority.BACKWARD, lambda: self._backward(entered, microbatch, passed, result), microbatch.num_samples
             )
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
@@ -157,23 +145,27 @@ class StageExecutor:
             self._next_stage.refuse(result, reason)
             raise HopFailed(reason) from error
 
-    async def _run_forward(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+    async def _run_forward(
+        self, entered: Round, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+    ) -> HopResult:
         if microbatch.is_query:
-            passed = await self._forward_in_turn(microbatch, hidden)
+            passed = await self._forward_in_turn(entered, microbatch, hidden)
         else:
-            passed = await self._device_thread.run(Priority.EVALUATE, lambda: self._forward(microbatch, hidden))
+            passed = await self._device_thread.run(
+                Priority.EVALUATE, lambda: self._forward(entered, microbatch, hidden)
+            )
         if self._next_stage is None:
             return HopResult(passed.loss_sum, logits=passed.logits)
         assert passed.hidden is not None
         return await self._next_stage.send(microbatch, passed.hidden, deadline)
 
-    async def _forward_in_turn(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+    async def _forward_in_turn(self, entered: Round, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         """Compute a query, after a pause that leaves the device to training."""
 
         def job() -> _Pass:
             begin = self._clock.monotonic_s()
             try:
-                return self._forward(microbatch, hidden)
+                return self._forward(entered, microbatch, hidden)
             finally:
                 self._query_ended = self._clock.monotonic_s()
                 self._query_seconds = self._query_ended - begin
@@ -185,13 +177,11 @@ class StageExecutor:
 
     # The rest runs in the device thread.
 
-    def _forward(self, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+    def _forward(self, entered: Round, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         trainer, wire = self._trainer, self._resolved.manifest.wire
         # The round may have ended since this microbatch came: no round waits for queries, and a rewind for nothing.
-        if self._weights != (microbatch.round_number, trainer.weights_version):
-            raise RoundClosed(
-                f"the weights of round {microbatch.round_number} have changed", microbatch.round_number + 1
-            )
+        if entered.step.weights_version != trainer.weights_version:
+            raise RoundClosed(f"the weights of round {entered.number} have changed", entered.number + 1)
         shape = num_samples, length, _ = microbatch.hidden_shape(self._resolved)
         num_tokens = length + (microbatch.mode != "predict")
         tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
@@ -216,7 +206,7 @@ class StageExecutor:
             raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
         return _Pass(graph, loss_sum=loss_sum)
 
-    def _backward(self, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
+    def _backward(self, entered: Round, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
         """Compute the gradient of the stage's input, and count the microbatch.
 
         Raises:
@@ -232,27 +222,27 @@ class StageExecutor:
             input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
         except torch.OutOfMemoryError as error:
             # Half of a gradient may have been in the accumulator, so the trainer has emptied it.
-            self._lose_round()
+            self._lose(entered)
             raise HopFailed(_OUT_OF_MEMORY) from error
         try:
             encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec)
         except HopFailed:
             # The gradient is not finite, so the accumulator is not finite any more either.
             trainer.discard_gradients()
-            self._lose_round()
+            self._lose(entered)
             raise
         # The accumulator holds the microbatch now, so nothing may fail before it is counted.
-        self.counted[microbatch.id] = microbatch.num_samples
+        entered.counted[microbatch.id] = microbatch.num_samples
         reply = HopResult(result.loss_sum, encoded)
         if encoded is not None:
-            self._replies[microbatch.id] = reply
-            while len(self._replies) > self._replies_kept:
-                self._replies.popitem(last=False)
+            entered.replies[microbatch.id] = reply
+            while len(entered.replies) > self._replies_kept:
+                entered.replies.popitem(last=False)
         return reply
 
-    def _lose_round(self) -> None:
-        self._metrics.lost_samples.inc(sum(self.counted.values()))
-        self.forget_round()
+    def _lose(self, entered: Round) -> None:
+        self._metrics.lost_samples.inc(sum(entered.counted.values()))
+        entered.forget_counted()
 
     @staticmethod
     def _encode(tensor: torch.Tensor, codec: Codec) -> memoryview:

@@ -11,6 +11,7 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.rounds import RoundBook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +20,14 @@ class StageReplica:
 
     Attributes:
         trainer: weights, gradient accumulator and optimizer; used in the device thread only
+        rounds: the present round and the one before
         admission: admits microbatches of the present round
-        executor: runs microbatches, and knows which of them the accumulator holds
+        executor: runs microbatches
     """
 
     trainer: StageTrainer
     device_thread: DeviceThread
+    rounds: RoundBook
     admission: RoundAdmission
     executor: StageExecutor
 

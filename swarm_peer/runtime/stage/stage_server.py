@@ -81,8 +81,8 @@ class StageServer:
             raise Busy(f"{self._num_queries} queries are under way")
         self._num_queries += 1
         try:
-            await self._admission.reach(microbatch.round_number)
-            return await self._executor.run(microbatch, hidden, deadline)
+            reached = await self._admission.reach(microbatch.round_number)
+            return await self._executor.run(reached, microbatch, hidden, deadline)
         finally:
             self._num_queries -= 1
 
@@ -90,17 +90,17 @@ class StageServer:
         if microbatch.is_query:
             return await self._query(microbatch, hidden, deadline)
         if microbatch.mode != "train":
-            async with self._admission.enter(microbatch.round_number):
-                return await self._executor.run(microbatch, hidden, deadline)
+            async with self._admission.enter(microbatch.round_number) as entered:
+                return await self._executor.run(entered, microbatch, hidden, deadline)
         # The same microbatch can come again while it runs, from a caller that lost its connection.
         while (other := self._running.get(microbatch.id)) is not None:
             await other.wait()
         done = self._running[microbatch.id] = asyncio.Event()
         try:
-            async with self._admission.enter(microbatch.round_number):
+            async with self._admission.enter(microbatch.round_number) as entered:
                 self._metrics.in_flight.set(self._admission.admitted)
-                known = self._executor.counted_reply(microbatch.id)
-                return known or await self._executor.run(microbatch, hidden, deadline)
+                known = self._executor.counted_reply(entered, microbatch.id)
+                return known or await self._executor.run(entered, microbatch, hidden, deadline)
         finally:
             self._metrics.in_flight.set(self._admission.admitted)
             del self._running[microbatch.id]

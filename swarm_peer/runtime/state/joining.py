@@ -16,6 +16,7 @@ import torch
 from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import SnapshotRef, Timeline, last_credible_round
+from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
@@ -108,30 +109,26 @@ class StateDownloads:
                 self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
                 return
 
-    async def update_after(
-        self, donors: Sequence[str], round_number: int, history_hash: str, timeline: Timeline
-    ) -> StageState:
+    async def update_after(self, donors: Sequence[str], step: StepState) -> StageState:
         """Download the update that ended a round at the stage-mates; its tensors are the averaged gradients.
 
         Args:
-            round_number: the round that begins with this peer's weights
-            history_hash: of these weights
-            timeline: the timeline of these weights
+            step: where this peer stands, at the beginning of that round
 
         Raises:
             CallError: no peer has the update, or it does not continue this peer's history
         """
-        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, kind="update", min_round=round_number)
+        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, kind="update", min_round=step.round_number)
         max_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         update = await fetch_state(self._swarm.transport, donors, call, max_bytes=max_bytes, rng=self._rng)
         gradients = list(update.tensors.values())
         # The history hash covers bytes and not types: read as another type, the same bytes are other gradients.
         is_fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
         fits = is_fp32 and [gradient.shape for gradient in gradients] == self._shapes
-        if not fits or update.timeline != timeline:
+        if not fits or update.timeline != step.timeline:
             raise InvalidMessage("an update that does not fit this stage")
         # The next barrier compares history hashes and nothing else, so this one must be that of these gradients.
-        if await self._context.threads.run(extend_history, history_hash, gradients) != update.history_hash:
+        if await self._context.threads.run(extend_history, step.history_hash, gradients) != update.history_hash:
             raise InvalidMessage("an update that does not belong to its history hash")
         return update
 

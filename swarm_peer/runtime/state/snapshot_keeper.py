@@ -13,11 +13,12 @@ import anyio
 
 from swarm_peer.errors import CallError
 from swarm_peer.policy.recovery import SnapshotRef
+from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
-from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +31,30 @@ GUARD_PAUSE_S = 0.2
 class SnapshotKeeper:
     """Takes and copies snapshots for as long as it runs. Belongs to the event loop's thread."""
 
-    def __init__(self, *, context: PeerContext, stage: int, swarm: SwarmAccess, state_server: StateServer):
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        swarm: SwarmAccess,
+        state_server: StateServer,
+        snapshots: SnapshotStore,
+    ):
+        self._stage = stage
         self._context = context
         self._swarm = swarm
         self._manifest = context.resolved.manifest
         self._next_stage = (stage + 1) % context.resolved.num_stages
         self._state_server = state_server
+        self._snapshots = snapshots
         self._fetch = partial(
             fetch_snapshot,
             context=context,
             transport=swarm.transport,
-            snapshots=state_server,
+            snapshots=snapshots,
             rng=context.random.stream("snapshots"),
         )
-        self._last_snapshot: StageState | None = None  # without its tensors
+        self._last_snapshot: StepState | None = None
 
     async def run(self) -> None:
         """Keep a snapshot of this stage, and one of the next, every `recovery.snapshot_every` updates."""
@@ -55,26 +66,33 @@ class SnapshotKeeper:
                 tasks.start_soon(self._run_guarding)
             while True:
                 await self._context.changed.wait_for(partial(self._snapshot_is_due, every))
-                self._last_snapshot = current = self._state_server.current
-                assert current is not None
-                if not await self._state_server.take_snapshot(current.round_number):
+                self._last_snapshot = step = self._state_server.step
+                if not await self.take_snapshot(step.round_number):
                     log.warning(
-                        "snapshot_missed optimizer_step=%d reason=the round was over already", current.optimizer_step
+                        "snapshot_missed optimizer_step=%d reason=the round was over already", step.optimizer_step
                     )
                 self._context.changed.notify()
 
-    def _snapshot_is_due(self, every: int) -> bool:
-        current = self._state_server.current
-        if current is None or not current.optimizer_step or current.optimizer_step % every:
+    async def take_snapshot(self, round_number: int) -> bool:
+        """Keep a snapshot of this peer's own state. Returns False if the round is over already."""
+        state = await self._state_server.copy_state()
+        if state is None or state.round_number != round_number:
             return False
-        return self._last_snapshot is None or self._last_snapshot.round_number != current.round_number
+        await self._snapshots.store_snapshot(self._stage, state)
+        return True
 
-    def _has_other_snapshot(self, than: StageState | None) -> bool:
+    def _snapshot_is_due(self, every: int) -> bool:
+        step = self._state_server.step
+        if not step.optimizer_step or step.optimizer_step % every:
+            return False
+        return self._last_snapshot is None or self._last_snapshot.round_number != step.round_number
+
+    def _has_other_snapshot(self, than: StepState | None) -> bool:
         return self._last_snapshot is not than
 
     async def _run_guarding(self) -> None:
         """After each snapshot of this stage, copy the next stage's snapshot of the same optimizer step."""
-        guarded: StageState | None = None
+        guarded: StepState | None = None
         while True:
             await self._context.changed.wait_for(partial(self._has_other_snapshot, guarded))
             assert self._last_snapshot is not None
@@ -90,7 +108,7 @@ class SnapshotKeeper:
     async def _copy(self, wanted: SnapshotRef, *, is_last_try: bool) -> bool:
         peers = [peer.peer_id for peer in self._swarm.view().serving(wanted.stage)]
         try:
-            await self._state_server.store_snapshot(wanted.stage, await self._fetch(wanted, peers))
+            await self._snapshots.store_snapshot(wanted.stage, await self._fetch(wanted, peers))
         except CallError as error:
             # The first tries often fail, since the other peers are still taking their snapshots.
             level = logging.WARNING if is_last_try else logging.DEBUG

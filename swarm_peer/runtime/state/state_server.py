@@ -9,19 +9,18 @@ the other side, which downloads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import anyio
 import torch
 
 from swarm_peer.errors import NotServing
-from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.transport import pack_fields
-from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
-from swarm_peer.runtime.state.index import StageState, make_index, timeline_of
-from swarm_peer.runtime.state.store import SnapshotStore, StoredState
+from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.state.index import StageState, timeline_of
+from swarm_peer.runtime.state.store import StoredState, make_stored
 from swarm_peer.wire.messages import StateIndexCall
 
 # A peer waits this long for the round that a caller asks for. The caller asks again if that is not enough.
@@ -38,90 +37,73 @@ MAX_STATES_HELD = 2
 MAX_ROUNDS_BEHIND = MAX_UPDATES_RETAINED // 2
 
 
-class StateServer(SnapshotStore):
-    """Gives this peer's own state, its updates and its snapshots to other peers. Belongs to the event loop's thread."""
+class StateServer:
+    """Gives a replica's own state and its updates to other peers. Belongs to the event loop's thread.
 
-    def __init__(self, *, context: PeerContext, trainer: StageTrainer, device_thread: DeviceThread):
-        super().__init__(clock=context.clock, threads=context.threads, storage=context.storage)
-        self._trainer = trainer
-        self._device_thread = device_thread
+    Attributes:
+        stored: what peers are downloading, by the hash of its index
+    """
+
+    def __init__(self, *, context: PeerContext, replica: StageReplica):
+        self.stored: dict[bytes, StoredState] = {}
+        self._clock = context.clock
+        self._threads = context.threads
         self._changed = context.changed
-        self._stage = trainer.spec.index
+        self._replica = replica
+        self._stage = replica.stage
         self._lock = anyio.Lock()
         self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
         self._update_ids: dict[int, bytes] = {}  # hashes of the indexes of updates that were asked for, by round
 
-    def _is_own(self, stage: int) -> bool:
-        return stage == self._stage
-
-    def enter(self, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
-        """Begin a round with the state that the trainer holds now."""
-        if self.current is not None and timeline != self.current.timeline:
-            self._updates.clear()
-            self._update_ids.clear()
-        # A peer that has moved here may have brought snapshots that this timeline has given up.
-        self._forget_given_up(timeline)
-        self.current = StageState(round_number, history_hash, {}, timeline, ledger)
-        self._drop_unused()
-        self._changed.notify()
+    @property
+    def step(self) -> StepState:
+        """Where the replica stands."""
+        return self._replica.rounds.step
 
     def retain_update(self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes) -> None:
         """Keep the update that ends the present round, if a peer is downloading an earlier state."""
-        assert self.current is not None
-        self._drop_unused()
+        step = self.step
+        oldest = self._clock.monotonic_s() - RETAIN_S
+        self.stored = {key: stored for key, stored in self.stored.items() if stored.used_at >= oldest}
         if not self._held():
             self._updates.clear()
             self._update_ids.clear()
             return
         tensors = {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}
-        self._updates[self.current.round_number] = StageState(
-            self.current.round_number, history_hash, tensors, self.current.timeline, ledger
-        )
+        update = StageState(step.round_number, history_hash, tensors, step.timeline, ledger)
+        self._updates = {known: state for known, state in self._updates.items() if state.timeline == step.timeline}
+        self._updates[step.round_number] = update
         while len(self._updates) > MAX_UPDATES_RETAINED:
-            oldest = min(self._updates)
-            del self._updates[oldest]
-            self._stored.pop(self._update_ids.pop(oldest, b""), None)
+            oldest_round = min(self._updates)
+            del self._updates[oldest_round]
+            self.stored.pop(self._update_ids.pop(oldest_round, b""), None)
 
-    async def take_snapshot(self, round_number: int) -> bool:
-        """Keep a snapshot of this peer's own state. Returns False if the round is over already."""
+    async def copy_state(self) -> StageState | None:
+        """Copy the replica's state; None while it has no weights, or an update is being applied."""
         async with self._lock:
-            state = await self._device_thread.run(Priority.STEP, self._take)
-        if state is None or state.round_number != round_number:
-            return False
-        await self.store_snapshot(self._stage, state)
-        return True
+            return await self._replica.device_thread.run(Priority.STEP, self._take)
 
-    async def _find(self, call: StateIndexCall) -> StoredState:
-        if call.created_at_round is not None:
-            return await super()._find(call)
-        if call.of_stage != self._stage:
-            raise NotServing(f"this peer serves stage {self._stage}, not {call.of_stage}")
+    async def find(self, call: StateIndexCall) -> StoredState:
+        """Find what a peer asks for.
+
+        Raises:
+            NotServing: it is not there
+        """
         return await (self._newest(call.min_round) if call.kind == "state" else self._update(call.min_round))
-
-    def _drop_unused(self) -> None:
-        oldest = self._clock.monotonic_s() - RETAIN_S
-        self._stored = {
-            key: stored for key, stored in self._stored.items() if stored.used_at >= oldest or self._is_snapshot(key)
-        }
 
     def _held(self) -> dict[bytes, StoredState]:
         """The whole states in memory, by the hash of their index."""
-        return {
-            key: stored
-            for key, stored in self._stored.items()
-            if stored.index.kind == "state" and not self._is_snapshot(key)
-        }
+        return {key: stored for key, stored in self.stored.items() if stored.index.kind == "state"}
 
     def _find_held(self, min_round: int) -> StoredState | None:
         """If no more states may be held, the newest one that a newcomer can catch up from.
 
         Making a still newer one would drop a state that a peer may be downloading.
         """
-        assert self.current is not None
         held = self._held().values()
         if len(held) < MAX_STATES_HELD:
             return None
-        timeline, oldest = self.current.timeline, max(min_round, self.current.round_number - MAX_ROUNDS_BEHIND)
+        timeline, oldest = self.step.timeline, max(min_round, self.step.round_number - MAX_ROUNDS_BEHIND)
         found = [
             stored for stored in held if stored.index.round_number >= oldest and timeline_of(stored.index) == timeline
         ]
@@ -131,64 +113,62 @@ class StateServer(SnapshotStore):
         """Drop the states that were not used for longest, so that one more may be held."""
         held = self._held()
         for key in sorted(held, key=lambda key: held[key].used_at, reverse=True)[MAX_STATES_HELD - 1 :]:
-            del self._stored[key]
+            del self.stored[key]
+
+    def _has_round(self, round_number: int) -> bool:
+        return self.step.phase is not Phase.EMPTY and self.step.round_number >= round_number
 
     async def _newest(self, min_round: int) -> StoredState:
         with anyio.move_on_after(WAIT_FOR_ROUND_S):
-            await self._changed.wait_for(lambda: self.current is not None and self.current.round_number >= min_round)
+            await self._changed.wait_for(lambda: self._has_round(min_round))
         async with self._lock:
             while True:
-                if self.current is None or self.current.round_number < min_round:
-                    round_number = None if self.current is None else self.current.round_number
-                    raise NotServing(f"this peer has the state of round {round_number}, not of {min_round}")
-                round_number = self.current.round_number
-                wanted = (self._stage, "state", round_number)
-                for stored in self._stored.values():
-                    if (stored.index.stage, stored.index.kind, stored.index.round_number) == wanted:
+                if not self._has_round(min_round):
+                    raise NotServing(f"this peer is in round {self.step.round_number}, not in {min_round}")
+                present = self._replica.rounds.current
+                for stored in self._held().values():
+                    if stored.index.round_number == present.number:
                         return stored
                 held = self._find_held(min_round)
                 if held is not None:
                     return held
                 self._make_room()
-                state = await self._device_thread.run(Priority.STEP, self._take)
+                state = await self._replica.device_thread.run(Priority.STEP, self._take)
                 if state is None:
-                    await self._wait_until_past(round_number)
+                    await self._wait_until_past(present)
                     continue
-                stored = await self._threads.run(_make_stored, self._stage, "state", state)
+                stored = await self._threads.run(make_stored, self._stage, "state", state)
                 self._remember(stored)
                 return stored
 
-    async def _wait_until_past(self, round_number: int) -> None:
-        """Wait until this peer's state is that of another round."""
-        await self._changed.wait_for(lambda: self.current is not None and self.current.round_number != round_number)
+    async def _wait_until_past(self, present: Round) -> None:
+        await self._changed.wait_for(lambda: self._replica.rounds.current is not present)
 
     async def _update(self, round_number: int) -> StoredState:
         state = self._updates.get(round_number)
-        if state is None:
+        if state is None or state.timeline != self.step.timeline:
             raise NotServing(f"the update of round {round_number} is not kept here")
         async with self._lock:
-            if self._update_ids.get(round_number) not in self._stored:
-                stored = await self._threads.run(_make_stored, self._stage, "update", state)
+            if self._update_ids.get(round_number) not in self.stored:
+                stored = await self._threads.run(make_stored, self._stage, "update", state)
                 self._update_ids[round_number] = self._remember(stored)
-        kept = self._stored.get(self._update_ids[round_number])
+        kept = self.stored.get(self._update_ids[round_number])
         if kept is None:
             raise NotServing(f"the update of round {round_number} is not kept here any more")
         return kept
 
+    def _remember(self, stored: StoredState) -> bytes:
+        stored.used_at = self._clock.monotonic_s()
+        self.stored[stored.key] = stored
+        return stored.key
+
     def _take(self) -> StageState | None:
-        """Copy this peer's state; in the device thread.
+        """Copy the replica's state; in the device thread.
 
         Returns:
-            None while the weights have had an update that the event loop does not know of yet
+            None while the weights are not those of the round, since an update is being applied
         """
-        current = self.current
-        if current is None or self._trainer.optimizer_step != current.optimizer_step:
+        step, trainer = self._replica.rounds.current.step, self._replica.trainer
+        if step.phase is Phase.EMPTY or trainer.weights_version != step.weights_version:
             return None
-        return StageState(
-            current.round_number, current.history_hash, self._trainer.state(), current.timeline, current.ledger
-        )
-
-
-def _make_stored(stage: int, kind: Literal["state", "update"], state: StageState) -> StoredState:
-    index, tensors = make_index(stage, kind, state)
-    return StoredState(index, pack_fields(index), tensors)
+        return StageState(step.round_number, step.history_hash, trainer.state(), step.timeline, step.ledger)

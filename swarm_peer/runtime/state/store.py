@@ -1,8 +1,8 @@
 """Keeps snapshots of stages in files, and gives them away to other peers.
 
 A snapshot is a stage's state at the beginning of a round, kept so that the run can go back to it. Its tensors have an
-index that lists and hashes them (wire/messages.py, StateIndex); both are files, the tensors mapped into memory. Owns
-which snapshots are kept. Must not know of training: state_server.py adds the state that is being trained.
+index that lists and hashes them (wire/messages.py, StateIndex), and are in a file, mapped into memory. Owns which
+snapshots are kept. Must not know of training: state_server.py gives the state that is being trained.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from swarm_peer.errors import InvalidMessage, NotServing
-from swarm_peer.policy.recovery import FIRST_TIMELINE, SnapshotRef, Timeline
+from swarm_peer.policy.recovery import SnapshotRef, Timeline
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import Clock, Storage, Threads
-from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields, unpack_fields
-from swarm_peer.runtime.state.index import StageState, assemble, make_index, num_bytes, timeline_of
+from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields
+from swarm_peer.runtime.state.index import StageState, assemble, make_index, timeline_of
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import (
     STATE_CHUNK_BYTES,
@@ -35,8 +37,6 @@ log = logging.getLogger(__name__)
 
 # Snapshots of each stage that are kept: a peer may still be downloading the one before the newest.
 SNAPSHOTS_KEPT = 2
-# Ends the name of the file with a snapshot's index. The file beside it holds the tensors.
-INDEX_SUFFIX = ".index"
 
 
 @dataclass(slots=True)
@@ -45,36 +45,54 @@ class StoredState:
 
     Attributes:
         packed: the index as bytes
+        key: hash of `packed`, by which other peers ask for its chunks
         used_at: when a peer last asked for it, on the context's clock
     """
 
     index: StateIndex
     packed: bytes
+    key: bytes
     tensors: tuple[memoryview, ...]
     used_at: float = 0.0
+
+
+class StateSource(Protocol):
+    """A replica in this peer that gives its own state away.
+
+    Attributes:
+        stored: what peers are downloading, by the hash of its index
+    """
+
+    stored: dict[bytes, StoredState]
+
+    @property
+    def step(self) -> StepState:
+        """Where the replica stands."""
+        ...
+
+    async def find(self, call: StateIndexCall) -> StoredState:
+        """Find the replica's state or an update that is asked for. Raises NotServing."""
+        ...
 
 
 class SnapshotStore:
     """Keeps snapshots of any stage as files, and gives them to other peers. Belongs to the event loop's thread.
 
     Attributes:
-        current: this peer's own newest state, without its tensors; None while it has none
+        sources: the replicas in this peer that give their own states away, by stage
     """
 
     def __init__(self, *, clock: Clock, threads: Threads, storage: Storage):
-        """Open the snapshots that are there already: this peer may have kept them before it moved to this stage.
+        """Make a store without snapshots.
 
         Args:
             storage: holds the files of snapshots, and no others
         """
+        self.sources: dict[int, StateSource] = {}
         self._clock = clock
         self._threads = threads
         self._storage = storage
-        self._stored: dict[bytes, StoredState] = {}  # by the hash of their index
-        self._snapshots: dict[SnapshotRef, bytes] = {}  # keys of the snapshots in `_stored`
-        self.current: StageState | None = None
-        for name in storage.names(INDEX_SUFFIX):
-            self._keep(_open_stored(storage, name.removesuffix(INDEX_SUFFIX)))
+        self._snapshots: dict[SnapshotRef, StoredState] = {}
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -85,31 +103,31 @@ class SnapshotStore:
             ListSnapshotsCall: self.handle_list_snapshots,
         }
 
+    @property
+    def _newest_step(self) -> StepState:
+        """Where the replica stands that is in the newest round; the phase is EMPTY if none has weights."""
+        steps = [source.step for source in self.sources.values() if source.step.phase is not Phase.EMPTY]
+        return max(steps, key=lambda step: step.round_number, default=StepState())
+
     async def store_snapshot(self, stage: int, state: StageState) -> None:
         """Keep a stage's state as a snapshot, and forget the oldest snapshot of that stage."""
-        name = _name_of(stage, state.created_at_round)
-        stored = await self._threads.run(_write_stored, self._storage, name, stage, state)
-        if self.current is not None and self.current.timeline.discarded(state.timeline, state.created_at_round):
-            _remove(self._storage, name)
-            log.info(
-                "snapshot_dropped stage=%d optimizer_step=%d reason=the run has gone back", stage, state.optimizer_step
-            )
-            return
-        self._keep(stored)
+        ref = SnapshotRef(stage, state.created_at_round, state.optimizer_step)
+        stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
+        stored.used_at = self._clock.monotonic_s()
+        self._snapshots[ref] = stored
         num_bytes = sum(part.nbytes for part in stored.tensors)
         log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, num_bytes)
         self._forget_old()
 
-    def _keep(self, stored: StoredState) -> None:
-        index, timeline = stored.index, timeline_of(stored.index)
-        ref = SnapshotRef(
-            index.stage, timeline.creation_round(index.round_number), timeline.optimizer_step_at(index.round_number)
-        )
-        self._snapshots[ref] = self._remember(stored)
-
     def snapshots(self) -> list[tuple[SnapshotRef, Timeline]]:
-        """Each snapshot that is kept here, and the timeline that it belongs to."""
-        return [(ref, timeline_of(self._stored[key].index)) for ref, key in self._snapshots.items()]
+        """Each snapshot that is kept here and that the run has not given up, with the timeline that it belongs to."""
+        return [
+            (ref, timeline_of(stored.index)) for ref, stored in self._snapshots.items() if not self._is_given_up(ref)
+        ]
+
+    def _is_given_up(self, ref: SnapshotRef) -> bool:
+        earlier = timeline_of(self._snapshots[ref].index)
+        return self._newest_step.timeline.discarded(earlier, ref.created_at_round)
 
     def load_snapshot(self, stage: int, created_at_round: int) -> StageState | None:
         """Copy a snapshot into memory; None if it is not kept here."""
@@ -118,40 +136,30 @@ class SnapshotStore:
             return None
         return assemble(stored.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors])
 
-    def _is_own(self, stage: int) -> bool:
-        return False
-
     def _forget_old(self) -> None:
         """Keep the newest snapshots of each stage.
 
         A run can go back only to where all stages can. So this peer keeps a snapshot of its own stage for as long as it
         keeps another stage's of the same round.
         """
-        for stage in sorted({ref.stage for ref in self._snapshots}, key=self._is_own):
+        for ref in [known for known in self._snapshots if self._is_given_up(known)]:
+            log.info(
+                "snapshot_dropped stage=%d optimizer_step=%d reason=the run has gone back",
+                ref.stage,
+                ref.optimizer_step,
+            )
+            self._forget(ref)
+        for stage in sorted({ref.stage for ref in self._snapshots}, key=self.sources.__contains__):
             for oldest in sorted(ref for ref in self._snapshots if ref.stage == stage)[:-SNAPSHOTS_KEPT]:
                 paired = any(
                     ref.stage != stage and ref.created_at_round == oldest.created_at_round for ref in self._snapshots
                 )
-                if not (self._is_own(stage) and paired):
+                if not (stage in self.sources and paired):
                     self._forget(oldest)
 
     def _forget(self, ref: SnapshotRef) -> None:
-        self._stored.pop(self._snapshots.pop(ref), None)
-        _remove(self._storage, _name_of(ref.stage, ref.created_at_round))
-
-    def _forget_given_up(self, timeline: Timeline) -> None:
-        for ref, earlier in self.snapshots():
-            if timeline.discarded(earlier, ref.created_at_round):
-                self._forget(ref)
-
-    def _is_snapshot(self, key: bytes) -> bool:
-        return key in self._snapshots.values()
-
-    def _remember(self, stored: StoredState) -> bytes:
-        key = hashlib.sha256(stored.packed).digest()
-        stored.used_at = self._clock.monotonic_s()
-        self._stored[key] = stored
-        return key
+        del self._snapshots[ref]
+        self._storage.remove(_name_of(ref))
 
     async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
         """Give the index of a state or an update that is kept here."""
@@ -160,7 +168,12 @@ class SnapshotStore:
         return Reply(tensors=(memoryview(stored.packed),))
 
     async def _find(self, call: StateIndexCall) -> StoredState:
-        stored = None if call.created_at_round is None else self._find_snapshot(call.of_stage, call.created_at_round)
+        if call.created_at_round is None:
+            source = self.sources.get(call.of_stage)
+            if source is None:
+                raise NotServing(f"this peer serves stages {sorted(self.sources)}, not {call.of_stage}")
+            return await source.find(call)
+        stored = self._find_snapshot(call.of_stage, call.created_at_round)
         if stored is None:
             raise NotServing(
                 f"no snapshot of stage {call.of_stage} created in round {call.created_at_round} is kept here"
@@ -168,14 +181,19 @@ class SnapshotStore:
         return stored
 
     def _find_snapshot(self, stage: int, created_at_round: int) -> StoredState | None:
-        for ref, key in self._snapshots.items():
-            if (ref.stage, ref.created_at_round) == (stage, created_at_round):
-                return self._stored.get(key)
-        return None
+        wanted = (ref for ref, _ in self.snapshots() if (ref.stage, ref.created_at_round) == (stage, created_at_round))
+        ref = next(wanted, None)
+        return None if ref is None else self._snapshots[ref]
+
+    def _find_stored(self, key: bytes) -> StoredState | None:
+        for source in self.sources.values():
+            if key in source.stored:
+                return source.stored[key]
+        return next((stored for stored in self._snapshots.values() if stored.key == key), None)
 
     async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
         """Give one chunk of a tensor that an index lists."""
-        stored = self._stored.get(call.index)
+        stored = self._find_stored(call.index)
         if stored is None:
             raise NotServing("this is not kept here any more")
         if call.entry >= len(stored.tensors) or call.chunk >= len(stored.index.entries[call.entry].chunks):
@@ -189,46 +207,39 @@ class SnapshotStore:
 
         A peer without a state replies, too: it may have moved here with the last snapshots that are left.
         """
-        round_number, timeline = (
-            (0, FIRST_TIMELINE) if self.current is None else (self.current.round_number, self.current.timeline)
-        )
-        if self.current is None and self._snapshots:
-            timeline = max(timeline for _, timeline in self.snapshots())
-            round_number = max(ref.created_at_round for ref in self._snapshots)
+        step, known = self._newest_step, self.snapshots()
+        round_number, timeline = step.round_number, step.timeline
+        if step.phase is Phase.EMPTY and known:
+            timeline = max(timeline for _, timeline in known)
+            round_number = max(ref.created_at_round for ref, _ in known)
         reply = ListSnapshotsReply(
             round_number=round_number,
             timeline_first_round=timeline.first_round,
             timeline_first_optimizer_step=timeline.first_optimizer_step,
             timeline_created_at_round=timeline.created_at_round,
-            snapshots=tuple(sorted(self._snapshots))[-64:],
+            snapshots=tuple(sorted(ref for ref, _ in known))[-64:],
         )
         return Reply(reply.model_dump())
 
 
-def _name_of(stage: int, created_at_round: int) -> str:
+def make_stored(stage: int, kind: Literal["state", "update"], state: StageState) -> StoredState:
+    """Make a state or an update ready for download. Takes a second per gigabyte."""
+    index, tensors = make_index(stage, kind, state)
+    packed = pack_fields(index)
+    return StoredState(index, packed, hashlib.sha256(packed).digest(), tensors)
+
+
+def _name_of(ref: SnapshotRef) -> str:
     """Name of the file with a snapshot's tensors."""
-    return f"stage-{stage}-round-{created_at_round}"
+    return f"stage-{ref.stage}-round-{ref.created_at_round}"
 
 
 def _write_stored(storage: Storage, name: str, stage: int, state: StageState) -> StoredState:
-    index, tensors = make_index(stage, "state", state)
-    # The old index goes first and the new one comes last, since tensors without an index are not taken for a snapshot.
-    storage.remove(name + INDEX_SUFFIX)
-    storage.write(name, tensors)
-    storage.write(name + INDEX_SUFFIX, [pack_fields(index)])
-    return _open_stored(storage, name)
-
-
-def _open_stored(storage: Storage, name: str) -> StoredState:
-    packed = storage.read(name + INDEX_SUFFIX)
-    index = unpack_fields(StateIndex, memoryview(packed))
-    sizes = [num_bytes(entry) for entry in index.entries]
+    """Write a snapshot's tensors to a file, and map the file into memory."""
+    stored = make_stored(stage, "state", state)
+    sizes = [part.nbytes for part in stored.tensors]
+    storage.write(name, stored.tensors)
     mapped = storage.map(name) if sum(sizes) else np.empty(0, np.uint8)
     ends = np.cumsum(sizes)
-    parts = tuple(bytes_of(mapped[end - size : end]) for end, size in zip(ends, sizes, strict=True))
-    return StoredState(index, packed, parts)
-
-
-def _remove(storage: Storage, name: str) -> None:
-    for file in (name + INDEX_SUFFIX, name):
-        storage.remove(file)
+    stored.tensors = tuple(bytes_of(mapped[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+    return stored

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -24,6 +23,7 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import Round, Transfer
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, GradientChunkCall
 
@@ -42,21 +42,6 @@ class _InDoubt(Exception):
     """The stage-mate does not answer any more, and may have added the gradient to its own or not."""
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A stage-mate's gradient that is arriving.
-
-    Attributes:
-        data: its bytes, uint8
-        received: offsets of the chunks that have arrived
-    """
-
-    id: bytes
-    round_number: int
-    data: torch.Tensor
-    received: set[int]
-
-
 class GradientHandover:
     """Gives this peer's gradient away when it leaves, and adds those of others. Belongs to the event loop's thread."""
 
@@ -66,15 +51,13 @@ class GradientHandover:
         self._stage = replica.stage
         self._trainer = replica.trainer
         self._device_thread = replica.device_thread
-        self._executor = replica.executor
+        self._rounds = replica.rounds
         self._admission = replica.admission
         self._transport = swarm.transport
         self._swarm = swarm
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
         self._num_bytes = 4 * sum(parameter.numel() for parameter in replica.trainer.module.parameters())
-        self._transfers: dict[str, _Transfer] = {}  # by caller; each has at most one
-        self._committed: dict[bytes, int] = {}  # the round of each gradient that was added, by transfer
         self._committing = anyio.Lock()
 
     @property
@@ -84,8 +67,8 @@ class GradientHandover:
 
     # --- the leaving side
 
-    async def hand_over(self, round_number: int) -> bool:
-        """Give the gradient that is accumulated in a round to a stage-mate; nothing may be added to it meanwhile.
+    async def hand_over(self) -> bool:
+        """Give the gradient of the present round to a stage-mate; nothing may be added to it meanwhile.
 
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
@@ -93,6 +76,7 @@ class GradientHandover:
         sums, samples = await self._device_thread.run(Priority.STEP, self._trainer.gradient_sums)
         if not samples:
             return True
+        given = self._rounds.current
         mates = self._swarm.stage_mates(self._stage)
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
         data = _flatten(sums)
@@ -100,8 +84,8 @@ class GradientHandover:
         for mate in mates:
             transfer_id = self._context.random.token(16)
             try:
-                await self._send(mate, round_number, transfer_id, data)
-                await self._commit(mate, round_number, transfer_id, data, samples)
+                await self._send(mate, given.number, transfer_id, data)
+                await self._commit(mate, given, transfer_id, data, samples)
             except _InDoubt as error:
                 reason, round_is_ending = str(error), False
                 break
@@ -110,19 +94,22 @@ class GradientHandover:
                 reason = f"no stage-mate took it over, last: {error}"
                 round_is_ending = round_is_ending or isinstance(error, RoundClosed)
                 continue
-            log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, round_number, samples)
-            await self._forget()
+            log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, samples)
+            await self._forget(given)
             return True
         if round_is_ending:
             return False
         self._metrics.lost_samples.inc(samples)
-        log.error("samples_lost samples=%d round=%d reason=%s", samples, round_number, reason)
-        await self._forget()
+        log.error("samples_lost samples=%d round=%d reason=%s", samples, given.number, reason)
+        await self._forget(given)
         return True
 
-    async def _forget(self) -> None:
-        await self._device_thread.run(Priority.STEP, self._trainer.discard_gradients)
-        self._executor.forget_round()
+    async def _forget(self, given: Round) -> None:
+        def forget() -> None:
+            self._trainer.discard_gradients()
+            given.forget_counted()
+
+        await self._device_thread.run(Priority.STEP, forget)
 
     async def _send(self, mate: str, round_number: int, transfer_id: bytes, data: torch.Tensor) -> None:
         view = bytes_of(data)
@@ -148,17 +135,17 @@ class GradientHandover:
         if failures:
             raise failures[0]
 
-    async def _commit(self, mate: str, round_number: int, transfer_id: bytes, data: torch.Tensor, samples: int) -> None:
+    async def _commit(self, mate: str, given: Round, transfer_id: bytes, data: torch.Tensor, samples: int) -> None:
         """Have the stage-mate add the gradient to its own."""
         sha256 = await self._context.threads.run(lambda: hashlib.sha256(bytes_of(data)).digest())
         call = CommitGradientCall(
             manifest=self._hash,
             stage=self._stage,
-            round_number=round_number,
+            round_number=given.number,
             transfer=transfer_id,
             samples=samples,
             sha256=sha256,
-            counted=tuple(self._executor.counted.items())[:MAX_COUNTED_IDS],
+            counted=tuple(given.counted.items())[:MAX_COUNTED_IDS],
         )
         for _ in range(COMMIT_TRIES):
             try:
@@ -170,14 +157,6 @@ class GradientHandover:
 
     # --- the receiving side
 
-    def enter(self, round_number: int) -> None:
-        """Begin a round: drop the unfinished transfers of earlier ones, each of which is as large as the stage."""
-        self._transfers = {peer: known for peer, known in self._transfers.items() if known.round_number >= round_number}
-        # A call of the round before may still be repeated.
-        self._committed = {
-            known: of_round for known, of_round in self._committed.items() if of_round >= round_number - 1
-        }
-
     async def handle_chunk(self, caller: str, call: GradientChunkCall, tensors: Sequence[memoryview]) -> Reply:
         """Take in one part of a stage-mate's gradient."""
         self._check_mate(caller)
@@ -185,13 +164,14 @@ class GradientHandover:
         [chunk] = tensors if len(tensors) == 1 else [memoryview(b"")]
         if call.offset % CHUNK_BYTES or chunk.nbytes != min(CHUNK_BYTES, self._num_bytes - call.offset):
             raise InvalidMessage(f"{chunk.nbytes} bytes at {call.offset} of a gradient of {self._num_bytes} bytes")
-        transfer = self._transfers.get(caller)
+        transfers = self._rounds.current.transfers
+        transfer = transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
-            self._transfers.pop(caller, None)
-            if len(self._transfers) >= MAX_TRANSFERS:
+            transfers.pop(caller, None)
+            if len(transfers) >= MAX_TRANSFERS:
                 raise Busy("other gradients are being taken over")
             data = torch.empty(self._num_bytes, dtype=torch.uint8)
-            transfer = self._transfers[caller] = _Transfer(call.transfer, call.round_number, data, set())
+            transfer = transfers[caller] = Transfer(call.transfer, data, set())
         bytes_of(transfer.data)[call.offset : call.offset + chunk.nbytes] = chunk
         transfer.received.add(call.offset)
         return Reply()
@@ -204,10 +184,11 @@ class GradientHandover:
             return await self._commit_once(caller, call)
 
     async def _commit_once(self, caller: str, call: CommitGradientCall) -> Reply:
-        if call.transfer in self._committed:
+        known = self._rounds.find(call.round_number)  # a call of the round before may still be repeated
+        if known is not None and call.transfer in known.committed:
             return Reply()
         self._check_round(call.round_number)
-        transfer = self._transfers.get(caller)
+        transfer = self._rounds.current.transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
             raise InvalidMessage("a gradient of which nothing has arrived")
         if len(transfer.received) * CHUNK_BYTES < self._num_bytes:
@@ -215,17 +196,9 @@ class GradientHandover:
         if sum(samples for _, samples in call.counted) > call.samples:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples} samples")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
-        async with self._admission.enter(call.round_number, always=True):
-            if call.transfer not in self._committed:
-                del self._transfers[caller]
-                self._committed[call.transfer] = call.round_number
-                add = partial(self._add, transfer.data, call, self._trainer.weights_version)
-                try:
-                    await self._device_thread.run(Priority.BACKWARD, add)
-                except BaseException:
-                    del self._committed[call.transfer]
-                    raise
-                self._executor.counted.update(call.counted)
+        async with self._admission.enter(call.round_number, always=True) as entered:
+            del entered.transfers[caller]
+            await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, call.samples)
         return Reply()
 
@@ -235,15 +208,14 @@ class GradientHandover:
             raise NotServing("only announced stage-mates hand over their gradients")
 
     def _check_round(self, round_number: int) -> None:
-        if round_number != self._admission.round_number or not self._admission.is_open:
-            raise RoundClosed(
-                f"round {round_number} is ending here; this peer is in round {self._admission.round_number}"
-            )
+        present = self._rounds.current.number
+        if round_number != present or not self._admission.is_open:
+            raise RoundClosed(f"round {round_number} is ending here; this peer is in round {present}")
 
-    def _add(self, data: torch.Tensor, call: CommitGradientCall, weights_version: int) -> None:
+    def _add(self, data: torch.Tensor, call: CommitGradientCall, entered: Round) -> None:
         """Check the gradient and add it to this peer's own; in the device thread."""
         # A rewind does not wait for this job, and may have loaded other weights before its turn came.
-        if self._trainer.weights_version != weights_version:
+        if self._trainer.weights_version != entered.step.weights_version:
             raise RoundClosed(f"the weights of round {call.round_number} have changed")
         if hashlib.sha256(bytes_of(data)).digest() != call.sha256:
             raise InvalidMessage("a gradient that does not match its hash")
@@ -253,6 +225,9 @@ class GradientHandover:
         shapes = [parameter.shape for parameter in self._trainer.module.parameters()]
         parts = torch.split(values, [shape.numel() for shape in shapes])
         self._trainer.add_gradients([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], call.samples)
+        entered.counted.update(call.counted)
+        # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
+        entered.committed.add(call.transfer)
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,10 +24,12 @@ import torch
 
 from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
 from swarm_peer.policy.agreement import Verdict, Vote, agree
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
+from swarm_peer.runtime.stage.rounds import Round, RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.averaging import START_TIMEOUT_S, AveragingFailed, GradientAverager
 from swarm_peer.runtime.step.membership import StageMates
@@ -76,6 +78,7 @@ class StageGroup:
         *,
         context: PeerContext,
         stage: int,
+        rounds: RoundBook,
         transport: Transport,
         averager: GradientAverager,
         progress: ProgressBook,
@@ -87,6 +90,7 @@ class StageGroup:
         self._manifest = manifest
         self._hash = context.resolved.hash
         self._stage = stage
+        self._rounds = rounds
         self._me = transport.peer_id
         self._transport = transport
         self._averager = averager
@@ -104,35 +108,11 @@ class StageGroup:
             barrier_timeout_s=self._barrier_timeout_s,
             view=view,
         )
-        self._round_number = 0
-        self._history_hash = ""
-        self._samples = 0  # that this peer brings to the averaging round
-        self._ready_attempt: int | None = None  # the try that this peer is ready for; None while microbatches run
-        self._left = False
-        self._votes: dict[int, Vote] = {}  # this peer's newest votes on this round and on the one before, by round
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
         """The calls that this part answers."""
         return {ReadyCall: self.handle_ready, VoteCall: self.handle_vote}
-
-    @property
-    def history_hash(self) -> str:
-        """Digest of the updates that led to this peer's weights."""
-        return self._history_hash
-
-    def enter(self, round_number: int, history_hash: str) -> None:
-        """Begin a round with the weights that `history_hash` names."""
-        self._round_number, self._history_hash = round_number, history_hash
-        self._ready_attempt = None
-        self._mates.refresh()
-        self._votes = {known: vote for known, vote in self._votes.items() if known >= round_number - 1}
-        self._changed.notify()
-
-    def leave(self) -> None:
-        """End no more rounds, and say so to stage-mates that wait for this peer."""
-        self._left = True
-        self._changed.notify()
 
     def welcome(self, peer_id: str) -> None:
         """Expect a stage-mate that has made itself known, until its announcement is sure to be in the view.
@@ -146,54 +126,51 @@ class StageGroup:
             raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
         self._mates.welcome(peer_id)
 
-    async def settle(self, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
-        """End this round together with the stage-mates.
+    async def settle(self, ending: Round, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
+        """End a round together with the stage-mates.
 
         Args:
             gradients: means over this peer's samples, CPU and fp32
             samples: number of these samples; may be 0
         """
-        round_number, attempt = self._round_number, 0
-        self._samples = samples
+        attempt = 0
+        ending.samples = samples
+        self._mates.refresh()
         while True:
-            self._ready_attempt = attempt
+            ending.attempt = attempt
             self._changed.notify()
             try:
-                members = await self._gather_ready(attempt)
+                members = await self._gather_ready(ending, attempt)
             except _LeftBehind as behind:
-                return self._resync(behind.holders, f"{len(behind.holders)} stage-mates have left round {round_number}")
+                return _resync(ending, behind.holders, f"{len(behind.holders)} stage-mates have left it behind")
             by_history = agree(
                 self._me, {peer: Vote(0, reply.history_hash) for peer, reply in members.items()}, may_retry=False
             )
             if by_history.verdict is Verdict.RESYNC:
-                return self._resync(by_history.holders, "other stage-mates hold different weights")
+                return _resync(ending, by_history.holders, "other stage-mates hold different weights")
             peers = set(by_history.holders)
             newest = max(reply.attempt or 0 for reply in members.values())
             if newest > attempt:
                 attempt = newest
                 continue
             shares = {peer: members[peer].samples for peer in peers}
-            vote, result = await self._average(gradients, samples, attempt, shares)
-            self._votes[round_number] = vote
+            vote, result = await self._average(ending, gradients, attempt, shares)
+            ending.vote = vote
             self._changed.notify()
-            votes = await self._gather_votes(round_number, attempt, peers)
+            votes = await self._gather_votes(ending, attempt, peers)
             agreement = agree(self._me, votes, may_retry=attempt < self._manifest.averaging.max_tries)
             if agreement.verdict is Verdict.COMMIT:
                 assert vote.checksum is not None
                 if len(agreement.holders) < len(votes):
-                    log.warning("round_disputed round=%d reason=%s", round_number, agreement.reason)
+                    log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
                 return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, reason=agreement.reason)
             if agreement.verdict is Verdict.RESYNC:
-                return self._resync(agreement.holders, agreement.reason)
-            log.warning("round_retried round=%d attempt=%d reason=%s", round_number, attempt, agreement.reason)
+                return _resync(ending, agreement.holders, agreement.reason)
+            log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)
             attempt += 1
 
-    def _resync(self, holders: Sequence[str], reason: str) -> Settlement:
-        log.warning("resync_needed round=%d reason=%s", self._round_number, reason)
-        return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
-
     async def _average(
-        self, gradients: Sequence[torch.Tensor], samples: int, attempt: int, members: Mapping[str, int]
+        self, ending: Round, gradients: Sequence[torch.Tensor], attempt: int, members: Mapping[str, int]
     ) -> tuple[Vote, Sequence[torch.Tensor]]:
         """Run one averaging round.
 
@@ -203,29 +180,30 @@ class StageGroup:
         Returns:
             this peer's vote on the result, and the averages; without any if the averaging round has failed
         """
+        history_hash = ending.step.history_hash
         last_try = attempt >= self._manifest.averaging.max_tries
         if len(members) == 1 or last_try:
             # If averaging does not work among these peers, each offers its own gradients, and the vote chooses those of
             # the most samples for all. That loses the others' work, but no peer goes on with weights of its own.
             outcome = "alone" if len(members) == 1 else "given_up"
             self._metrics.averaging_rounds.labels(outcome).inc()
-            digest = await self._threads.run(extend_history, self._history_hash, gradients)
-            return Vote(attempt, digest, samples), gradients
+            digest = await self._threads.run(extend_history, history_hash, gradients)
+            return Vote(attempt, digest, ending.samples), gradients
         begin = self._clock.monotonic_s()
         try:
             averages = await self._averager.average(
-                gradients, round_number=self._round_number, attempt=attempt, shares=members
+                gradients, round_number=ending.number, attempt=attempt, shares=members
             )
         except AveragingFailed as error:
             self._metrics.averaging_rounds.labels("failed").inc()
-            log.warning("round_failed round=%d attempt=%d reason=%s", self._round_number, attempt, error)
+            log.warning("round_failed round=%d attempt=%d reason=%s", ending.number, attempt, error)
             return Vote(attempt, None), ()
         self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - begin)
         self._metrics.averaging_rounds.labels("done").inc()
-        digest = await self._threads.run(extend_history, self._history_hash, averages)
+        digest = await self._threads.run(extend_history, history_hash, averages)
         return Vote(attempt, digest, sum(members.values())), averages
 
-    async def _gather_ready(self, attempt: int) -> dict[str, ReadyReply]:
+    async def _gather_ready(self, ending: Round, attempt: int) -> dict[str, ReadyReply]:
         """Wait until all stage-mates are ready for an averaging round.
 
         Returns:
@@ -234,9 +212,8 @@ class StageGroup:
         Raises:
             _LeftBehind: this peer has to follow stage-mates that are in a later round
         """
-        members = {
-            self._me: ReadyReply(attempt=attempt, history_hash=self._history_hash, samples=self._samples, counts=())
-        }
+        own = ReadyReply(attempt=attempt, history_hash=ending.step.history_hash, samples=ending.samples, counts=())
+        members = {self._me: own}
         ahead: list[str] = []
         asked = {self._me}
         while to_ask := self._mates.expected() - asked:
@@ -245,9 +222,9 @@ class StageGroup:
                 # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
                 tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
                 for peer_id in sorted(to_ask):
-                    tasks.start_soon(self._ask_ready, peer_id, attempt, members, ahead)
+                    tasks.start_soon(self._ask_ready, peer_id, ending.number, attempt, members, ahead)
             if tasks.cancel_scope.cancelled_caught:
-                log.warning("barrier_timeout round=%d ready=%d asked=%d", self._round_number, len(members), len(asked))
+                log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
                 for peer_id in to_ask - members.keys():
                     self._mates.was_late(peer_id)
         # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
@@ -256,15 +233,17 @@ class StageGroup:
         if len(ahead) >= len(members):
             raise _LeftBehind(sorted(ahead))
         if ahead:
-            log.warning("some_are_ahead round=%d ready=%d ahead=%d", self._round_number, len(members), len(ahead))
+            log.warning("some_are_ahead round=%d ready=%d ahead=%d", ending.number, len(members), len(ahead))
         return members
 
-    async def _ask_ready(self, peer_id: str, attempt: int, members: dict[str, ReadyReply], ahead: list[str]) -> None:
+    async def _ask_ready(
+        self, peer_id: str, round_number: int, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
+    ) -> None:
         while True:
             body = ReadyCall(
                 manifest=self._hash,
                 stage=self._stage,
-                round_number=self._round_number,
+                round_number=round_number,
                 attempt=attempt,
                 counts=self._progress.signed_counts(),
             )
@@ -285,12 +264,13 @@ class StageGroup:
                 self._mates.was_ready(peer_id)
                 return
 
-    async def _gather_votes(self, round_number: int, attempt: int, peers: set[str]) -> dict[str, Vote]:
-        votes = {self._me: self._votes[round_number]}
+    async def _gather_votes(self, ending: Round, attempt: int, peers: set[str]) -> dict[str, Vote]:
+        assert ending.vote is not None
+        votes = {self._me: ending.vote}
         async with anyio.create_task_group() as tasks:
             tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
             for peer_id in sorted(peers - {self._me}):
-                tasks.start_soon(self._ask_vote, peer_id, round_number, attempt, votes)
+                tasks.start_soon(self._ask_vote, peer_id, ending.number, attempt, votes)
         return votes
 
     async def _ask_vote(self, peer_id: str, round_number: int, attempt: int, votes: dict[str, Vote]) -> None:
@@ -313,49 +293,63 @@ class StageGroup:
         self._progress.merge(call.counts, vouched=is_mate)
         if is_mate:
             # One round ahead is enough for this peer to look for itself; a false number does not last beyond that.
-            self._progress.saw_round(min(call.round_number, self._round_number + 1))
+            self._progress.saw_round(min(call.round_number, self._rounds.step.round_number + 1))
         else:
             self._progress.saw_stranger(caller)
-        if is_mate and call.round_number >= self._round_number:
+        if is_mate and not self._is_past(call.round_number):
             # Before the wait, since this peer may become ready during it and must not go on without the caller.
             self._mates.welcome(caller)
             self._mates.was_ready(caller)
 
         def is_ready() -> bool:
             # Never tell a stranger, or it would average with members that do not expect it. It asks again.
-            return is_mate and self._is_ready(call)
+            present = self._rounds.current
+            has_come = present.attempt is not None and present.attempt >= call.attempt
+            return is_mate and present.number == call.round_number and has_come
+
+        def has_left() -> bool:
+            return self._rounds.step.phase is Phase.LEFT
 
         with anyio.move_on_after(POLL_S):
-            await self._changed.wait_for(lambda: self._left or call.round_number < self._round_number or is_ready())
-        if self._left:
+            await self._changed.wait_for(lambda: has_left() or self._is_past(call.round_number) or is_ready())
+        if has_left():
             raise NotServing("this peer has left")
-        if call.round_number < self._round_number:
-            raise RoundClosed(f"round {call.round_number} is over in this stage", self._round_number)
-        attempt = self._ready_attempt if is_ready() else None
-        counts = self._progress.signed_counts()
-        reply = ReadyReply(attempt=attempt, history_hash=self._history_hash, samples=self._samples, counts=counts)
+        if self._is_past(call.round_number):
+            raise self._over(call.round_number)
+        present = self._rounds.current
+        reply = ReadyReply(
+            attempt=present.attempt if is_ready() else None,
+            history_hash=present.step.history_hash,
+            samples=present.samples,
+            counts=self._progress.signed_counts(),
+        )
         return Reply(reply.model_dump())
 
-    def _is_ready(self, call: ReadyCall) -> bool:
-        return (
-            self._round_number == call.round_number
-            and self._ready_attempt is not None
-            and self._ready_attempt >= call.attempt
-        )
+    def _is_past(self, round_number: int) -> bool:
+        return round_number < self._rounds.step.round_number
+
+    def _over(self, round_number: int) -> RoundClosed:
+        return RoundClosed(f"round {round_number} is over in this stage", self._rounds.step.round_number)
 
     async def handle_vote(self, caller: str, call: VoteCall, tensors: Sequence[memoryview]) -> Reply:
         """Give this peer's vote on an averaging round, after a short wait for it."""
 
         def known() -> Vote | None:
-            vote = self._votes.get(call.round_number)
+            asked = self._rounds.find(call.round_number)
+            vote = None if asked is None else asked.vote
             return vote if vote is not None and vote.attempt >= call.attempt else None
 
         with anyio.move_on_after(POLL_S):
-            await self._changed.wait_for(lambda: known() is not None or call.round_number < self._round_number)
+            await self._changed.wait_for(lambda: known() is not None or self._is_past(call.round_number))
         vote = known()
         if vote is not None:
             reply = VoteReply(attempt=vote.attempt, checksum=vote.checksum, samples=vote.samples)
             return Reply(reply.model_dump())
-        if call.round_number < self._round_number:
-            raise RoundClosed(f"round {call.round_number} is over in this stage", self._round_number)
+        if self._is_past(call.round_number):
+            raise self._over(call.round_number)
         return Reply(VoteReply(attempt=None).model_dump())
+
+
+def _resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
+    log.warning("resync_needed round=%d reason=%s", ending.number, reason)
+    return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)

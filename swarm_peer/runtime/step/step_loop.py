@@ -1,8 +1,8 @@
 """Takes a replica from round to round: wait until the global batch is full, drain, average, apply the update.
 
 If stage-mates have gone on without this peer, it downloads their state. If a lost stage makes the run rewind, it loads
-a snapshot. Owns the present round and timeline: no other part changes them, or has the weights changed. Must not know
-how stage-mates agree on an update (settlement.py) or how states travel (state/).
+a snapshot. Owns the round book: no other part begins a round, or has the weights changed. Must not know how stage-mates
+agree on an update (settlement.py) or how states travel (state/).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -17,17 +18,20 @@ import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.policy.agreement import Verdict
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import Settlement, StageGroup
 from swarm_peer.wire.messages import Body, RewindCall, RewindReply
@@ -52,8 +56,6 @@ class StepLoop:
     """Takes this peer's replica from round to round. Belongs to the event loop's thread.
 
     Attributes:
-        round_number: the present round
-        timeline: the unbroken line of updates that led to the present weights
         reports: the rounds that ended here lately; of stage 0 alone
     """
 
@@ -65,6 +67,7 @@ class StepLoop:
         swarm: SwarmAccess,
         group: StageGroup,
         state_server: StateServer,
+        snapshots: SnapshotStore,
         handover: GradientHandover,
         leases: SliceLeases | None,
     ):
@@ -79,7 +82,7 @@ class StepLoop:
         self._hash = context.resolved.hash
         self._trainer = replica.trainer
         self._device_thread = replica.device_thread
-        self._executor = replica.executor
+        self._rounds = replica.rounds
         self._admission = replica.admission
         self._group = group
         self._state_server = state_server
@@ -99,13 +102,10 @@ class StepLoop:
             stage=replica.stage,
             shapes=[parameter.shape for parameter in replica.trainer.module.parameters()],
             swarm=swarm,
-            snapshots=state_server,
+            snapshots=snapshots,
         )
-        self._began = self._clock.monotonic_s()
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._rewind_to: Timeline | None = None
-        self.round_number = 0
-        self.timeline = FIRST_TIMELINE
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
 
     @property
@@ -114,9 +114,9 @@ class StepLoop:
         return {RewindCall: self.handle_rewind}
 
     @property
-    def optimizer_step(self) -> int:
-        """How many updates this peer's weights have had."""
-        return self.timeline.optimizer_step_at(self.round_number)
+    def step(self) -> StepState:
+        """Where this peer's replica stands."""
+        return self._rounds.step
 
     @property
     def download_bytes_per_s(self) -> float:
@@ -126,7 +126,7 @@ class StepLoop:
     @property
     def finished(self) -> bool:
         """Whether the run's last optimizer step is done."""
-        return self.optimizer_step >= self._manifest.training.steps
+        return self.step.optimizer_step >= self._manifest.training.steps
 
     async def begin(self, timeline: Timeline, state: StageState | None) -> None:
         """Start at the beginning of a timeline, with a snapshot or with the run's initial weights.
@@ -138,7 +138,7 @@ class StepLoop:
             UserError: the initial weights cannot be read
         """
         if state is not None:
-            await self._take_over(state, timeline.first_round, timeline)
+            await self._take_over(replace(state, round_number=timeline.first_round, timeline=timeline))
             return
         await self._device_thread.run(Priority.STEP, self._trainer.restart)
         # Another version of torch may make other initial weights. So the history hash, which stage-mates compare,
@@ -146,7 +146,7 @@ class StepLoop:
         weights = await self._device_thread.run(Priority.STEP, self._trainer.state)
         history_hash = await self._context.threads.run(extend_history, self._hash, list(weights.values()))
         await self._begin_to_read(timeline.first_round, timeline, b"")
-        self._enter(timeline.first_round, history_hash, timeline, b"")
+        self._begin_round(timeline.first_round, history_hash, timeline, b"")
 
     async def join(self, donors: list[str]) -> None:
         """Take over the newest state of stage-mates. Asks each of them once.
@@ -163,11 +163,11 @@ class StepLoop:
         """
         for _ in range(CATCH_UP_TRIES):
             newest = await self._gossip.greet(self._stage, stage_mates)
-            if newest <= self.round_number:
+            if newest <= self.step.round_number:
                 break
             if not await self._replay(stage_mates):
-                await self._catch_up_by_state(stage_mates, min_round=self.round_number + 1)
-        self._admit()
+                await self._catch_up_by_state(stage_mates, min_round=self.step.round_number + 1)
+        self._rounds.enter(Phase.OPEN)
 
     async def run(self) -> None:
         """End one round after the other, and rewind when a lost stage makes the run do so. Never returns.
@@ -198,23 +198,25 @@ class StepLoop:
         """When callers have named later rounds for a while, ask stage-mates whether they have left this peer behind."""
         while True:
             await self._changed.wait_for(lambda: self._admission.is_behind)
-            round_number = self.round_number
+            present = self._rounds.current
             await anyio.sleep(BEHIND_S)
-            if self.round_number == round_number and self._admission.is_open:
+            if self._rounds.current is present and self._admission.is_open:
                 mates = [peer.peer_id for peer in self._view().serving(self._stage)]
-                if await self._gossip.greet(self._stage, mates) > round_number:
-                    self._progress.saw_round(round_number + 1)
+                if await self._gossip.greet(self._stage, mates) > present.number:
+                    self._progress.saw_round(present.number + 1)
             self._admission.forget_later_rounds()
 
     async def _run_rounds(self) -> None:
         while not self.finished:
-            round_number = self.round_number
-            await self._progress.wait_until_over(round_number)
+            await self._progress.wait_until_over(self.step.round_number)
             async with self._ending:
-                await self._end(round_number)
-            self._admit()
+                if self.step.phase is Phase.LEFT:
+                    return
+                await self._end(self._rounds.current)
+            self._rounds.enter(Phase.OPEN)
         log.info(
-            "run_finished optimizer_step=%d: the coordinator saves the model now, and ends the run", self.optimizer_step
+            "run_finished optimizer_step=%d: the coordinator saves the model now, and ends the run",
+            self.step.optimizer_step,
         )
 
     async def leave(self) -> None:
@@ -222,18 +224,18 @@ class StepLoop:
         await self._admission.drained()
         while True:
             async with self._ending:
-                round_number = self.round_number
-                if await self._handover.hand_over(round_number):
-                    return self._group.leave()
-            await self._changed.wait_for(partial(self._is_past, round_number))
+                present = self._rounds.current
+                if await self._handover.hand_over():
+                    return self._rounds.enter(Phase.LEFT)
+            await self._changed.wait_for(partial(self._is_past, present))
 
-    def _is_past(self, round_number: int) -> bool:
-        return self.round_number > round_number
+    def _is_past(self, ended: Round) -> bool:
+        return self._rounds.current is not ended
 
     async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
         """Rewind to the caller's timeline: it says that it took over a stage without peers, from a snapshot."""
         target = Timeline(call.first_round, call.first_optimizer_step, call.created_at_round)
-        if call.first_round > self.round_number and target != self._rewind_to:
+        if call.first_round > self.step.round_number and target != self._rewind_to:
             view = await self._look_again([call.lost_stage])
             others = [peer for peer in view.serving(call.lost_stage) if peer.peer_id != caller]
             known = view.peer(caller)
@@ -241,16 +243,18 @@ class StepLoop:
                 raise NotServing("only a peer that has taken over another stage rewinds the run")
             if any(peer.round_number < call.first_round for peer in others):
                 raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
-            if call.first_round > self.round_number + MAX_ROUNDS_OF_REWIND:
-                raise InvalidMessage(f"the run is in round {self.round_number} and cannot go on in {call.first_round}")
-            if call.first_optimizer_step > self.optimizer_step:
+            if call.first_round > self.step.round_number + MAX_ROUNDS_OF_REWIND:
+                present = self.step.round_number
+                raise InvalidMessage(f"the run is in round {present} and cannot go on in {call.first_round}")
+            if call.first_optimizer_step > self.step.optimizer_step:
+                made = self.step.optimizer_step
                 raise InvalidMessage(
-                    f"the run has made {self.optimizer_step} updates and cannot go back to {call.first_optimizer_step}"
+                    f"the run has made {made} updates and cannot go back to {call.first_optimizer_step}"
                 )
             if self._rewind_to is None or call.first_round > self._rewind_to.first_round:
                 self._rewind_to = target
                 self._changed.notify()
-        return Reply(RewindReply(round_number=self.round_number).model_dump())
+        return Reply(RewindReply(round_number=self.step.round_number).model_dump())
 
     async def _rewind(self) -> None:
         target = self._rewind_to
@@ -258,39 +262,36 @@ class StepLoop:
         log.warning(
             "run_rewound stage=%d optimizer_step=%d to=%d round=%d",
             self._stage,
-            self.optimizer_step,
+            self.step.optimizer_step,
             target.first_optimizer_step,
             target.first_round,
         )
         self._metrics.rewinds.inc()
-        self._admission.close()
+        self._rounds.enter(Phase.ENDING)
         self._metrics.lost_samples.inc(self._trainer.num_samples)
         async with self._ending:
             state = await self._downloads.snapshot_of(target) if target.first_optimizer_step else None
-            if state is not None:
-                await self._take_over(state, target.first_round, target)
-            else:
-                await self.begin(target, None)
+            await self.begin(target, state)
         # These may not have been published yet.
         still_true = [report for report in self.reports if report.optimizer_step <= target.first_optimizer_step]
         self.reports.clear()
         self.reports.extend(still_true)
-        self._admit()
+        self._rounds.enter(Phase.OPEN)
 
-    async def _end(self, round_number: int) -> None:
-        self._admission.close()
+    async def _end(self, ending: Round) -> None:
+        self._rounds.enter(Phase.ENDING)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_next_stage)
             await self._admission.drained()
             gradients, samples = await self._device_thread.run(Priority.STEP, self._share)
-            settlement = await self._group.settle(gradients, samples)
+            settlement = await self._group.settle(ending, gradients, samples)
             tasks.cancel_scope.cancel()
         if settlement.verdict is Verdict.COMMIT:
             await self._commit(settlement)
         else:
             self._metrics.resyncs.labels("left_behind").inc()
             self._metrics.lost_samples.inc(samples)
-            await self._catch_up_by_state(list(settlement.holders), min_round=round_number + 1)
+            await self._catch_up_by_state(list(settlement.holders), min_round=ending.number + 1)
 
     def _share(self) -> tuple[list[torch.Tensor], int]:
         """This peer's mean gradients and their samples; zeros of no samples if they would spoil the others' mean."""
@@ -298,11 +299,14 @@ class StepLoop:
         if all(bool(gradient.isfinite().all()) for gradient in gradients):
             return gradients, samples
         self._metrics.lost_samples.inc(samples)
-        log.error("samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.round_number)
+        log.error(
+            "samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.step.round_number
+        )
         return [torch.zeros_like(gradient) for gradient in gradients], 0
 
     async def _commit(self, settlement: Settlement) -> None:
-        round_number = self.round_number
+        step = self.step
+        round_number = step.round_number
         counter = self._progress.counter
         samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
         counted = b"" if self._leases is None else self._leases.end_round(round_number)
@@ -311,9 +315,9 @@ class StepLoop:
         if result.skipped:
             reason = "the averaged gradient is not finite" if settlement.samples else "all gradients are lost"
             log.error("update_skipped round=%d reason=%s", round_number, reason)
-        seconds = self._clock.monotonic_s() - self._began
+        seconds = self._clock.monotonic_s() - step.began_s
         loss = loss_sum / samples if samples else 0.0
-        optimizer_step = self.optimizer_step + 1
+        optimizer_step = step.optimizer_step + 1
         if self._stage == 0:
             report = RoundReport(
                 round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss=loss, seconds=seconds
@@ -331,25 +335,22 @@ class StepLoop:
             result.grad_norm,
             result.learning_rate,
         )
-        self._enter(round_number + 1, settlement.history_hash, self.timeline, counted)
+        self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted)
 
-    def _enter(self, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
-        self.round_number = round_number
-        self.timeline = timeline
+    def _begin_round(self, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
         if self._rewind_to is not None and self._rewind_to.first_round <= round_number:
             self._rewind_to = None  # but keep a newer one
-        self._began = self._clock.monotonic_s()
-        self._executor.forget_round()
-        self._handover.enter(round_number)
-        self._metrics.optimizer_step.set(self.optimizer_step)
-        self._group.enter(round_number, history_hash)
-        self._progress.enter(round_number)
-        self._state_server.enter(round_number, history_hash, timeline, ledger)
-
-    def _admit(self) -> None:
-        self._executor.note_round(self.round_number)
-        self._admission.open(self.round_number)
-        self._changed.notify()
+        step = StepState(
+            round_number=round_number,
+            timeline=timeline,
+            history_hash=history_hash,
+            ledger=ledger,
+            weights_version=self._trainer.weights_version,
+            began_s=self._clock.monotonic_s(),
+        )
+        self._rounds.begin(step)
+        self._progress.forget_past()
+        self._metrics.optimizer_step.set(step.optimizer_step)
 
     async def _catch_up_by_state(self, donors: Sequence[str], min_round: int, tries: int = DOWNLOAD_TRIES) -> None:
         """Take over the newest state that a stage-mate gives.
@@ -358,17 +359,14 @@ class StepLoop:
             CallError: nobody gave one
         """
 
-        async def take(state: StageState) -> None:
-            await self._take_over(state, state.round_number, state.timeline)
+        await self._downloads.take_newest(donors, min_round, self._take_over, tries)
 
-        await self._downloads.take_newest(donors, min_round, take, tries)
-
-    async def _take_over(self, state: StageState, round_number: int, timeline: Timeline) -> None:
-        await self._begin_to_read(round_number, timeline, state.ledger)
+    async def _take_over(self, state: StageState) -> None:
+        await self._begin_to_read(state.round_number, state.timeline, state.ledger)
         await self._device_thread.run(
             Priority.STEP, lambda: self._trainer.load_state(state.tensors, state.optimizer_step)
         )
-        self._enter(round_number, state.history_hash, timeline, state.ledger)
+        self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger)
 
     async def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: bytes) -> None:
         if self._leases is not None:
@@ -380,18 +378,17 @@ class StepLoop:
         Returns:
             whether there was any
         """
-        before = self.round_number
+        before = self.step.round_number
         while True:
+            step = self.step
             try:
-                update = await self._downloads.update_after(
-                    donors, self.round_number, self._group.history_hash, self.timeline
-                )
+                update = await self._downloads.update_after(donors, step)
             except CallError as error:
-                log.info("replayed rounds=%d until=%d reason=%s", self.round_number - before, self.round_number, error)
-                return self.round_number > before
-            await self._begin_to_read(self.round_number + 1, self.timeline, update.ledger)
+                log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
+                return step.round_number > before
+            await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
-            self._enter(self.round_number + 1, update.history_hash, self.timeline, update.ledger)
+            self._begin_round(step.round_number + 1, update.history_hash, step.timeline, update.ledger)
 
     async def _tell_next_stage(self) -> None:
         """Tell peers of the next stage that the global batch is full: no more microbatches come to tell them."""

@@ -1,0 +1,106 @@
+"""The rounds of one replica: the present one, and the one before it, which stage-mates may still ask about.
+
+A `Round` holds all that belongs to one round, and is gone with it. Each of its fields is changed by the part that the
+field is of; only the step loop begins rounds and changes their phase.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+import torch
+
+from swarm_peer.policy.agreement import Vote
+from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.stage.stage_client import HopResult
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A leaving stage-mate's gradient that is arriving.
+
+    Attributes:
+        data: its bytes, uint8
+        received: offsets of the chunks that have arrived
+    """
+
+    id: bytes
+    data: torch.Tensor
+    received: set[int]
+
+
+class Round:
+    """All that belongs to one round of a replica.
+
+    Attributes:
+        step: where the replica stood when the round began
+        admitted: microbatches that are inside
+        counted: the microbatches in the accumulator, with their samples by id; the device thread changes it
+        replies: the results of the last counted microbatches, for callers that lost the reply; also the device thread's
+        vacated: places in the global batch that this peer has claimed for microbatches which it dropped
+        validated: whether this peer has begun its share of the round's validation
+        transfers: gradients of leaving stage-mates that are arriving, by caller; each has at most one
+        committed: ids of the transfers that were added to the accumulator; also the device thread's
+        attempt: the try of averaging that this peer is ready for; None while microbatches are inside
+        samples: number of samples that this peer brings to the averaging
+        vote: this peer's newest vote on the result; None before the first
+    """
+
+    def __init__(self, step: StepState):
+        self.step = step
+        self.admitted = 0
+        self.counted: dict[bytes, int] = {}
+        self.replies: OrderedDict[bytes, HopResult] = OrderedDict()
+        self.vacated = 0
+        self.validated = False
+        self.transfers: dict[str, Transfer] = {}
+        self.committed: set[bytes] = set()
+        self.attempt: int | None = None
+        self.samples = 0
+        self.vote: Vote | None = None
+
+    @property
+    def number(self) -> int:
+        """The round's number."""
+        return self.step.round_number
+
+    def forget_counted(self) -> None:
+        """Note that the accumulator was emptied; in the device thread."""
+        self.counted.clear()
+        self.replies.clear()
+
+
+class RoundBook:
+    """The rounds of one replica. Belongs to the event loop's thread; any thread may read `current`.
+
+    Attributes:
+        step: where the replica stands now
+        current: the round that is open or ending
+        previous: the round before it; None if this replica has not been in one
+    """
+
+    def __init__(self, changed: Condition):
+        self._changed = changed
+        self.step = StepState()
+        self.current = Round(self.step)
+        self.previous: Round | None = None
+
+    def begin(self, step: StepState) -> None:
+        """Go on to a round, which is not open yet. Its phase is the one that the replica is in."""
+        phase = Phase.CATCHING_UP if self.step.phase is Phase.EMPTY else self.step.phase
+        self.step = replace(step, phase=phase)
+        self.previous, self.current = self.current, Round(self.step)
+        self._changed.notify()
+
+    def enter(self, phase: Phase) -> None:
+        """Enter a phase of the present round. LEFT is the last one, whatever is entered afterwards."""
+        if self.step.phase is not Phase.LEFT:
+            self.step = replace(self.step, phase=phase)
+            self._changed.notify()
+
+    def find(self, round_number: int) -> Round | None:
+        """The present round or the previous one, if it has this number."""
+        known = (self.current, self.previous)
+        return next((known for known in known if known is not None and known.number == round_number), None)

@@ -1,0 +1,55 @@
+"""What a peer gives away, for tests: one replica's state and updates, and the snapshots of all stages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from contexts import begin_round
+
+from swarm_peer.policy.step_state import StepState
+from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.store import SnapshotStore
+
+
+class GivenStates:
+    """The state server of one replica, whose rounds are what a test says, and the snapshots of its peer.
+
+    Attributes of the snapshot store can be had from it directly.
+    """
+
+    def __init__(self, context, trainer, device_thread, store=None):
+        self.rounds = RoundBook(context.changed)
+        self.replica = SimpleNamespace(
+            stage=trainer.spec.index, trainer=trainer, device_thread=device_thread, rounds=self.rounds
+        )
+        self.server = StateServer(context=context, replica=self.replica)
+        self.store = store or SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
+        self.store.sources = {trainer.spec.index: self.server}
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    @property
+    def current(self):
+        return self.rounds.step
+
+    def enter(self, round_number, history_hash, timeline, ledger):
+        """Begin a round with the trainer's weights."""
+        begin_round(
+            self.rounds,
+            round_number,
+            history_hash=history_hash,
+            timeline=timeline,
+            ledger=ledger,
+            weights_version=self.replica.trainer.weights_version,
+        )
+
+    def forget_state(self):
+        """Be a replica without weights."""
+        self.rounds.step = StepState()
+
+    async def take_snapshot(self, round_number):
+        keeper = SimpleNamespace(_state_server=self.server, _snapshots=self.store, _stage=self.replica.stage)
+        return await SnapshotKeeper.take_snapshot(keeper, round_number)
