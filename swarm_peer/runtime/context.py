@@ -7,7 +7,7 @@ that jumps, with numbers drawn from a seed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -68,16 +68,8 @@ class Threads(Protocol):
 class Storage(Protocol):
     """This peer's files: a flat folder of names. May block."""
 
-    def names(self, suffix: str) -> Sequence[str]:
-        """Names of all files that end so, sorted."""
-        ...
-
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a file that appears whole or not at all."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """All bytes of a file."""
         ...
 
     def map(self, name: str) -> npt.NDArray[np.uint8]:

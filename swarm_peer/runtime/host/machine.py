@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -66,10 +66,6 @@ class FolderStorage:
 
     folder: Path
 
-    def names(self, suffix: str) -> Sequence[str]:
-        """Names of all files that end in `suffix`, sorted; none if the folder is not there."""
-        return sorted(path.name for path in self.folder.glob(f"*{suffix}"))
-
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a file that appears whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +77,6 @@ class FolderStorage:
             partial.replace(self.folder / name)
         finally:
             partial.unlink(missing_ok=True)
-
-    def read(self, name: str) -> bytes:
-        """All bytes of a file."""
-        return (self.folder / name).read_bytes()
 
     def map(self, name: str) -> npt.NDArray[np.uint8]:
         """A file's bytes, mapped into memory, read-only."""
