@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 # The stage of a peer that has joined and has not chosen its stage yet.
 UNDECIDED = -1
@@ -20,6 +21,17 @@ class PeerState(str, Enum):
     JOINING = "joining"
     SERVING = "serving"
     DRAINING = "draining"
+
+
+class Life(NamedTuple):
+    """One life of a peer, in one stage: the peer's id survives a move and a restart, and its lives are numbered.
+
+    Attributes:
+        incarnation: unix milliseconds at which the life began, larger than those of the lives before; 0 if not known
+    """
+
+    peer_id: str
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +52,7 @@ class PeerView:
         since_s: when it entered its state, on the clock of `now_s`; None if not known
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         announced: serial number of the announcement
+        incarnation: which life of the peer this is (see Life)
     """
 
     peer_id: str
@@ -57,6 +70,12 @@ class PeerView:
     since_s: float | None = None
     moved_from: int = UNDECIDED
     announced: int = 0
+    incarnation: int = 0
+
+    @property
+    def life(self) -> Life:
+        """The peer in this life."""
+        return Life(self.peer_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

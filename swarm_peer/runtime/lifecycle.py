@@ -1,4 +1,4 @@
-"""The states of a peer in one stage, and how it ends there."""
+"""One life of a peer in one stage: its number, its states, and how it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swarm_peer.runtime.context import Clock
 
 
 class Lifecycle:
-    """The present state of a peer, and the decision how it ends. Belongs to the event loop's thread.
+    """The number and the state of a life, and the decision how it ends. Belongs to the event loop's thread.
 
     Attributes:
         state: as it is announced
@@ -17,10 +17,18 @@ class Lifecycle:
         note: the reason, in words, that it does not serve yet; else empty
         stop: set when the peer has to leave its stage
         next_stage: the stage that it joins then; None if it leaves the run
+        incarnation: which life of the peer this is (see policy/view.py: Life)
     """
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: Clock, *, last_serial: int = 0):
+        """Begin a life.
+
+        Args:
+            last_serial: of the announcements of the life before, in this process; 0 if there was none
+        """
         self._clock = clock
+        # Two lives may begin in the same millisecond, and somebody may set the clock back.
+        self.incarnation = max(int(clock.unix_s() * 1000), last_serial + 1)
         self.stop = anyio.Event()
         self.next_stage: int | None = None
         self.enter(PeerState.JOINING)

@@ -44,7 +44,7 @@ FRAME_SLACK_BYTES = 16 * 2**20
 
 
 class Peer:
-    """This peer in one stage. When it moves, another object takes over, with the same id and connections."""
+    """One life of this peer, in one stage. When it moves, another object takes over, with its id and connections."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Peer:
         snapshots: SnapshotStore,
         held_out: npt.NDArray[np.int32] | None,
         moved_from: int = UNDECIDED,
+        last_serial: int = 0,
         counted: CountedHook | None = None,
     ):
         """Make a peer that has not joined yet.
@@ -65,6 +66,7 @@ class Peer:
             snapshots: the snapshots that this peer keeps, from stages that it served before, too
             held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
             moved_from: the stage that it served before, perhaps this same one; UNDECIDED if it is new
+            last_serial: that of its life before this one, in this process; 0 if there was none
             counted: told of each microbatch that a stage-0 peer counts; for tests
         """
         self._context = context
@@ -78,7 +80,7 @@ class Peer:
         self._movable = context.options.stage == "auto"
         self._moved_from = UNDECIDED if moved_from == trainer.spec.index else moved_from
         self._me = context.identity.peer_id
-        self._lifecycle = Lifecycle(context.clock)
+        self._lifecycle = Lifecycle(context.clock, last_serial=last_serial)
         self._trainer = trainer
         self._device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self._directory = Directory(
@@ -89,6 +91,7 @@ class Peer:
             changed=context.changed,
             describe_self=self._describe,
             device=str(trainer.device),
+            serial=self._lifecycle.incarnation,
         )
         self._transport = transport
         self._parts: PeerParts = Assembly(
@@ -103,6 +106,11 @@ class Peer:
             counted=counted,
         ).assemble()
         context.metrics.stage.set(trainer.spec.index)
+
+    @property
+    def last_serial(self) -> int:
+        """Serial number of this peer's last announcement."""
+        return self._directory.serial
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
@@ -122,6 +130,7 @@ class Peer:
             bandwidth_bytes_per_s=parts.step_loop.download_bytes_per_s,
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
+            incarnation=lifecycle.incarnation,
         )
 
     async def run(self, ended: anyio.Event) -> int | None:

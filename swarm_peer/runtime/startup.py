@@ -125,7 +125,7 @@ async def _serve_stages(
     """Serve a stage, then the one that the peer moves to, and so on."""
     resolved, options = context.resolved, context.options
     snapshots = SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
-    moved_from, next_stage = UNDECIDED, stage
+    moved_from, next_stage, last_serial = UNDECIDED, stage, 0
     while True:
         spec = resolved.specs[next_stage]
         held_out = await context.threads.run(_read_held_out, resolved, options) if spec.is_first else None
@@ -139,12 +139,13 @@ async def _serve_stages(
             snapshots=snapshots,
             held_out=held_out,
             moved_from=moved_from,
+            last_serial=last_serial,
             counted=counted,
         )
         moved_to = await peer.run(ended)
         if moved_to is None:
             return
-        moved_from, next_stage = next_stage, moved_to
+        moved_from, next_stage, last_serial = next_stage, moved_to, peer.last_serial
         # The stage that was left has to be out of memory before the next one is made.
         del peer, trainer
         await context.threads.run(gc.collect)

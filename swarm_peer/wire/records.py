@@ -42,6 +42,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
 OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
 Samples = Annotated[int, Field(ge=0, lt=2**40)]
+# Unix milliseconds; 0 if not known.
+Incarnation = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Record(BaseModel):
@@ -105,6 +107,7 @@ class Announcement(Record):
         bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         addresses: on which it listens, by its own account
+        incarnation: which life of the peer this is (see policy/view.py: Life)
     """
 
     kind = "announcement"
@@ -124,6 +127,7 @@ class Announcement(Record):
     bandwidth_bytes_per_s: NonNegativeFloat = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES)
+    incarnation: Incarnation = 0
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:
         """The announcement as policies read it.

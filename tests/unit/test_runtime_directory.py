@@ -1,12 +1,15 @@
 import pytest
+from contexts import MovedClock
 from test_wire_records import ANNOUNCEMENT
 
 from swarm_peer.config import RunManifest
+from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import stage_key
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -26,6 +29,8 @@ class Announcements:
     def __init__(self):
         self.serials = {"a": 1, "b": 1}
         self.addresses = ()
+        self.stored = []
+        self.identity = Identity.generate()
 
     async def fetch(self, key, kind, subject):
         if not key.endswith("1"):
@@ -34,6 +39,9 @@ class Announcements:
             peer: ANNOUNCEMENT.model_copy(update={"serial": serial, "addresses": self.addresses})
             for peer, serial in self.serials.items()
         }
+
+    async def store(self, key, record, subject, lifetime_s):
+        self.stored.append((key, record))
 
 
 @pytest.fixture
@@ -94,3 +102,40 @@ async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     assert directory.addresses() == [f"/ip4/1.2.3.4/tcp/5/p2p/{here}"], "the other one tells of a stranger"
     directory.drop(here)
     assert directory.addresses() == []
+
+
+# --- this peer's own announcements ------------------------------------------------------------------------------------
+
+
+def own_directory(dht, clock, **known):
+    """The directory of a peer that serves stage 1 in the life with number 5."""
+    me = PeerView(peer_id=dht.identity.peer_id, stage=1, state=PeerState.SERVING, incarnation=5)
+    return Directory(
+        manifest=MANIFEST,
+        dht=dht,
+        clock=clock,
+        metrics=PeerMetrics(),
+        changed=Condition(),
+        describe_self=lambda: me,
+        **known,
+    )
+
+
+async def test_a_peer_announces_which_life_it_is_in(dht):
+    directory = own_directory(dht, MovedClock(now=2.0))
+    await directory.announce()
+    [(key, announcement)] = dht.stored
+    assert (key, announcement.incarnation) == (stage_key(MANIFEST.hash, 1), 5)
+    assert directory.view.peer(dht.identity.peer_id).incarnation == 5
+
+
+async def test_serial_numbers_grow_whatever_the_clock_says(dht):
+    clock = MovedClock(now=2.0)
+    directory = own_directory(dht, clock, serial=1999)
+    for now in (2.0, 2.0, 1.0, 3.0):
+        clock.now = now
+        await directory.announce()
+    assert [announcement.serial for _, announcement in dht.stored] == [2000, 2001, 2002, 3000]
+    late = own_directory(dht, clock, serial=4000)
+    await late.announce()
+    assert late.serial == 4001, "larger than those of the life before"

@@ -52,6 +52,7 @@ ANNOUNCEMENT = Announcement(
     memory_bytes=1 << 30,
     bandwidth_bytes_per_s=5e6,
     moved_from=0,
+    incarnation=5,
 )
 ASSIGNMENT = Assignment(peer="a", announced=7, from_stage=0, to_stage=1, reason="stage 1 is slow")
 RECORDS = [
@@ -99,6 +100,7 @@ def test_records_become_what_policies_use():
         since_s=8.5,
         moved_from=0,
         announced=7,
+        incarnation=5,
     )
 
 
@@ -197,6 +199,9 @@ def test_missing_fields_are_refused(name):
         {"device": "x" * 65},
         {"queue": -1},
         {"serial": -1},
+        {"incarnation": -1},
+        {"incarnation": 2**53},
+        {"incarnation": 1.0},
     ],
     ids=str,
 )

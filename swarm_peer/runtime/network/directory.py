@@ -44,6 +44,7 @@ class Directory:
         changed: Condition,
         describe_self: Callable[[], PeerView] | None = None,
         device: str = "",
+        serial: int = 0,
     ):
         """Make a directory that knows no peers.
 
@@ -51,6 +52,7 @@ class Directory:
             changed: notified at each change of the view
             describe_self: returns this peer as of now, for each announcement; None for an observer
             device: the device that this peer computes on, in words, for its announcements
+            serial: the serial numbers of its announcements are larger than this one
         """
         self._manifest = manifest
         self._hash = manifest.hash
@@ -64,7 +66,7 @@ class Directory:
         self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
         self._stranger_seen = anyio.Event()
-        self.serial = 0
+        self.serial = serial
         self.view = SwarmView(manifest.stages.count)
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
@@ -158,7 +160,7 @@ class Directory:
         assert self._describe_self is not None, "an observer has nothing to announce"
         me = self._describe_self()
         self._metrics.samples_per_s.set(me.samples_per_s)
-        self.serial = int(self._clock.unix_s() * 1000)
+        self.serial = max(int(self._clock.unix_s() * 1000), self.serial + 1)
         record = Announcement(
             serial=self.serial,
             stage=me.stage,
@@ -176,6 +178,7 @@ class Directory:
             bandwidth_bytes_per_s=me.bandwidth_bytes_per_s,
             moved_from=me.moved_from,
             addresses=tuple(sorted(self._dht.addresses, key=is_loopback)[:MAX_ADDRESSES]),
+            incarnation=me.incarnation,
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()
