@@ -110,7 +110,9 @@ class LiveModel:
         self._view = SwarmView(manifest.stages.count)
         self._round: int | None = None
         context = _observer_context(resolved, identity, rng)
-        progress = ProgressBook(context=context, is_author=lambda author: False, on_stranger=lambda author: None)
+        progress = ProgressBook(
+            context=context, incarnation=0, is_author=lambda author: False, on_stranger=lambda author: None
+        )
         self._pipeline = StageClient(
             context=context, stage=0, transport=transport, progress=progress, view=lambda: self._view
         )

@@ -20,7 +20,7 @@ from coordinator.simulator.options import MicrobatchOptions
 from coordinator.simulator.routing import Routing
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
-from swarm_peer.policy.view import PeerState, PeerView
+from swarm_peer.policy.view import Life, PeerState, PeerView
 
 # Of a microbatch's compute; the backward pass is twice the forward pass.
 FORWARD_SHARE = 1 / 3
@@ -37,10 +37,10 @@ Steps = Generator[simpy.Event, Any, bool]
 class _Device:
     """A device that does one thing at a time, backward passes before forward passes."""
 
-    def __init__(self, env: simpy.Environment, serves: int, author: str):
+    def __init__(self, env: simpy.Environment, serves: int, author: Life):
         self.resource = simpy.PriorityResource(env)
         self.serves = serves
-        self.author = author  # its samples at stage 0 count under this id; as live, it is another one after a return
+        self.author = author  # its samples at stage 0 count under this life; as live, it is another one after a return
         self.queued = 0  # microbatches, those on their way to it included
         self.held = 0
         self.busy_s = 0.0
@@ -63,24 +63,24 @@ class Rounds:
         self.changed = env.event()
         self.num_done = 0
 
-    def may_launch(self, author: str, live: Collection[str]) -> bool:
+    def may_launch(self, author: Life, live: Collection[str]) -> bool:
         """Whether an author may launch a microbatch now."""
         if self._global_batch is None:
             return True
         return not self._ending and self._ledger.may_claim(self.num_done, author, live, 1)
 
-    def claim(self, author: str) -> None:
+    def claim(self, author: Life) -> None:
         """Note that an author has launched a microbatch."""
         self._grow(author, claimed=1)
 
-    def count(self, author: str) -> None:
+    def count(self, author: Life) -> None:
         """Note that the gradient of a microbatch has come back to its author."""
         self._grow(author, samples=1)
         if self._global_batch is not None and not self._ending and self._ledger.is_full(self.num_done):
             self._ending = True
             self._env.process(self._end())
 
-    def _grow(self, author: str, samples: int = 0, claimed: int = 0) -> None:
+    def _grow(self, author: Life, samples: int = 0, claimed: int = 0) -> None:
         if self._global_batch is None:
             return
         own = self._ledger.count_of(self.num_done, author)
@@ -139,7 +139,7 @@ class MicrobatchSwarm:
                 for peer in peers:
                     if (device := self._devices.get(peer.peer_id)) is None or device.serves != stage:
                         self._num_devices += 1
-                        author = f"{peer.peer_id} {self._num_devices}"
+                        author = Life(peer.peer_id, self._num_devices)
                         self._devices[peer.peer_id] = _Device(self._env, stage, author)
             self._seen = self._flow.version
             self.rounds.notify()  # the claims of a departed peer are free
@@ -161,7 +161,7 @@ class MicrobatchSwarm:
         while self._is_here(peer_id, device):
             size = self._options.window or window.size()
             steps = self._options.global_batch is not None
-            live = [self._devices[peer.peer_id].author for peer in self._refresh_serving()[0]] if steps else []
+            live = [peer.peer_id for peer in self._refresh_serving()[0]] if steps else []
             while len(flying) < size and self.rounds.may_launch(device.author, live):
                 self.rounds.claim(device.author)
                 flying.add(self._env.process(self._trip(peer_id, device, window)))

@@ -1,7 +1,8 @@
-"""How many samples of a round's global batch have counted: a grow-only counter for each stage-0 peer.
+"""How many samples of a round's global batch have counted: a grow-only counter for each life of a stage-0 peer.
 
-A sample counts when its gradient has come back to stage 0. Each stage-0 peer owns one count in each round. Of two
-counts of one peer the larger is kept, so order and repetition do not matter.
+A sample counts when its gradient has come back to stage 0. Each life of a stage-0 peer owns one count in each round. Of
+two counts of one life the larger is kept, so order and repetition do not matter. A peer that returns counts from zero
+in its new life; its former counts stay beside the new one, since those samples have counted.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from swarm_peer.policy.data.ranges import WindowRange
+from swarm_peer.policy.view import Life
 
 # Microbatches left to each other live peer at the end of a global batch: about as many as a peer claims before others
 # hear of it. With fewer the global batch overshoots; with more it waits for the slowest peer.
 RESERVED_MICROBATCHES = 2
+# Lives of one peer that may count in one round. Joining takes seconds, so a good peer hardly lives as often, and a bad
+# one cannot fill the memory of others.
+MAX_LIVES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """One stage-0 peer's share of one round.
+    """The share of one round that one life of a stage-0 peer has.
 
     Attributes:
         samples: samples whose gradient has come back
@@ -34,30 +39,35 @@ class RoundCount:
 
 
 class ProgressCounter:
-    """The counts of the current and the next rounds, by stage-0 peer."""
+    """The counts of the current and the next rounds, by author: one life of a stage-0 peer."""
 
     def __init__(self, global_batch_size: int):
         self.global_batch_size = global_batch_size
-        self._counts: dict[int, dict[str, RoundCount]] = {}
+        self._counts: dict[int, dict[Life, RoundCount]] = {}
 
-    def knows(self, round_number: int, peer_id: str, count: RoundCount) -> bool:
+    def knows(self, round_number: int, author: Life, count: RoundCount) -> bool:
         """Whether `count` is not later than the known one, so that its signature need not be checked."""
-        known = self._counts.get(round_number, {}).get(peer_id)
+        known = self._counts.get(round_number, {}).get(author)
         return known is not None and (count.samples, count.claimed) <= (known.samples, known.claimed)
 
-    def merge(self, round_number: int, peer_id: str, count: RoundCount) -> bool:
+    def merge(self, round_number: int, author: Life, count: RoundCount) -> bool:
         """Keep a count if it is news, and return whether it was."""
-        if self.knows(round_number, peer_id, count):
+        if self.knows(round_number, author, count):
             return False
-        self._counts.setdefault(round_number, {})[peer_id] = count
+        self._counts.setdefault(round_number, {})[author] = count
         return True
 
-    def count_of(self, round_number: int, peer_id: str) -> RoundCount:
-        """The newest count of a peer; an empty one if none is known."""
-        return self._counts.get(round_number, {}).get(peer_id, RoundCount())
+    def may_count(self, round_number: int, author: Life) -> bool:
+        """Whether not too many other lives of the author's peer have counted in the round already."""
+        known = self._counts.get(round_number, {})
+        return author in known or sum(life.peer_id == author.peer_id for life in known) < MAX_LIVES
 
-    def counts(self, round_number: int) -> Iterator[tuple[str, RoundCount]]:
-        """Each known peer's newest count, sorted by peer id."""
+    def count_of(self, round_number: int, author: Life) -> RoundCount:
+        """The newest count of one life of a peer; an empty one if none is known."""
+        return self._counts.get(round_number, {}).get(author, RoundCount())
+
+    def counts(self, round_number: int) -> Iterator[tuple[Life, RoundCount]]:
+        """Each author's newest count, sorted by peer id and then from the oldest life to the newest."""
         yield from sorted(self._counts.get(round_number, {}).items())
 
     def ranges_from(self, round_number: int) -> Iterator[WindowRange]:
@@ -78,24 +88,30 @@ class ProgressCounter:
         """Whether the whole global batch has counted."""
         return self.samples(round_number) >= self.global_batch_size
 
-    def may_claim(self, round_number: int, me: str, live_peers: Collection[str], num_samples: int) -> bool:
+    def may_claim(self, round_number: int, me: Life, live_peers: Collection[str], num_samples: int) -> bool:
         """Whether peer `me` may launch one more microbatch of `num_samples`.
 
         A peer hears of others' claims a little late. So each live peer has its own share of the global batch; a faster
         peer may then claim what others have left, except for their last RESERVED_MICROBATCHES.
 
-        A peer that has died counts with its counted samples alone: its microbatches under way do not come back.
+        A peer that has died, or begun another life, counts with its counted samples alone: its microbatches under way
+        do not come back. The share is one for all lives of a peer.
         """
-        counts = dict(self.counts(round_number))
-        live = sorted({*live_peers, me})
-        charged = sum(count.claimed if peer in live else count.samples for peer, count in counts.items())
-        remaining = self.global_batch_size - charged
+        if not self.may_count(round_number, me):
+            return False
+        live = sorted({*live_peers, me.peer_id})
+        newest = {life.peer_id: life for life, _ in self.counts(round_number)} | {me.peer_id: me}
+        charged: dict[str, int] = {}
+        for life, count in self.counts(round_number):
+            is_alive = life.peer_id in live and life == newest[life.peer_id]
+            charged[life.peer_id] = charged.get(life.peer_id, 0) + (count.claimed if is_alive else count.samples)
+        remaining = self.global_batch_size - sum(charged.values())
         if remaining <= 0:
             return False
-        gone = sum(count.samples for peer, count in counts.items() if peer not in live)
+        gone = sum(samples for peer_id, samples in charged.items() if peer_id not in live)
         whole, left_over = divmod(-(-(self.global_batch_size - gone) // num_samples), len(live))
-        share = (whole + (live.index(me) < left_over)) * num_samples
-        if self.count_of(round_number, me).claimed < share:
+        share = (whole + (live.index(me.peer_id) < left_over)) * num_samples
+        if charged.get(me.peer_id, 0) < share:
             return True
         return remaining > RESERVED_MICROBATCHES * num_samples * (len(live) - 1)
 

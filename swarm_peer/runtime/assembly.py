@@ -71,6 +71,7 @@ class Assembly:
         snapshots: the snapshots of any stage that this peer keeps
         first_timeline: where the run began, by word of the run key
         held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
+        incarnation: which life of this peer it is
         counted: told of each microbatch that a stage-0 peer counts; for tests
     """
 
@@ -82,6 +83,7 @@ class Assembly:
     snapshots: SnapshotStore
     first_timeline: Callable[[], Awaitable[Timeline]]
     held_out: npt.NDArray[np.int32] | None
+    incarnation: int
     counted: CountedHook | None = None
 
     def assemble(self) -> PeerParts:
@@ -90,6 +92,7 @@ class Assembly:
         rounds = RoundBook(context.changed)
         progress = ProgressBook(
             context=context,
+            incarnation=self.incarnation,
             is_author=directory.is_author,
             on_stranger=lambda _: directory.look_soon(),
             step=lambda: rounds.step,

@@ -103,6 +103,7 @@ class Peer:
             snapshots=snapshots,
             first_timeline=self._first_timeline,
             held_out=held_out,
+            incarnation=self._lifecycle.incarnation,
             counted=counted,
         ).assemble()
         context.metrics.stage.set(trainer.spec.index)

@@ -200,7 +200,7 @@ class CoordinationRecord(Record):
 
 
 class Progress(Record):
-    """One stage-0 peer's count of one round (see policy/progress_counter.py)."""
+    """The count of one round by one life of a stage-0 peer (see policy/progress_counter.py)."""
 
     kind = "progress"
     round_number: RoundNumber
@@ -208,6 +208,7 @@ class Progress(Record):
     claimed: Samples
     loss_sum: FiniteFloat
     ranges: CountedRanges = ()
+    incarnation: Incarnation = 0
 
     def count(self) -> RoundCount:
         """The count as policies read it."""

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
+from swarm_peer.policy.progress_counter import MAX_LIVES, ProgressCounter, RoundCount
+from swarm_peer.policy.view import Life
 
 
 def count(samples, claimed=None):
@@ -31,7 +32,7 @@ def contents(ledger, round_number=0):
 
 @given(st.dictionaries(st.sampled_from("abcd"), grown_counts, max_size=4), st.randoms(use_true_random=False))
 def test_order_and_repetition_of_messages_do_not_matter(history, rng):
-    messages = [(peer, c) for peer, counts in history.items() for c in counts]
+    messages = [(Life(peer), c) for peer, counts in history.items() for c in counts]
     in_order, shuffled = ProgressCounter(100), ProgressCounter(100)
     for peer, c in messages:
         in_order.merge(0, peer, c)
@@ -46,23 +47,23 @@ def test_order_and_repetition_of_messages_do_not_matter(history, rng):
 
 def test_merge_tells_what_is_news():
     ledger = ProgressCounter(10)
-    assert not ledger.knows(0, "a", count(2))
-    assert ledger.merge(0, "a", count(2))
-    assert ledger.knows(0, "a", count(2))
-    assert not ledger.merge(0, "a", count(2))
-    assert not ledger.merge(0, "a", count(1)), "an old count"
-    assert ledger.merge(0, "a", count(2, claimed=4)), "a claim is news"
-    assert ledger.merge(0, "a", count(4))
-    assert contents(ledger) == [("a", count(4))]
+    assert not ledger.knows(0, Life("a"), count(2))
+    assert ledger.merge(0, Life("a"), count(2))
+    assert ledger.knows(0, Life("a"), count(2))
+    assert not ledger.merge(0, Life("a"), count(2))
+    assert not ledger.merge(0, Life("a"), count(1)), "an old count"
+    assert ledger.merge(0, Life("a"), count(2, claimed=4)), "a claim is news"
+    assert ledger.merge(0, Life("a"), count(4))
+    assert contents(ledger) == [(Life("a"), count(4))]
 
 
 def test_a_round_is_full_when_its_samples_are_counted_and_not_when_they_are_claimed():
     ledger = ProgressCounter(4)
-    ledger.merge(0, "a", count(2, claimed=4))
+    ledger.merge(0, Life("a"), count(2, claimed=4))
     assert not ledger.is_full(0)
-    ledger.merge(0, "b", count(1))
+    ledger.merge(0, Life("b"), count(1))
     assert not ledger.is_full(0)
-    ledger.merge(0, "b", count(2))
+    ledger.merge(0, Life("b"), count(2))
     assert ledger.is_full(0)
     assert not ledger.is_full(1), "steps are counted apart"
 
@@ -70,16 +71,66 @@ def test_a_round_is_full_when_its_samples_are_counted_and_not_when_they_are_clai
 def test_counts_come_sorted_so_that_all_peers_sum_in_the_same_order():
     ledger = ProgressCounter(4)
     for peer in "cab":
-        ledger.merge(0, peer, count(1))
-    assert [peer for peer, _ in ledger.counts(0)] == ["a", "b", "c"]
+        ledger.merge(0, Life(peer), count(1))
+    assert [author.peer_id for author, _ in ledger.counts(0)] == ["a", "b", "c"]
 
 
 def test_old_rounds_are_forgotten():
     ledger = ProgressCounter(4)
     for round_number in range(4):
-        ledger.merge(round_number, "a", count(1))
+        ledger.merge(round_number, Life("a"), count(1))
     ledger.forget_before(2)
     assert [ledger.samples(round_number) for round_number in range(4)] == [0, 0, 1, 1]
+
+
+# --- lives of one peer ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_former_life_has_counted_stays_beside_the_counts_of_the_new_one():
+    ledger = ProgressCounter(10)
+    ledger.merge(0, Life("a", 5), count(4))
+    assert ledger.merge(0, Life("a", 9), count(2)), "the former life has counted more, and does not hide it"
+    assert ledger.merge(0, Life("a", 5), count(6)), "an old count that comes late"
+    assert ledger.samples(0) == 8
+    assert ledger.count_of(0, Life("a", 9)) == count(2)
+    assert contents(ledger) == [(Life("a", 5), count(6)), (Life("a", 9), count(2))]
+
+
+def test_only_so_many_lives_of_a_peer_count_in_a_round():
+    ledger = ProgressCounter(100)
+    for incarnation in range(MAX_LIVES):
+        assert ledger.may_count(0, Life("a", incarnation))
+        ledger.merge(0, Life("a", incarnation), count(1))
+    assert not ledger.may_count(0, Life("a", MAX_LIVES))
+    assert not ledger.may_claim(0, Life("a", MAX_LIVES), {"a"}, 1), "nobody would believe that it has counted"
+    assert ledger.may_count(0, Life("a", 0)), "known lives go on"
+    assert ledger.may_count(0, Life("b", MAX_LIVES))
+    assert ledger.may_count(1, Life("a", MAX_LIVES))
+
+
+def test_a_peer_is_not_charged_with_what_its_former_life_had_under_way():
+    ledger = ProgressCounter(8)
+    ledger.merge(0, Life("a", 1), count(2, claimed=8))
+    assert not ledger.may_claim(0, Life("b"), {"a", "b"}, 1), "as long as nobody knows of a new life"
+    assert ledger.may_claim(0, Life("a", 2), {"a", "b"}, 1), "it knows best"
+    ledger.merge(0, Life("a", 2), count(0, claimed=1))
+    assert ledger.may_claim(0, Life("b"), {"a", "b"}, 1)
+
+
+def test_claims_of_the_newest_life_alone_are_charged_in_whatever_order_counts_come():
+    ledger = ProgressCounter(8)
+    ledger.merge(0, Life("a", 2), count(0, claimed=7))
+    ledger.merge(0, Life("a", 1), count(1, claimed=5))
+    assert not ledger.may_claim(0, Life("b"), {"a", "b"}, 1), "seven and one"
+    assert ledger.may_claim(0, Life("b"), {"b"}, 1), "it has died for good"
+
+
+def test_all_lives_of_a_peer_have_one_share():
+    ledger = ProgressCounter(8)
+    ledger.merge(0, Life("a", 1), count(4))
+    ledger.merge(0, Life("b", 1), count(0, claimed=2))
+    assert not ledger.may_claim(0, Life("a", 2), {"a", "b"}, 1), "the last two are left to b"
+    assert ledger.may_claim(0, Life("b", 1), {"a", "b"}, 1)
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
@@ -95,7 +146,7 @@ class Claimants:
         self.live = set(peers)
 
     def try_to_claim(self, peer):
-        if not self.ledger.may_claim(0, peer, self.live - {peer}, self.num_samples):
+        if not self.ledger.may_claim(0, Life(peer), self.live - {peer}, self.num_samples):
             return False
         self.tell(peer, claimed=self.num_samples)
         return True
@@ -103,7 +154,7 @@ class Claimants:
     def tell(self, peer, claimed=0, counted=0):
         own = self.own[peer]
         self.own[peer] = RoundCount(own.samples + counted, own.claimed + claimed)
-        self.ledger.merge(0, peer, self.own[peer])
+        self.ledger.merge(0, Life(peer), self.own[peer])
 
     def claim_all(self, rng):
         """Have all live peers ask in a random order until nobody may claim any more."""
@@ -136,10 +187,10 @@ def test_some_peer_may_claim_while_something_remains(size, data):
     names = [f"p{n}" for n in range(num_peers)]
     peers = Claimants(global_batch_size, num_samples, names)
     while peers.charged < global_batch_size:
-        able = [p for p in names if peers.ledger.may_claim(0, p, peers.live, num_samples)]
+        able = [p for p in names if peers.ledger.may_claim(0, Life(p), peers.live, num_samples)]
         assert able, f"stalled with {peers.charged} of {global_batch_size} claimed"
         assert peers.try_to_claim(data.draw(st.sampled_from(able)))
-    assert not any(peers.ledger.may_claim(0, p, peers.live, num_samples) for p in names)
+    assert not any(peers.ledger.may_claim(0, Life(p), peers.live, num_samples) for p in names)
 
 
 @given(sizes, st.randoms(use_true_random=False), st.data())
@@ -179,14 +230,16 @@ def test_a_peer_alone_takes_all():
 
 def test_no_peer_claims_in_a_full_round():
     ledger = ProgressCounter(4)
-    ledger.merge(0, "gone", count(4))
-    assert not ledger.may_claim(0, "me", {"me"}, 1)
-    assert ledger.may_claim(1, "me", {"me"}, 1)
+    ledger.merge(0, Life("gone"), count(4))
+    assert not ledger.may_claim(0, Life("me"), {"me"}, 1)
+    assert ledger.may_claim(1, Life("me"), {"me"}, 1)
 
 
 @pytest.mark.parametrize("order", list(permutations(["a", "b", "c"])))
 def test_claims_do_not_depend_on_the_order_in_which_live_peers_are_named(order):
     ledger = ProgressCounter(4)
-    ledger.merge(0, "a", count(0, claimed=2))
-    assert ledger.may_claim(0, "b", list(order), 1)
-    assert not ledger.may_claim(0, "a", list(order), 1), "its share is two of four: one each are left to the others"
+    ledger.merge(0, Life("a"), count(0, claimed=2))
+    assert ledger.may_claim(0, Life("b"), list(order), 1)
+    assert not ledger.may_claim(0, Life("a"), list(order), 1), (
+        "its share is two of four: one each are left to the others"
+    )

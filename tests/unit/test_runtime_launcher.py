@@ -19,7 +19,7 @@ from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, r
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.prefetch import Sample
@@ -147,6 +147,7 @@ class World:
         self.admission = RoundAdmission(capacity=10**6, rounds=self.rounds, changed=self.changed)
         self.progress = ProgressBook(
             context=self.context,
+            incarnation=7,
             is_author=lambda peer: True,
             on_stranger=lambda peer: None,
             step=lambda: self.rounds.step,
@@ -188,7 +189,7 @@ class World:
 
     @property
     def count(self):
-        return self.progress.counter.count_of(self.rounds.step.round_number, ME)
+        return self.progress.counter.count_of(self.rounds.step.round_number, self.progress.author)
 
     async def __aenter__(self):
         self.enter(0)
@@ -534,7 +535,7 @@ async def test_counts_are_exchanged_when_there_is_nothing_to_launch():
     async with World() as world:
         world.peers.append(PeerView(peer_id="mate", stage=0, state=PeerState.SERVING))
         # The mate has claimed what is left, and is at it.
-        world.progress.counter.merge(0, "mate", RoundCount(0, 4))
+        world.progress.counter.merge(0, Life("mate"), RoundCount(0, 4))
         await succeed(world, 2)
         await until(lambda: len(world.told) > 1)
         assert world.told[0] == sorted([ME, "mate"])

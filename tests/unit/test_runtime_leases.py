@@ -36,7 +36,7 @@ GLOBAL_BATCH = 10_000
 class Peer:
     """What a stage-0 peer has that reads data."""
 
-    def __init__(self, swarm: Swarm, name: str, reader: FakeReader):
+    def __init__(self, swarm: Swarm, name: str, reader: FakeReader, incarnation: int = 1):
         self.swarm, self.name = swarm, name
         identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
         self.peer_id = identity.peer_id
@@ -49,7 +49,10 @@ class Peer:
         self.metrics, self.changed = self.context.metrics, self.context.changed
         self.transport = swarm.network.transport(self.peer_id)
         self.progress = ProgressBook(
-            context=self.context, is_author=lambda author: True, on_stranger=lambda author: None
+            context=self.context,
+            incarnation=incarnation,
+            is_author=lambda author: True,
+            on_stranger=lambda author: None,
         )
         self.pool = SamplePool(context=self.context, reader=reader)  # type: ignore[arg-type]
         self.hidden: set[str] = set()  # peers that this one does not see
@@ -88,7 +91,7 @@ class Peer:
         return [sample.id for sample in await self.leases.draw(count)]
 
     def count(self, samples: list[SampleId]) -> None:
-        own = self.progress.counter.count_of(self.progress.round_number, self.peer_id)
+        own = self.progress.counter.count_of(self.progress.round_number, self.progress.author)
         total = own.samples + len(samples)
         self.progress.count_own(
             self.progress.round_number, RoundCount(total, total, 0.0, self.leases.note_counted(samples, own))
@@ -111,8 +114,10 @@ class Swarm:
         # If a dead peer has told the end of a slice in this round, the next owner finds the end itself, a little later.
         self.has_heirs = False
 
-    async def add(self, name: str, *lengths: int, ledger: bytes = b"", round_number: int = 0) -> Peer:
-        peer = Peer(self, name, FakeReader(*lengths))
+    async def add(
+        self, name: str, *lengths: int, ledger: bytes = b"", round_number: int = 0, incarnation: int = 1
+    ) -> Peer:
+        peer = Peer(self, name, FakeReader(*lengths), incarnation)
         begin_counting(peer.progress, round_number)
         await peer.leases.begin(round_number, FIRST_TIMELINE, ledger)
         await peer.transport.serve(CallDispatcher(manifest_hash=RUN, stage=0, calls=peer.leases.calls))
@@ -370,7 +375,7 @@ async def test_samples_given_up_pass_for_counted(swarm: Swarm) -> None:
     peer.count(samples[2:])
     swarm.end_round()
     assert peer.ledger.current_pass == 1
-    assert peer.progress.counter.count_of(0, peer.peer_id).samples == 4
+    assert peer.progress.counter.count_of(0, peer.progress.author).samples == 4
 
 
 async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
@@ -389,13 +394,66 @@ async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
     assert a.repeated == 0
 
 
+async def test_a_peer_that_returns_reads_nothing_that_its_former_life_has_counted(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[10] * 12)
+    former = await swarm.add("b", *[10] * 12)
+    of_former = await former.draw(20)
+    former.count(of_former)
+    former.tell(a)
+    swarm.kill(former)
+    b = await swarm.add("b", *[10] * 12, incarnation=2)
+    drawn = [await b.draw(1) for _ in range(30)]
+    for samples in drawn:
+        b.count(samples)
+    of_new = {sample for samples in drawn for sample in samples}
+    assert not of_new & set(of_former)
+    swarm.end_round()
+    counted = {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
+    assert of_new | set(of_former) <= counted
+
+
+async def test_what_a_former_life_tells_late_is_not_read_again(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[200] * 3, incarnation=2)
+    held = (await a.has_leased(3))[0]
+    former = ProgressBook(
+        context=a.context, incarnation=1, is_author=lambda author: True, on_stranger=lambda author: None
+    )
+    of_other = WindowRange(7, 0, 0, 4)
+    former.count_own(0, RoundCount(4, 4, 0.0, (of_other,)))
+    a.progress.merge(former.signed_counts())
+    assert held in a.leased, "it counted of a slice that this life does not hold"
+    former.count_own(0, RoundCount(8, 8, 0.0, (WindowRange(*held, 0, 4), of_other)))
+    a.progress.merge(former.signed_counts())
+    assert held not in a.leased
+    read: set[SampleId] = set()
+    while not any(sample.slice_id == held for sample in read):
+        read.update(await a.draw(1))
+    assert not read & windows_of(held, 4)
+    a.count(sorted(read))
+    a.leases.end_round(0)
+    assert a.repeated == 0
+
+
+async def test_ends_that_a_former_life_claims_are_weighed_like_those_of_a_stage_mate(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[500] * 64, incarnation=2)
+    former = ProgressBook(
+        context=a.context, incarnation=1, is_author=lambda author: True, on_stranger=lambda author: None
+    )
+    held = set(await a.has_leased(8))
+    ends = [SliceId(0, index) for index in range(64) if SliceId(0, index) not in held]
+    former.count_own(0, RoundCount(0, 1, 0.0, tuple(WindowRange(*slice_id, 0, 0, True) for slice_id in ends)))
+    a.progress.merge(former.signed_counts())
+    a.leases.end_round(0)
+    assert sum(a.ledger.is_finished(slice_id) for slice_id in ends) == MAX_UNHELD_EMPTY
+
+
 async def test_what_counts_twice_is_noted(swarm: Swarm) -> None:
     a = await swarm.add("a", 10)
     samples = await a.draw(4)
     a.count(samples)
     a.leases.end_round(0)
     begin_counting(a.progress, 1)
-    own = a.progress.counter.count_of(1, a.peer_id)
+    own = a.progress.counter.count_of(1, a.progress.author)
     a.progress.count_own(1, RoundCount(own.samples + 2, 2, 0.0, ranges_of(samples[:2])))
     a.leases.end_round(1)
     assert a.repeated == 2

@@ -89,6 +89,7 @@ class Peer:
         self.transport = swarm.network.transport(self.peer_id)
         self.progress = ProgressBook(
             context=context,
+            incarnation=1,
             is_author=lambda author: author in swarm.ids(0),
             on_stranger=lambda author: None,
             step=lambda: self.rounds.step,

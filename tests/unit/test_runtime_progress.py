@@ -6,7 +6,8 @@ from contexts import ReadClock, begin_counting, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm_peer.errors import InvalidMessage
-from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
+from swarm_peer.policy.view import Life
 from swarm_peer.runtime.network.progress import MAX_COUNTED_ROUNDS_AHEAD, ProgressBook
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import Progress, RoundReport, seal
@@ -17,17 +18,24 @@ IDENTITIES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
 ME, AUTHOR, STRANGER = IDENTITIES
 
 
-def make_book(identity=ME, authors=(ME, AUTHOR), clock=None, strangers=None):
+def make_book(identity=ME, authors=(ME, AUTHOR), clock=None, strangers=None, incarnation=1):
     known = {author.peer_id for author in authors}
     return ProgressBook(
         context=make_context(unparsed(RUN, global_batch_size=GLOBAL_BATCH), identity=identity, clock=clock),
+        incarnation=incarnation,
         is_author=known.__contains__,
         on_stranger=[].append if strangers is None else strangers.append,
     )
 
 
-def signed(samples, round_number=0, claimed=None, author=AUTHOR, run=RUN, loss_sum=1.0):
-    record = Progress(round_number=round_number, samples=samples, claimed=claimed or samples, loss_sum=loss_sum)
+def signed(samples, round_number=0, claimed=None, author=AUTHOR, run=RUN, loss_sum=1.0, incarnation=0):
+    record = Progress(
+        round_number=round_number,
+        samples=samples,
+        claimed=claimed or samples,
+        loss_sum=loss_sum,
+        incarnation=incarnation,
+    )
     return author.peer_id, seal(record, run, author)
 
 
@@ -50,7 +58,7 @@ def test_counts_travel_from_book_to_book():
 def test_own_counts_are_published_when_they_have_grown():
     book = make_book()
     first = book.count_own(0, RoundCount(2, 4, 1.0))
-    assert first == Progress(round_number=0, samples=2, claimed=4, loss_sum=1.0)
+    assert first == Progress(round_number=0, samples=2, claimed=4, loss_sum=1.0, incarnation=1)
     [(author, envelope)] = book.signed_counts()
     assert author == ME.peer_id
     book.count_own(0, RoundCount(1, 4, 1.0))
@@ -110,12 +118,35 @@ def test_counts_of_peers_outside_of_stage_0_are_not_believed():
     assert [author for author, _ in book.signed_counts()] == [AUTHOR.peer_id], "nor passed on"
 
 
-def test_a_peer_that_started_anew_goes_on_from_what_it_had_counted():
-    book = make_book()
-    book.merge([signed(8, author=ME)])
-    assert book.counter.count_of(0, ME.peer_id).samples == 8
+def test_a_peer_that_started_anew_counts_from_zero_beside_what_it_had_counted():
+    book, other = make_book(authors=(), incarnation=2), make_book(AUTHOR)
+    former = signed(6, author=ME, incarnation=1)
+    other.merge([former])
+    book.merge([former])
+    assert book.counter.count_of(0, book.author).samples == 0
+    book.count_own(0, RoundCount(2, 2, 1.0))
+    assert book.counter.samples(0) == 8
+    assert len(book.signed_counts()) == 2, "both are told"
+    other.merge(book.signed_counts())
+    assert other.counter.samples(0) == 8
+    assert other.counter.count_of(0, Life(ME.peer_id, 2)).samples == 2, "the former counts do not hide the new one"
+    assert other.counter.is_full(0)
+    assert refused(book) == 0, "a peer believes its own signature"
     with pytest.raises(InvalidMessage):
         book.merge([(ME.peer_id, b"forged")])
+
+
+def test_a_peer_cannot_fill_memory_with_lives():
+    book, told = make_book(), []
+    book.add_listener(lambda round_number, author, before: told.append(author.incarnation))
+    book.merge([signed(1, incarnation=incarnation) for incarnation in range(100)])
+    assert told == list(range(MAX_LIVES))
+    assert book.counter.samples(0) == len(book.signed_counts()) == MAX_LIVES
+    assert refused(book) == 100 - MAX_LIVES
+    late = [signed(1, incarnation=100), signed(2, incarnation=3), signed(1, incarnation=100, round_number=1)]
+    book.merge(late)
+    assert book.counter.samples(0) == MAX_LIVES + 1, "the rest of the message counts, and known lives go on"
+    assert book.counter.samples(1) == 1
 
 
 def test_who_makes_no_progress_loses_patience_with():
@@ -184,7 +215,7 @@ async def test_a_round_is_over_when_stage_mates_are_past_it():
 def test_a_stage_mate_vouches_for_authors_that_this_peer_has_not_seen():
     book = make_book()
     book.merge([signed(8, author=STRANGER)], vouched=True)
-    assert book.counter.count_of(0, STRANGER.peer_id).samples == 8
+    assert book.counter.count_of(0, Life(STRANGER.peer_id)).samples == 8
     assert refused(book) == 0
     with pytest.raises(InvalidMessage):
         book.merge([(STRANGER.peer_id, signed(4)[1])], vouched=True)

@@ -830,6 +830,7 @@ class Follower:
         transport = self.network.transport(self.peer_id)
         progress = ProgressBook(
             context=context,
+            incarnation=1,
             is_author=lambda author: False,
             on_stranger=lambda author: None,
             step=lambda: self.rounds.step,

@@ -94,6 +94,7 @@ class Member:
         self.rounds_of = RoundBook(context.changed)
         self.progress = ProgressBook(
             context=context,
+            incarnation=1,
             is_author=group.is_author,
             on_stranger=group.strangers.add,
             step=lambda: self.rounds_of.step,

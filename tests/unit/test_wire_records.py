@@ -35,7 +35,7 @@ from swarm_peer.wire.records import (
 RUN = "0123456789abcdef" * 2
 ME = Identity(Ed25519PrivateKey.from_private_bytes(b"m" * 32))
 OTHER = Identity(Ed25519PrivateKey.from_private_bytes(b"o" * 32))
-PROGRESS = Progress(round_number=3, samples=8, claimed=12, loss_sum=20.5)
+PROGRESS = Progress(round_number=3, samples=8, claimed=12, loss_sum=20.5, incarnation=5)
 ANNOUNCEMENT = Announcement(
     serial=7,
     stage=1,
@@ -161,6 +161,8 @@ def test_kind_and_run_cannot_be_changed_after_signing():
         {"samples": "1"},
         {"samples": True},
         {"round_number": -1},
+        {"incarnation": -1},
+        {"incarnation": 2**53},
         {"round_number": 2**40},
         {"loss_sum": math.nan},
         {"loss_sum": math.inf},

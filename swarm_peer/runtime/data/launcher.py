@@ -62,7 +62,7 @@ class MicrobatchLauncher:
     """Launches the microbatches of one stage-0 peer and counts them. Belongs to the event loop's thread.
 
     Attributes:
-        current: this peer's newest progress count
+        current: the newest progress count of this life of the peer
         validations: this peer's shares of the last validation losses
         stopping: whether `stop` has been called
     """
@@ -86,7 +86,7 @@ class MicrobatchLauncher:
         manifest = context.resolved.manifest
         self._context = context
         self._manifest = manifest
-        self._me = context.identity.peer_id
+        self._me = swarm.progress.author
         self._leases = leases
         self._validation = validation
         self._executor = replica.executor
@@ -263,8 +263,8 @@ class MicrobatchLauncher:
 
     async def _validate(self, present: Round) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the round."""
-        peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me})
-        share = torch.from_numpy(self._validation[peers.index(self._me) :: len(peers)].copy())
+        peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me.peer_id})
+        share = torch.from_numpy(self._validation[peers.index(self._me.peer_id) :: len(peers)].copy())
         losses: list[tuple[int, float]] = []
         room = anyio.Semaphore(self._manifest.limits.max_in_flight)
 

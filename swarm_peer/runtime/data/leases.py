@@ -15,7 +15,7 @@ from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, merge_
 from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger, arbiter
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import Life, PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.prefetch import Sample, SamplePool
 from swarm_peer.runtime.data.slices import SliceReader
@@ -134,8 +134,8 @@ class SliceLeases:
             self._let_go(slice_id)
         return encode_ledger(ledger)
 
-    def _heard(self, round_number: int, author: str, before: RoundCount) -> None:
-        """Take note of a count that another peer has sent."""
+    def _heard(self, round_number: int, author: Life, before: RoundCount) -> None:
+        """Take note of a count that another peer has sent, or of a former life of this peer."""
         if self._ledger is None:
             return
         ranges = self._progress.counter.count_of(round_number, author).ranges
@@ -145,21 +145,26 @@ class SliceLeases:
             repeated = self._ledger.add(news) - sum(item.end - item.start for item in before.ranges)
             if round_number >= self._began:  # otherwise they may have been in the ledger that `begin` was given
                 self._note_repeated(round_number, repeated)
-        if author == self._me:
+        if author == self._progress.author:
             return
         counted_from = {item.slice_id for item in set(ranges) - set(before.ranges) if item.start < item.end}
         for slice_id in counted_from & self._held - self._contested:
             # The author counted before it died, and another peer says so only now; or neither peer knew of the other.
-            log.warning("slice_contested slice=%s author=%s", tuple(slice_id), author)
+            log.warning("slice_contested slice=%s author=%s", tuple(slice_id), author.peer_id)
             self._contested.add(slice_id)
             self._pool.drop(slice_id)
             self._release_contested()
 
     def _credible(
-        self, author: str, ranges: Iterable[WindowRange], max_empty: int = MAX_UNHELD_EMPTY
+        self, author: Life, ranges: Iterable[WindowRange], max_empty: int = MAX_UNHELD_EMPTY
     ) -> Iterable[WindowRange]:
-        """The ranges of a count without the ends of slices that its author cannot know."""
-        return ranges if author == self._me else self._known().credible(author, ranges, self._held, max_empty)
+        """The ranges of a count without the ends of slices that its author cannot know.
+
+        A former life of this peer is weighed like another peer, so that all stage-mates believe the same of it.
+        """
+        if author == self._progress.author:
+            return ranges
+        return self._known().credible(author.peer_id, ranges, self._held, max_empty)
 
     def _note_repeated(self, round_number: int, num_samples: int) -> None:
         if num_samples > 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
 from swarm_peer.policy.step_state import StepState
+from swarm_peer.policy.view import Life
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.wire.messages import SignedCount
 from swarm_peer.wire.records import Progress, open_envelope, parse, seal
@@ -20,6 +21,7 @@ class ProgressBook:
 
     Attributes:
         counter: the counts
+        author: this peer in its present life
         newest_round_seen: the newest round that a stage-mate has been in
     """
 
@@ -27,6 +29,7 @@ class ProgressBook:
         self,
         *,
         context: PeerContext,
+        incarnation: int,
         is_author: Callable[[str], bool],
         on_stranger: Callable[[str], None],
         step: Callable[[], StepState] = StepState,
@@ -34,21 +37,23 @@ class ProgressBook:
         """Make a book without counts.
 
         Args:
+            incarnation: which life of this peer counts; 0 for an observer, which counts nothing
             step: returns where this peer's replica stands; an observer has none
             is_author: whether a peer announces stage 0 or has announced it
             on_stranger: called with each peer whose message or count arrived before its announcement was seen
         """
         self.counter = ProgressCounter(context.resolved.manifest.training.global_batch_size)
+        self.author = Life(context.identity.peer_id, incarnation)
         self.newest_round_seen = 0
-        self._listeners: list[Callable[[int, str, RoundCount], None]] = []
+        self._listeners: list[Callable[[int, Life, RoundCount], None]] = []
         self._context = context
         self._run = context.resolved.hash
         self._identity = context.identity
         self._is_author = is_author
         self._on_stranger = on_stranger
-        self._signed: dict[int, dict[str, bytes]] = {}
+        self._signed: dict[int, dict[str, dict[int, bytes]]] = {}  # by round, peer and incarnation
         self._step = step
-        self._heard_at: dict[str, float] = {}  # when an author's count last grew, in this round
+        self._heard_at: dict[str, float] = {}  # when a count of each peer last grew, in this round
 
     @property
     def round_number(self) -> int:
@@ -63,21 +68,19 @@ class ProgressBook:
             claimed=count.claimed,
             loss_sum=count.loss_sum,
             ranges=count.ranges,
+            incarnation=self.author.incarnation,
         )
-        if self.counter.merge(round_number, self._identity.peer_id, count):
-            self._keep(
-                round_number,
-                self._identity.peer_id,
-                seal(record, self._run, self._identity),
-            )
+        if self.counter.merge(round_number, self.author, count):
+            self._keep(round_number, self.author, seal(record, self._run, self._identity))
         return record
 
     def signed_counts(self) -> tuple[SignedCount, ...]:
         """All counts of this peer's round, and of the previous one, which some peers may not have closed yet."""
         return tuple(
-            (author, envelope)
+            (peer_id, envelope)
             for round_number in (self.round_number - 1, self.round_number)
-            for author, envelope in sorted(self._signed.get(round_number, {}).items())
+            for peer_id, lives in sorted(self._signed.get(round_number, {}).items())
+            for _, envelope in sorted(lives.items())
         )
 
     def merge(self, counts: Iterable[SignedCount], *, vouched: bool = False) -> None:
@@ -85,8 +88,8 @@ class ProgressBook:
 
         Only peers that announce stage 0 or have announced it are believed. If this peer has not seen the author's
         announcement yet, the count is dropped: it comes again with the next message, and `on_stranger` has the
-        directory look for the author. A peer that has started anew within a round gets its own counts back from other
-        peers, and goes on from them.
+        directory look for the author. If too many lives of one peer have counted in a round already, those of further
+        lives are dropped; a message is not refused for them, since whoever passes them on is not to blame.
 
         Args:
             vouched: a stage-mate passes the counts on, which has seen the announcements of their authors; this peer
@@ -95,14 +98,14 @@ class ProgressBook:
         Raises:
             InvalidMessage: a count is malformed, or not signed by its author
         """
-        for author, envelope in counts:
-            if envelope in self._signed_values(author):
+        for peer_id, envelope in counts:
+            if envelope in self._signed_values(peer_id):
                 continue
-            if author != self._identity.peer_id and not (vouched or self._is_author(author)):
-                self._on_stranger(author)
+            if peer_id != self.author.peer_id and not (vouched or self._is_author(peer_id)):
+                self._on_stranger(peer_id)
                 self._context.metrics.invalid_messages.labels("count").inc()
                 continue
-            kind, run, body = open_envelope(envelope, author)
+            kind, run, body = open_envelope(envelope, peer_id)
             if kind != Progress.kind or run != self._run:
                 raise InvalidMessage(f"a {kind:.20} of run {run:.40} where a progress count was expected")
             record = parse(Progress, body, "progress count")
@@ -114,10 +117,14 @@ class ProgressBook:
             if windows > 2 * self.counter.global_batch_size:
                 raise InvalidMessage(f"a progress count of {record.samples} samples with ranges of {windows}")
             in_reach = -1 <= record.round_number - self.round_number <= MAX_COUNTED_ROUNDS_AHEAD
+            author = Life(peer_id, record.incarnation)
+            if not self.counter.may_count(record.round_number, author):
+                self._context.metrics.invalid_messages.labels("count").inc()
+                continue
             before = self.counter.count_of(record.round_number, author)
             if in_reach and self.counter.merge(record.round_number, author, record.count()):
                 self._keep(record.round_number, author, envelope)
-                self._heard_at[author] = self._context.clock.monotonic_s()
+                self._heard_at[peer_id] = self._context.clock.monotonic_s()
                 for listener in self._listeners:
                     listener(record.round_number, author, before)
 
@@ -153,13 +160,13 @@ class ProgressBook:
         """Note that a peer exists which the directory does not know, so that the directory looks for it soon."""
         self._on_stranger(peer_id)
 
-    def add_listener(self, listener: Callable[[int, str, RoundCount], None]) -> None:
+    def add_listener(self, listener: Callable[[int, Life, RoundCount], None]) -> None:
         """Have a function called for each new count that a message brings: (round, author, the author's old count)."""
         self._listeners.append(listener)
 
-    def _signed_values(self, author: str) -> Iterable[bytes]:
-        return [counts[author] for counts in self._signed.values() if author in counts]
+    def _signed_values(self, peer_id: str) -> Iterable[bytes]:
+        return [envelope for counts in self._signed.values() for envelope in counts.get(peer_id, {}).values()]
 
-    def _keep(self, round_number: int, author: str, envelope: bytes) -> None:
-        self._signed.setdefault(round_number, {})[author] = envelope
+    def _keep(self, round_number: int, author: Life, envelope: bytes) -> None:
+        self._signed.setdefault(round_number, {}).setdefault(author.peer_id, {})[author.incarnation] = envelope
         self._context.changed.notify()
