@@ -28,6 +28,7 @@ class Route:
 
 @dataclass(slots=True)
 class _Candidate:
+    incarnation: int
     samples_per_s: float  # 0 while it is not known
     expected_finish: float  # seconds of work sent so far; only differences between candidates have a meaning
 
@@ -40,13 +41,20 @@ class Router:
         self._candidates: dict[str, _Candidate] = {}
 
     def update(self, peers: Iterable[PeerView]) -> None:
-        """Set the peers that serve the stage now. A newcomer enters at the current minimum, so it is tried soon."""
+        """Set the peers that serve the stage now. A newcomer enters at the current minimum, so it is tried soon.
+
+        A peer in a new life is a newcomer.
+        """
         serving = {peer.peer_id: peer for peer in peers}
-        for peer_id in self._candidates.keys() - serving.keys():
-            del self._candidates[peer_id]
+        lives = {peer.life for peer in serving.values()}
+        self._candidates = {
+            peer_id: candidate
+            for peer_id, candidate in self._candidates.items()
+            if (peer_id, candidate.incarnation) in lives
+        }
         start = min((candidate.expected_finish for candidate in self._candidates.values()), default=0.0)
         for peer_id in sorted(serving.keys() - self._candidates.keys()):
-            self._candidates[peer_id] = _Candidate(serving[peer_id].samples_per_s, start)
+            self._candidates[peer_id] = _Candidate(serving[peer_id].incarnation, serving[peer_id].samples_per_s, start)
 
     def observe(self, peer_id: str, samples_per_s: float) -> None:
         """Update a peer's throughput with the one that it reports in a reply."""

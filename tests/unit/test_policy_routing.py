@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from swarm_peer.policy.in_flight_window import SPARE, InFlightWindow
 from swarm_peer.policy.peer_backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerBackoff
 from swarm_peer.policy.routing import THROUGHPUT_SMOOTHING, Router
-from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import UNDECIDED, Life, PeerState, PeerView, SwarmView
 
 
 def serving(**speeds):
@@ -65,6 +66,16 @@ def test_a_peer_that_comes_back_is_a_newcomer():
     assert {router.choose(1).peer_id for _ in range(50)} == {"a"}
     router.update(serving(a=1.0, b=1.0))
     assert Counter(router.choose(1).peer_id for _ in range(20)) == {"a": 10, "b": 10}
+
+
+def test_a_peer_in_a_new_life_is_a_newcomer():
+    router = make_router(a=1.0, b=1.0)
+    router.choose(50, avoid={"a"})
+    for _ in range(20):
+        router.observe("b", 9.0)
+    a, b = serving(a=1.0, b=1.0)
+    router.update([a, replace(b, incarnation=1)])
+    assert Counter(router.choose(1).peer_id for _ in range(20)) == {"a": 10, "b": 10}, "its old work and speed are void"
 
 
 def test_an_update_keeps_what_is_known_of_a_peer():
@@ -195,6 +206,15 @@ def test_a_success_clears_the_record():
     backoff.succeeded("never failed")
     assert backoff.avoided(0.0) == frozenset()
     assert backoff.failed("a", now=0.0) == FIRST_PAUSE_S
+
+
+def test_failures_of_one_life_are_not_those_of_another():
+    backoff = PeerBackoff()
+    backoff.failed(Life("a", 1), now=0.0)
+    assert backoff.avoided(0.0) == {Life("a", 1)}
+    backoff.succeeded(Life("a", 2))
+    assert backoff.failed(Life("a", 2), now=0.0) == FIRST_PAUSE_S
+    assert backoff.avoided(0.0) == {Life("a", 1), Life("a", 2)}
 
 
 def test_peers_that_failed_long_ago_are_forgotten():

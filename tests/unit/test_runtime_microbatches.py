@@ -24,7 +24,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.step_state import Phase
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
@@ -78,6 +78,7 @@ class Peer:
     def __init__(self, swarm, name, stage, capacity=8, replies_kept=4, speed=1.0):
         manifest = swarm.manifest
         self.name, self.stage, self.speed = name, stage, speed
+        self.incarnation = 0
         identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
         context = self.context = make_context(swarm.resolved, identity=identity, clock=swarm.clock)
         self.trainer = StageTrainer(swarm.resolved, swarm.resolved.specs[stage])
@@ -186,6 +187,7 @@ class Swarm:
                 state=PeerState.SERVING,
                 round_number=0,
                 samples_per_s=peer.speed,
+                incarnation=peer.incarnation,
             )
             for peer in self.peers
         ]
@@ -550,11 +552,30 @@ async def test_a_peer_that_returns_gradients_that_are_not_finite_is_avoided_ever
             await first.run(make_microbatch(seed))
         pause_s = 2**seed
         now += 0.9 * pause_s
-        assert first.next_stage._refused.avoided(now) == {last.peer_id}, "though its reply came in time"
+        assert first.next_stage._refused.avoided(now) == {Life(last.peer_id)}, "though its reply came in time"
         now += 0.2 * pause_s
         assert not first.next_stage._refused.avoided(now)
     await first.run(make_microbatch(3))
     assert first.trainer.num_samples == SAMPLES
+
+
+@pytest.mark.parametrize("is_gone_for_a_while", [False, True])
+async def test_a_peer_in_a_new_life_is_not_avoided_for_what_its_former_one_did(swarm, pair, is_gone_for_a_while):
+    first, last = pair
+    await swarm.add("c", 1)
+    swarm.network.fault(op="microbatch", to=last.peer_id, fail=CallTimeout("stalled"))
+    for seed in range(3):
+        await first.run(make_microbatch(seed))
+    assert first.next_stage._backoff.avoided(0.0) == {Life(last.peer_id)}
+    if is_gone_for_a_while:
+        swarm.peers.remove(last)
+        await first.run(make_microbatch(3))
+        swarm.peers.append(last)
+    assert last.trainer.num_samples == 0
+    last.incarnation = 7
+    for seed in range(4, 8):
+        await first.run(make_microbatch(seed))
+    assert last.trainer.num_samples > 0
 
 
 def cut_gradient(reply):
@@ -587,7 +608,7 @@ async def test_a_peer_that_replies_nonsense_is_replaced_and_avoided(swarm, pair,
     assert first.trainer.num_samples == SAMPLES
     assert first.metric("retries", "invalid") == 1
     assert len({callee for _, callee, _ in swarm.network.calls}) == 2
-    assert first.next_stage._backoff.avoided(0.0) == {swarm.network.calls[0][1]}
+    assert first.next_stage._backoff.avoided(0.0) == {Life(swarm.network.calls[0][1])}
 
 
 async def test_a_busy_peer_is_passed_over_and_not_blamed(swarm):
@@ -720,7 +741,7 @@ async def test_a_failure_behind_a_peer_is_not_blamed_on_it():
         with pytest.raises(HopFailed, match="stage 1 after 1 failed tries: hop_failed: stage 2 after 1 failed tries"):
             await first.run(make_microbatch())
         assert fault.fired == 1
-        assert middle.next_stage._backoff.avoided(0.0) == {last.peer_id}
+        assert middle.next_stage._backoff.avoided(0.0) == {Life(last.peer_id)}
         assert first.next_stage._backoff.avoided(0.0) == frozenset()
         assert [peer.trainer.num_samples for peer in swarm.peers] == [0, 0, 0]
 

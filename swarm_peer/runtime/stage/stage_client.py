@@ -15,7 +15,7 @@ from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, PeerUn
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.peer_backoff import PeerBackoff
 from swarm_peer.policy.routing import Router
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import Life, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Reply, Transport, check_body
@@ -64,13 +64,13 @@ class HopResult:
     Attributes:
         grad: in training, the encoded gradient (B, T, D) with respect to the stage's input
         logits: in mode predict, encoded (B, V), fp32
-        peer_id: the peer of the next stage that replied; None if this peer computed the result
+        peer: the peer of the next stage that replied; None if this peer computed the result
     """
 
     loss_sum: float
     grad: memoryview | None = None
     logits: memoryview | None = None
-    peer_id: str | None = None
+    peer: Life | None = None
 
 
 class StageClient:
@@ -96,13 +96,13 @@ class StageClient:
         self._metrics = context.metrics
         self._rng = context.random.stream(f"routes to stage {stage}")
         self._router = Router(self._rng)
-        self._backoff = PeerBackoff()
+        self._backoff: PeerBackoff[Life] = PeerBackoff()
         # The reply of a refused peer looks like a success until it is decoded. So no reply clears this record, only
         # time does.
-        self._refused = PeerBackoff()
+        self._refused: PeerBackoff[Life] = PeerBackoff()
         # A query may wait for an idle device in vain, which does not mean that the peer trains badly.
         self._query_router = Router(self._rng)
-        self._query_backoff = PeerBackoff()
+        self._query_backoff: PeerBackoff[Life] = PeerBackoff()
 
     def stop_waiting(self) -> None:
         """Fail microbatches at once while the stage has no peers: this peer leaves, and perhaps all others do, too."""
@@ -139,7 +139,9 @@ class StageClient:
             serving = self._view().serving(self.stage)
             router.update(serving)
             now = self._clock.monotonic_s()
-            avoided = backoff.avoided(now) | self._backoff.avoided(now) | self._refused.avoided(now)
+            lives = {peer.peer_id: peer.life for peer in serving}
+            failed = backoff.avoided(now) | self._backoff.avoided(now) | self._refused.avoided(now)
+            avoided = {peer_id for peer_id, life in lives.items() if life in failed}
             route = router.choose(microbatch.num_samples, avoided | tried)
             if route.peer_id is None:
                 reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
@@ -151,8 +153,8 @@ class StageClient:
                 continue
             try:
                 timeout_s = min(remaining_s, self.timeout_s)
-                result, samples_per_s = await self._call(route.peer_id, microbatch, hidden, timeout_s)
-                backoff.succeeded(route.peer_id)
+                result, samples_per_s = await self._call(lives[route.peer_id], microbatch, hidden, timeout_s)
+                backoff.succeeded(lives[route.peer_id])
                 router.observe(route.peer_id, samples_per_s)
                 return result
             except RoundClosed:
@@ -161,23 +163,23 @@ class StageClient:
                 reason = f"{error.code}: {error}"
                 self._metrics.retries.labels(error.code).inc()
                 if error.avoid:
-                    self._avoid(route.peer_id, backoff, reason)
+                    self._avoid(lives[route.peer_id], backoff, reason)
                 tried.add(route.peer_id)
                 failures += not isinstance(error, Busy)
         raise HopFailed(f"stage {self.stage} after {failures} failed tries: {reason:.300}")
 
     def refuse(self, result: HopResult, reason: str) -> None:
         """Avoid the peer that sent an unusable result: a good peer checks its results before it sends them."""
-        assert result.peer_id is not None
+        assert result.peer is not None
         self._metrics.retries.labels("refused").inc()
-        self._avoid(result.peer_id, self._refused, reason)
+        self._avoid(result.peer, self._refused, reason)
 
-    def _avoid(self, peer_id: str, backoff: PeerBackoff, reason: str) -> None:
-        pause_s = backoff.failed(peer_id, self._clock.monotonic_s())
-        log.info("peer_avoided peer=%s seconds=%.0f reason=%s", peer_id, pause_s, reason)
+    def _avoid(self, peer: Life, backoff: PeerBackoff[Life], reason: str) -> None:
+        pause_s = backoff.failed(peer, self._clock.monotonic_s())
+        log.info("peer_avoided peer=%s seconds=%.0f reason=%s", peer.peer_id, pause_s, reason)
 
     async def _call(
-        self, peer_id: str, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
+        self, peer: Life, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
     ) -> tuple[HopResult, float]:
         body = MicrobatchCall(
             manifest=self._resolved.hash,
@@ -194,27 +196,27 @@ class StageClient:
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
         deadline = anyio.current_time() + timeout_s
         try:
-            reply = await self._transport.call(peer_id, body, tensors, timeout_s=timeout_s)
+            reply = await self._transport.call(peer.peer_id, body, tensors, timeout_s=timeout_s)
         except PeerUnreachable:
             # The reply may have been lost on the way. So ask the same peer again: it knows the microbatch's id and does
             # not count it twice, as another peer would. If it cannot be reached now, it is gone, and its gradient, too.
             self._metrics.retries.labels("reconnect").inc()
             reply = await self._transport.call(
-                peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
+                peer.peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
             )
-        return self._check(peer_id, reply, microbatch)
+        return self._check(peer, reply, microbatch)
 
-    def _check(self, peer_id: str, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
+    def _check(self, peer: Life, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
         body = check_body(MicrobatchReply, reply.body)
         self._progress.merge(body.counts)
         if microbatch.mode == "train":
             shape = microbatch.hidden_shape(self._resolved)
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
-            return HopResult(body.loss_sum, grad, peer_id=peer_id), body.samples_per_s
+            return HopResult(body.loss_sum, grad, peer=peer), body.samples_per_s
         if microbatch.mode == "predict":
             logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), "none"))
-            return HopResult(body.loss_sum, logits=logits, peer_id=peer_id), body.samples_per_s
-        return HopResult(body.loss_sum, peer_id=peer_id), body.samples_per_s
+            return HopResult(body.loss_sum, logits=logits, peer=peer), body.samples_per_s
+        return HopResult(body.loss_sum, peer=peer), body.samples_per_s
 
 
 def _only_tensor(reply: Reply, num_bytes: int) -> memoryview:

@@ -42,7 +42,7 @@ class StageMates:
         self._view = view
         self._announced: dict[str, float] = {}  # when each was last in the view
         self._welcomed: dict[str, float] = {}  # when each last made itself known
-        self._backoff = PeerBackoff(2 * barrier_timeout_s, 64 * barrier_timeout_s)
+        self._backoff: PeerBackoff[str] = PeerBackoff(2 * barrier_timeout_s, 64 * barrier_timeout_s)
 
     def refresh(self) -> None:
         """Take in the present view, and forget the peers that have been missing in it for long."""
