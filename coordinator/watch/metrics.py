@@ -38,7 +38,7 @@ class CoordinatorMetrics:
             self._validation_loss.set(watch.validation_loss)
         for stage in range(watch.manifest.stages.count):
             peers = watch.view.in_stage(stage)
-            for state in PeerState:
+            for state in (PeerState.JOINING, PeerState.SERVING, PeerState.DRAINING):
                 self._peers.labels(stage, state.value).set(sum(peer.state is state for peer in peers))
             self._samples_per_s.labels(stage).set(sum(peer.samples_per_s for peer in peers))
             self._queue.labels(stage).set(sum(peer.queue for peer in peers))

@@ -16,11 +16,16 @@ OVERDUE_ANNOUNCEMENTS = 1.5
 
 
 class PeerState(str, Enum):
-    """The state of a peer as it announces it."""
+    """The state of a peer as it announces it.
+
+    A peer that has left its stage says so with the last announcement of that life, its tombstone there. No view shows
+    the peer in that state.
+    """
 
     JOINING = "joining"
     SERVING = "serving"
     DRAINING = "draining"
+    LEFT = "left"
 
 
 class Life(NamedTuple):
@@ -80,10 +85,15 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
-    """All announced peers, sorted by id, so that every peer that sums over them computes the same answer."""
+    """All announced peers, sorted by id, so that every peer that sums over them computes the same answer.
+
+    Attributes:
+        left: the peers whose last announcement says that they have left their stage; they are in no stage now
+    """
 
     num_stages: int
     peers: tuple[PeerView, ...] = ()
+    left: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.peer_id)))

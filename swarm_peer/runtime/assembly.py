@@ -209,7 +209,7 @@ class Assembly:
 
         def dismiss(peer_id: str, serial: int) -> None:
             directory.drop(peer_id, serial)
-            if leases is not None:
+            if leases is not None and directory.view.peer(peer_id) is None:  # else the goodbye is of a former life
                 leases.forget(peer_id)
 
         gossip = Gossip(

@@ -348,7 +348,7 @@ class Peer:
         self._lifecycle.end()
 
     async def _leave(self) -> None:
-        """Finish the microbatches in flight, hand the accumulated gradient to a stage-mate, and say goodbye."""
+        """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""
         with anyio.move_on_after(self._options.grace_s / 2):
             await self._context.changed.wait_for(lambda: not self._is_awaited())
         self._lifecycle.enter(PeerState.DRAINING)
@@ -365,21 +365,22 @@ class Peer:
                 with anyio.move_on_after(LAST_REPLIES_S):
                     await self._parts.swarm.transport.answered()
                 await self._parts.step_loop.leave()
-            callers = {0, max(self._spec.index - 1, 0), self._spec.index}
-            peers = [peer.peer_id for peer in self._directory.view.peers if peer.stage in callers]
-            await self._parts.swarm.gossip.say_goodbye(peers, self._directory.serial)
         if grace.cancelled_caught and (samples := self._trainer.num_samples):
             self._metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, self._options.grace_s)
+        callers = {0, max(self._spec.index - 1, 0), self._spec.index}
+        peers = [peer.peer_id for peer in self._directory.view.peers if peer.stage in callers]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._directory.leave)
+            await self._parts.swarm.gossip.say_goodbye(peers, self._directory.serial)
         log.info("left stage=%d round=%d", self._spec.index, self._parts.step_loop.step.round_number)
 
     def _is_awaited(self) -> bool:
         """Whether a peer is joining this stage and has nobody but this one to get its state from."""
         stage, view = self._spec.index, self._directory.view
-        others = [peer for peer in view.in_stage(stage) if peer.peer_id != self._me]
-        alone = all(peer.state is not PeerState.SERVING for peer in others)
-        joining = any(peer.state is PeerState.JOINING for peer in others)
-        return self._lifecycle.state is PeerState.SERVING and alone and joining
+        others = {peer.state for peer in view.in_stage(stage) if peer.peer_id != self._me}
+        is_alone = PeerState.SERVING not in others
+        return self._lifecycle.state is PeerState.SERVING and is_alone and PeerState.JOINING in others
 
     async def _leave_on_notice(self) -> None:
         """Stop when the cloud says that it takes this instance away."""

@@ -94,7 +94,7 @@ class EndRecord(Record):
 
 
 class Announcement(Record):
-    """The state of one peer, which it announces every few seconds.
+    """The state of one peer, which it announces every few seconds; and once more when it leaves its stage.
 
     Attributes:
         serial: grows with every announcement of a peer, so nobody can replay an old announcement over a newer one
@@ -113,7 +113,7 @@ class Announcement(Record):
     kind = "announcement"
     serial: int = Field(ge=0)
     stage: int = Field(ge=UNDECIDED, lt=256)
-    state: str = Field(pattern="^(joining|serving|draining)$")
+    state: str = Field(pattern="^(joining|serving|draining|left)$")
     round_number: RoundNumber
     optimizer_step: OptimizerStep
     movable: bool

@@ -71,6 +71,7 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
     async def script(swarm: LiveSwarm) -> None:
         await swarm.reached(5)
         await swarm.leave("1.0")
+        await swarm.until(lambda: swarm.dead_ids() & swarm.service.watch.view.left, "the peer's tombstone in the DHT")
         await swarm.reached(15)
         await swarm.leave("0.1")
 

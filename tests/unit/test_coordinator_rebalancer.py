@@ -51,6 +51,7 @@ class Run:
         # An advantage lasts for an hour, however often peers come and go.
         self.policy._churn.horizon_s = lambda num_stages, now_s: 3600.0
         self.delivered = 100
+        self.left: set[str] = set()
         for name, stage in zip("abcdef", (0, 0, 0, 0, 0, 1), strict=True):
             self.add(name, stage, since_s=0.0)
 
@@ -81,7 +82,8 @@ class Run:
         """Those who are newly ordered."""
         self.now_s += after_s
         before = set(self.open)
-        self.rebalancer.look(SwarmView(2, tuple(self.peers.values())), self.delivered, 10.0, self.now_s)
+        view = SwarmView(2, tuple(self.peers.values()), frozenset(self.left))
+        self.rebalancer.look(view, self.delivered, 10.0, self.now_s)
         return sorted(set(self.open) - before)
 
 
@@ -339,6 +341,20 @@ def test_who_dies_before_it_obeys_is_not_waited_for() -> None:
     assert run.open == {}
     [another] = run.look(ANNOUNCEMENT_S)
     assert another != mover
+
+
+def test_who_has_left_before_it_was_seen_to_drain_is_on_its_way() -> None:
+    run = Run()
+    [mover] = run.look(60)
+    del run.peers[mover]
+    run.left = {mover}
+    assert run.look(0.1) == []
+    run.left = set()
+    assert run.look(ANNOUNCEMENT_S) == []
+    assert list(run.open) == [mover]
+    run.add(mover, 1, state=PeerState.JOINING, samples_per_s=0.0, moved_from=0)
+    run.look(1)
+    assert run.open == {}
 
 
 def test_peers_that_vanish_one_after_the_other_make_one_decision() -> None:

@@ -29,14 +29,24 @@ class Announcements:
     def __init__(self):
         self.serials = {"a": 1, "b": 1}
         self.addresses = ()
+        self.left = set()  # of stage 1
+        self.elsewhere = {}  # by stage and peer
         self.stored = []
         self.identity = Identity.generate()
 
     async def fetch(self, key, kind, subject):
-        if not key.endswith("1"):
-            return {}
-        return {
-            peer: ANNOUNCEMENT.model_copy(update={"serial": serial, "addresses": self.addresses})
+        stage = int(key[-1])
+        elsewhere = {peer: record for (at, peer), record in self.elsewhere.items() if at == stage}
+        if stage != 1:
+            return elsewhere
+        return elsewhere | {
+            peer: ANNOUNCEMENT.model_copy(
+                update={
+                    "serial": serial,
+                    "addresses": self.addresses,
+                    "state": "left" if peer in self.left else "serving",
+                }
+            )
             for peer, serial in self.serials.items()
         }
 
@@ -83,6 +93,56 @@ async def test_who_has_said_goodbye_is_not_waited_for(directory, dht):
     dht.serials["a"] = 5  # its last words, which come late
     await directory.refresh([0, 1])
     assert seen(directory) == ["b"]
+
+
+async def test_a_goodbye_of_a_former_life_does_not_drop_a_newer_one(directory, dht):
+    dht.serials["a"] = 9
+    await directory.refresh([0, 1])
+    directory.drop("a", serial=5)
+    assert seen(directory) == ["a", "b"]
+    directory.drop("a", serial=9)
+    assert seen(directory) == ["b"]
+
+
+async def test_a_newer_life_is_seen_after_the_goodbye_of_the_former_one(directory, dht):
+    directory.drop("a", serial=5)
+    dht.serials["a"] = 6
+    await directory.refresh([0, 1])
+    assert seen(directory) == ["a", "b"]
+
+
+async def test_who_has_left_its_stage_is_gone_at_once(directory, dht):
+    dht.left, dht.serials["a"] = {"a"}, 2
+    await directory.refresh([1])
+    assert (seen(directory), directory.view.left) == (["b"], {"a"})
+    assert directory.view.serving(1) == directory.view.in_stage(1) == directory.view.peers
+    directory.drop("a")
+    assert unreached(directory) == [], "nobody waits for it"
+    assert "a" not in directory.overdue()
+
+
+async def test_who_has_left_one_stage_for_another_is_seen_there(directory, dht):
+    dht.left, dht.serials["a"] = {"a"}, 2
+    dht.elsewhere[0, "a"] = ANNOUNCEMENT.model_copy(update={"serial": 3, "stage": 0, "state": "joining"})
+    for stages in ([0, 1], [1, 0], [1]):
+        await directory.refresh(stages)
+        [a, _] = directory.view.peers
+        assert (a.peer_id, a.stage, a.state, directory.view.left) == ("a", 0, PeerState.JOINING, frozenset())
+    dht.left, dht.serials["a"] = set(), 4
+    await directory.refresh([0, 1])
+    assert directory.view.peer("a").stage == 1, "it has come back"
+
+
+async def test_that_a_peer_has_left_is_forgotten_like_any_announcement(dht):
+    clock = MovedClock(now=100.0)
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
+    dht.left = {"a"}
+    await directory.refresh([0, 1])
+    assert directory.view.left == {"a"}
+    dht.serials = {}
+    clock.now += MANIFEST.limits.announcement_s + 1
+    await directory.refresh([0, 1])
+    assert directory.view.left == frozenset()
 
 
 async def test_strangers_cannot_be_dropped(directory):
@@ -139,3 +199,28 @@ async def test_serial_numbers_grow_whatever_the_clock_says(dht):
     late = own_directory(dht, clock, serial=4000)
     await late.announce()
     assert late.serial == 4001, "larger than those of the life before"
+
+
+async def test_a_peer_that_leaves_says_so_under_its_stage_and_announces_nothing_more(dht):
+    directory = own_directory(dht, MovedClock(now=2.0))
+    await directory.announce()
+    await directory.leave()
+    await directory.announce()
+    [(key, before), (left_key, tombstone)] = dht.stored
+    assert left_key == key == stage_key(MANIFEST.hash, 1)
+    assert (before.state, tombstone.state, tombstone.stage) == ("serving", "left", 1)
+    assert tombstone.serial == directory.serial == before.serial + 1
+    assert tombstone.incarnation == 5
+
+
+async def test_no_announcement_follows_while_a_peer_says_that_it_has_left(dht):
+    directory = own_directory(dht, MovedClock(now=2.0))
+    store = dht.store
+
+    async def announce_meanwhile(*record):
+        await store(*record)
+        await directory.announce()
+
+    dht.store = announce_meanwhile
+    await directory.leave()
+    assert [announcement.state for _, announcement in dht.stored] == ["left"]

@@ -104,6 +104,11 @@ def test_records_become_what_policies_use():
     )
 
 
+def test_a_peer_may_announce_that_it_has_left():
+    left = ANNOUNCEMENT.model_copy(update={"state": "left"})
+    assert unseal(Announcement, seal(left, RUN, ME), RUN, ME.peer_id).view("a", 10.0).state is PeerState.LEFT
+
+
 def test_undecided_peers_have_a_key_of_their_own():
     assert len({stage_key(RUN, stage) for stage in (-1, 0, 1, 11)}) == 4
 

@@ -1,7 +1,6 @@
 """Peers on their way from one stage to another, followed by what they announce.
 
-A peer that moves keeps its id. On its way it announces nothing for a while, or an announcement of its former stage is
-still found.
+A peer that moves keeps its id. On its way it announces nothing for a while; before that, that it has left its stage.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class OpenMove:
 
     Attributes:
         peer: the mover as it was
-        is_obeyed: whether it was seen to drain
+        is_obeyed: whether it was seen to drain, or to have left its stage
     """
 
     move: Move
@@ -68,7 +67,7 @@ class Movers:
         self.refused_s = {peer_id: at_s for peer_id, at_s in self.refused_s.items() if now_s - at_s < REFUSAL_S}
         for peer_id, assigned in list(self.open.items()):
             is_here = peer_id in seen
-            assigned.is_obeyed |= is_here and seen[peer_id].state is PeerState.DRAINING
+            assigned.is_obeyed |= peer_id in view.left or (is_here and seen[peer_id].state is PeerState.DRAINING)
             if not is_here and not assigned.is_obeyed:
                 del self.open[peer_id]
                 notes.append(Note(f"assignment_void peer={peer_id} reason=it is gone", is_warning=True))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import anyio
 
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
-from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, OVERDUE_ANNOUNCEMENTS, PeerView, SwarmView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, OVERDUE_ANNOUNCEMENTS, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -66,6 +67,7 @@ class Directory:
         self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
         self._stranger_seen = anyio.Event()
+        self._has_left = False  # the stage, for good or for another one
         self.serial = serial
         self.view = SwarmView(manifest.stages.count)
 
@@ -105,14 +107,18 @@ class Directory:
         for peer_id in list(self._authors)[:-AUTHORS_REMEMBERED]:
             del self._authors[peer_id]
         self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
+        found = {
+            peer_id: announcement.view(peer_id, arrived_s) for peer_id, (announcement, arrived_s) in self._peers.items()
+        }
+        left = frozenset(peer_id for peer_id, peer in found.items() if peer.state is PeerState.LEFT)
         peers = {
-            peer_id: announcement.view(peer_id, arrived_s)
-            for peer_id, (announcement, arrived_s) in self._peers.items()
-            if announcement.serial > self._dropped.get(peer_id, -1)
+            peer_id: peer
+            for peer_id, peer in found.items()
+            if peer_id not in left and peer.announced > self._dropped.get(peer_id, -1)
         }
         if self._describe_self is not None:
             peers[self._dht.identity.peer_id] = self._describe_self()
-        self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()))
+        self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()), left.difference(peers))
         self._changed.notify()
 
     def overdue(self) -> list[str]:
@@ -130,7 +136,7 @@ class Directory:
         return [
             announcement.view(peer_id, arrived_s)
             for peer_id, (announcement, arrived_s) in self._peers.items()
-            if announcement.serial == self._dropped.get(peer_id, -1)
+            if announcement.serial == self._dropped.get(peer_id, -1) and peer_id not in self.view.left
         ]
 
     def addresses(self) -> list[str]:
@@ -147,18 +153,35 @@ class Directory:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
 
         Args:
-            serial: serial number of its last announcement, if its goodbye names one
+            serial: serial number of its last announcement, if its goodbye names one; a goodbye that comes after a newer
+                announcement was found is one of a former life, and changes nothing
         """
         known = self._peers.get(peer_id)
-        if known is not None and self._dropped.get(peer_id, -1) < max(serial, known[0].serial):
+        if known is None:
+            return
+        last = known[0].serial if serial < 0 else serial
+        if last >= known[0].serial and self._dropped.get(peer_id, -1) < last:
             log.info("peer_dropped peer=%s stage=%d", peer_id, known[0].stage)
-            self._dropped[peer_id] = max(serial, known[0].serial)
+            self._dropped[peer_id] = last
             self._rebuild()
 
     async def announce(self) -> None:
-        """Announce this peer as it is now."""
+        """Announce this peer as it is now, unless it has left its stage."""
         assert self._describe_self is not None, "an observer has nothing to announce"
-        me = self._describe_self()
+        if not self._has_left:
+            await self._store(self._describe_self())
+
+    async def leave(self) -> None:
+        """Announce that this peer has left its stage, and from now on nothing more.
+
+        The announcement takes the place of the last one, so that peers which look at this stage alone see the peer gone
+        at once. It expires like any other.
+        """
+        assert self._describe_self is not None, "an observer has no stage to leave"
+        self._has_left = True
+        await self._store(replace(self._describe_self(), state=PeerState.LEFT))
+
+    async def _store(self, me: PeerView) -> None:
         self._metrics.samples_per_s.set(me.samples_per_s)
         self.serial = max(int(self._clock.unix_s() * 1000), self.serial + 1)
         record = Announcement(
