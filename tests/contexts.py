@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +18,12 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Handler
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import Body
 
 
 @dataclass
@@ -83,6 +86,13 @@ def begin_round(rounds: RoundBook, round_number: int, phase: Phase = Phase.OPEN,
     """Begin a round, as the step loop does it."""
     rounds.begin(StepState(round_number=round_number, **step))  # type: ignore[arg-type]
     rounds.enter(phase)
+
+
+def dispatcher(manifest_hash: str, stage: int, calls: Mapping[type[Body], Handler]) -> CallDispatcher:
+    """The dispatcher of a peer with one replica."""
+    made = CallDispatcher(manifest_hash=manifest_hash)
+    made.add(stage, calls)
+    return made
 
 
 def begin_counting(book: ProgressBook, round_number: int) -> None:

@@ -21,10 +21,10 @@ class GivenStates:
 
     def __init__(self, context, trainer, device_thread, store=None):
         self.rounds = RoundBook(context.changed)
-        self.replica = SimpleNamespace(
+        self.core = SimpleNamespace(
             stage=trainer.spec.index, trainer=trainer, device_thread=device_thread, rounds=self.rounds
         )
-        self.server = StateServer(context=context, replica=self.replica)
+        self.server = StateServer(context=context, core=self.core)
         self.store = store or SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
         self.store.sources = {trainer.spec.index: self.server}
 
@@ -43,7 +43,7 @@ class GivenStates:
             history_hash=history_hash,
             timeline=timeline,
             ledger=ledger,
-            weights_version=self.replica.trainer.weights_version,
+            weights_version=self.core.trainer.weights_version,
         )
 
     def forget_state(self):
@@ -51,5 +51,5 @@ class GivenStates:
         self.rounds.step = StepState()
 
     async def take_snapshot(self, round_number):
-        keeper = SimpleNamespace(_state_server=self.server, _snapshots=self.store, _stage=self.replica.stage)
+        keeper = SimpleNamespace(_state_server=self.server, _snapshots=self.store, _stage=self.core.stage)
         return await SnapshotKeeper.take_snapshot(keeper, round_number)

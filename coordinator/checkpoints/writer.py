@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
-# The coordinator serves no stage.
-NO_STAGE = -1
 
 
 @dataclass(frozen=True)
@@ -198,6 +196,6 @@ async def resume(
     for stage in range(manifest.stages.count):
         state = await anyio.to_thread.run_sync(checkpoint.load_stage, stage)
         await snapshots.store_snapshot(stage, replace(state, round_number=first_round, timeline=timeline))
-    await transport.serve(CallDispatcher(manifest_hash=manifest.hash, stage=NO_STAGE, calls=snapshots.calls))
+    await transport.serve(CallDispatcher(manifest_hash=manifest.hash, calls=snapshots.calls))
     log.info("resuming optimizer_step=%d round=%d path=%s", timeline.first_optimizer_step, first_round, checkpoint.path)
     return timeline

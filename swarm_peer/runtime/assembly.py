@@ -1,13 +1,15 @@
-"""The composition root of a peer: makes its parts in the order in which they need each other."""
+"""Makes the parts of a replica, in the order in which they need each other."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from swarm_peer.errors import CallError
 from swarm_peer.model.costs import REPLIES_KEPT
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
@@ -17,16 +19,17 @@ from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.host.preparation import microbatch_capacity
+from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
-from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.core import ReplicaCore
+from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.stage.replica import StageReplica
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
@@ -38,6 +41,8 @@ from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
+from swarm_peer.wire.messages import Body
+from swarm_peer.wire.records import TimelineRecord, timeline_key
 
 # Stage 0 bounds itself by its window of microbatches in flight; its admission only counts them.
 UNBOUNDED = 10**6
@@ -45,50 +50,62 @@ UNBOUNDED = 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class PeerParts:
-    """The parts of one peer that `Peer` itself works with.
+    """The parts of a peer that its replicas share.
 
     Attributes:
-        next_stage: None on the last stage
-        launcher: of stage 0 alone
+        device: what the device thread computes on
         dispatcher: answers the calls of other peers
+        snapshots: the snapshots of any stage that this peer keeps
     """
 
-    replica: StageReplica
+    context: PeerContext
+    device: torch.device
+    device_thread: DeviceThread
+    dht: SwarmDHT
+    transport: Transport
+    dispatcher: CallDispatcher
+    directory: Directory
+    snapshots: SnapshotStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaParts:
+    """The parts of one replica that `StageReplica` works with.
+
+    Attributes:
+        launcher: of stage 0 alone
+        calls: the handlers of other peers' calls for this stage
+    """
+
+    core: ReplicaCore
     swarm: SwarmAccess
     step_loop: StepLoop
     recovery: Recovery
     snapshot_keeper: SnapshotKeeper
-    next_stage: StageClient | None
+    state_server: StateServer
     launcher: MicrobatchLauncher | None
-    dispatcher: CallDispatcher
+    calls: Mapping[type[Body], Handler]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """Makes the parts of one peer out of these.
+    """Makes the parts of one replica out of these.
 
     Attributes:
-        snapshots: the snapshots of any stage that this peer keeps
-        first_timeline: where the run began, by word of the run key
-        held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
         incarnation: which life of this peer it is
+        held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
         counted: told of each microbatch that a stage-0 peer counts; for tests
     """
 
-    context: PeerContext
+    peer: PeerParts
     trainer: StageTrainer
-    device_thread: DeviceThread
-    directory: Directory
-    transport: Transport
-    snapshots: SnapshotStore
-    first_timeline: Callable[[], Awaitable[Timeline]]
-    held_out: npt.NDArray[np.int32] | None
     incarnation: int
+    held_out: npt.NDArray[np.int32] | None
     counted: CountedHook | None = None
 
-    def assemble(self) -> PeerParts:
+    def assemble(self) -> ReplicaParts:
         """Make all parts. None of them does anything before it is run."""
-        context, directory, spec = self.context, self.directory, self.trainer.spec
+        context, directory, spec = self.peer.context, self.peer.directory, self.trainer.spec
         rounds = RoundBook(context.changed)
         progress = ProgressBook(
             context=context,
@@ -97,26 +114,25 @@ class Assembly:
             on_stranger=lambda _: directory.look_soon(),
             step=lambda: rounds.step,
         )
-        replica, next_stage = self._make_replica(rounds, progress)
+        core = self._make_core(rounds, progress)
         averager = GradientAverager(
             context=context,
             stage=spec.index,
             shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
-            transport=self.transport,
+            transport=self.peer.transport,
         )
         group = self._make_group(rounds, progress, averager)
         leases = self._make_leases(progress) if spec.is_first else None
         swarm = self._make_swarm_access(progress, group, leases)
-        state_server = StateServer(context=context, replica=replica)
-        self.snapshots.sources = {spec.index: state_server}
-        handover = GradientHandover(context=context, replica=replica, swarm=swarm)
+        state_server = StateServer(context=context, core=core)
+        handover = GradientHandover(context=context, core=core, swarm=swarm)
         step_loop = StepLoop(
             context=context,
-            replica=replica,
+            core=core,
             swarm=swarm,
             group=group,
             state_server=state_server,
-            snapshots=self.snapshots,
+            snapshots=self.peer.snapshots,
             handover=handover,
             leases=leases,
         )
@@ -124,83 +140,97 @@ class Assembly:
             context=context,
             stage=spec.index,
             swarm=swarm,
-            snapshots=self.snapshots,
-            first_timeline=self.first_timeline,
+            snapshots=self.peer.snapshots,
+            first_timeline=self._first_timeline,
             unreached=directory.unreached,
         )
         snapshot_keeper = SnapshotKeeper(
-            context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.snapshots
+            context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.peer.snapshots
         )
-        server = StageServer(context=context, replica=replica, progress=progress)
-        calls = server.calls | group.calls | averager.calls | self.snapshots.calls | swarm.gossip.calls
+        server = StageServer(context=context, core=core, progress=progress)
+        calls = server.calls | group.calls | averager.calls | swarm.gossip.calls
         calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)
-        return PeerParts(
-            replica=replica,
+        return ReplicaParts(
+            core=core,
             swarm=swarm,
             step_loop=step_loop,
             recovery=recovery,
             snapshot_keeper=snapshot_keeper,
-            next_stage=next_stage,
-            launcher=None if leases is None else self._make_launcher(replica, swarm, leases),
-            dispatcher=CallDispatcher(manifest_hash=context.resolved.hash, stage=spec.index, calls=calls),
+            state_server=state_server,
+            launcher=None if leases is None else self._make_launcher(core, swarm, leases),
+            calls=calls,
         )
 
-    def _make_replica(self, rounds: RoundBook, progress: ProgressBook) -> tuple[StageReplica, StageClient | None]:
-        context, spec, manifest = self.context, self.trainer.spec, self.context.resolved.manifest
+    async def _first_timeline(self) -> Timeline:
+        """The timeline that the run began with, by word of the run key.
+
+        Raises:
+            CallError: the DHT does not answer, or no coordinator has published it yet
+        """
+        run_id = self.peer.context.run_id
+        records = await self.peer.dht.fetch(timeline_key(run_id), TimelineRecord, run_id)
+        if run_id not in records:
+            raise CallError("the run's coordinator has not said where it begins")
+        return records[run_id].timeline()
+
+    def _make_core(self, rounds: RoundBook, progress: ProgressBook) -> ReplicaCore:
+        context, spec, manifest = self.peer.context, self.trainer.spec, self.peer.context.resolved.manifest
         capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
         next_stage = None
         if not spec.is_last:
             next_stage = StageClient(
                 context=context,
                 stage=spec.index + 1,
-                transport=self.transport,
+                transport=self.peer.transport,
                 progress=progress,
-                view=lambda: self.directory.view,
+                view=lambda: self.peer.directory.view,
             )
+        speed = SpeedMeter(context.metrics)
         executor = StageExecutor(
             context=context,
             trainer=self.trainer,
-            device_thread=self.device_thread,
+            device_thread=self.peer.device_thread,
+            speed=speed,
             next_stage=next_stage,
             replies_kept=REPLIES_KEPT * manifest.limits.max_in_flight,
         )
         admission = RoundAdmission(
             capacity=UNBOUNDED if spec.is_first else capacity, rounds=rounds, changed=context.changed
         )
-        replica = StageReplica(
+        return ReplicaCore(
             trainer=self.trainer,
-            device_thread=self.device_thread,
+            device_thread=self.peer.device_thread,
+            speed=speed,
             rounds=rounds,
             admission=admission,
             executor=executor,
         )
-        return replica, next_stage
 
     def _make_group(self, rounds: RoundBook, progress: ProgressBook, averager: GradientAverager) -> StageGroup:
         return StageGroup(
-            context=self.context,
+            context=self.peer.context,
             stage=self.trainer.spec.index,
             rounds=rounds,
-            transport=self.transport,
+            transport=self.peer.transport,
             averager=averager,
             progress=progress,
-            view=lambda: self.directory.view,
+            view=lambda: self.peer.directory.view,
         )
 
     def _make_leases(self, progress: ProgressBook) -> SliceLeases:
-        context = self.context
+        context = self.peer.context
         reader = SliceReader(manifest=context.resolved.manifest, cache_dir=context.options.cache_dir)
         return SliceLeases(
             context=context,
             reader=reader,
             pool=SamplePool(context=context, reader=reader),
-            transport=self.transport,
+            transport=self.peer.transport,
             progress=progress,
-            view=lambda: self.directory.view,
+            view=lambda: self.peer.directory.view,
         )
 
     def _make_swarm_access(self, progress: ProgressBook, group: StageGroup, leases: SliceLeases | None) -> SwarmAccess:
-        directory = self.directory
+        directory = self.peer.directory
 
         def welcome(peer_id: str) -> None:
             group.welcome(peer_id)
@@ -213,25 +243,25 @@ class Assembly:
                 leases.forget(peer_id)
 
         gossip = Gossip(
-            manifest_hash=self.context.resolved.hash,
-            transport=self.transport,
+            manifest_hash=self.peer.context.resolved.hash,
+            transport=self.peer.transport,
             progress=progress,
             welcome=welcome,
             drop=dismiss,
         )
         return SwarmAccess(
-            transport=self.transport,
+            transport=self.peer.transport,
             progress=progress,
             gossip=gossip,
             view=lambda: directory.view,
             look=directory.refresh_surely,
         )
 
-    def _make_launcher(self, replica: StageReplica, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:
+    def _make_launcher(self, core: ReplicaCore, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:
         assert self.held_out is not None, "stage 0 has samples to validate with, if only none of them"
         return MicrobatchLauncher(
-            context=self.context,
-            replica=replica,
+            context=self.peer.context,
+            core=core,
             swarm=swarm,
             leases=leases,
             validation=self.held_out,

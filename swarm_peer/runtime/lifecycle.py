@@ -1,4 +1,4 @@
-"""One life of a peer in one stage: its number, its states, and how it ends."""
+"""The states of a peer, what leads from one to another, and how its stay in a stage ends."""
 
 from __future__ import annotations
 
@@ -7,48 +7,63 @@ import anyio
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import Clock
 
+# The states that each state may be followed by. A stay in a stage goes from JOINING to LEFT.
+TRANSITIONS = {
+    PeerState.JOINING: {PeerState.SERVING, PeerState.DRAINING},
+    PeerState.SERVING: {PeerState.DRAINING},
+    PeerState.DRAINING: {PeerState.SERVING, PeerState.LEFT},
+    PeerState.LEFT: {PeerState.JOINING},
+}
+
 
 class Lifecycle:
-    """The number and the state of a life, and the decision how it ends. Belongs to the event loop's thread.
+    """The state of a peer, and the decision how it leaves its stage. Belongs to the event loop's thread.
 
     Attributes:
         state: as it is announced
         since_s: time at which it entered that state, on the context's clock
         note: the reason, in words, that it does not serve yet; else empty
         stop: set when the peer has to leave its stage
-        next_stage: the stage that it joins then; None if it leaves the run
-        incarnation: which life of the peer this is (see policy/view.py: Life)
+        next_stage: the stage that it serves then; None if it leaves the run
+        has_ended: whether the peer leaves the run
     """
 
-    def __init__(self, clock: Clock, *, last_serial: int = 0):
-        """Begin a life.
-
-        Args:
-            last_serial: of the announcements of the life before, in this process; 0 if there was none
-        """
+    def __init__(self, clock: Clock):
         self._clock = clock
-        # Two lives may begin in the same millisecond, and somebody may set the clock back.
-        self.incarnation = max(int(clock.unix_s() * 1000), last_serial + 1)
         self.stop = anyio.Event()
         self.next_stage: int | None = None
-        self.enter(PeerState.JOINING)
+        self.has_ended = False
+        self._set(PeerState.JOINING)
+
+    def _set(self, state: PeerState) -> None:
+        self.state, self.since_s, self.note = state, self._clock.monotonic_s(), ""
 
     def enter(self, state: PeerState) -> None:
-        """Enter a state. The note of the state before is cleared."""
-        self.state, self.since_s, self.note = state, self._clock.monotonic_s(), ""
+        """Enter a state; nothing changes if it is the present one. The note of the state before is cleared."""
+        if state is not self.state:
+            assert state in TRANSITIONS[self.state], f"{state} does not follow {self.state}"
+            self._set(state)
 
     def end(self) -> None:
         """Leave for good: the run is over, or its operator says so. It also ends a move."""
+        self.has_ended = True
         self.next_stage = None
         self.stop.set()
 
     def move(self, stage: int) -> bool:
-        """Leave, and join a stage. Returns False if the peer leaves already."""
+        """Leave the stage for another one, or to join it anew. Returns False if the peer leaves already."""
         if self.stop.is_set():
             return False
         self.next_stage = stage
         self.stop.set()
         return True
+
+    def begin_stay(self) -> None:
+        """Begin to join the next stage, unless the peer is to leave that one, too."""
+        self.enter(PeerState.JOINING)
+        self.next_stage = None
+        if not self.has_ended:
+            self.stop = anyio.Event()
 
     def explain(self, note: str) -> None:
         """Note why this peer does not serve yet; announcements carry the note."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from functools import partial
 from pathlib import Path
 
 import anyio
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from swarm_peer.config import PeerOptions
@@ -17,14 +13,11 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.costs import forward_flops, safe_stage_memory
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
-from swarm_peer.runtime.data.slices import load_tokenizer, validation_samples
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.host.preparation import choose_device
@@ -34,14 +27,17 @@ from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
-from swarm_peer.runtime.peer import Peer, max_payload_bytes
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.peer import Peer
+from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
 # How long undecided newcomers wait for each other's announcements before they choose a stage.
 CHOOSING_S = 1.5
+# Room in a frame for the index of a state, and for headers.
+FRAME_SLACK_BYTES = 16 * 2**20
 
 
 def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
@@ -106,63 +102,18 @@ async def _run(
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
         ended = anyio.Event()
         async with (
-            P2PTransport.open(dht.p2p, max_payload_bytes=max_payload_bytes(resolved), metrics=metrics) as transport,
+            P2PTransport.open(dht.p2p, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics) as transport,
             signals_set(ended),
         ):
-            await _serve_stages(context, dht, transport, stage=stage, device=device, ended=ended, counted=counted)
+            peer = Peer(context=context, dht=dht, transport=transport, device=device, counted=counted)
+            await peer.run(stage, ended)
 
 
-async def _serve_stages(
-    context: PeerContext,
-    dht: SwarmDHT,
-    transport: P2PTransport,
-    *,
-    stage: int,
-    device: torch.device,
-    ended: anyio.Event,
-    counted: CountedHook | None,
-) -> None:
-    """Serve a stage, then the one that the peer moves to, and so on."""
-    resolved, options = context.resolved, context.options
-    snapshots = SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
-    moved_from, next_stage, last_serial = UNDECIDED, stage, 0
-    while True:
-        spec = resolved.specs[next_stage]
-        held_out = await context.threads.run(_read_held_out, resolved, options) if spec.is_first else None
-        make_trainer = partial(StageTrainer, resolved, spec, device=device, cache_dir=options.cache_dir, blank=True)
-        trainer = await context.threads.run(make_trainer)
-        peer = Peer(
-            context=context,
-            trainer=trainer,
-            dht=dht,
-            transport=transport,
-            snapshots=snapshots,
-            held_out=held_out,
-            moved_from=moved_from,
-            last_serial=last_serial,
-            counted=counted,
-        )
-        moved_to = await peer.run(ended)
-        if moved_to is None:
-            return
-        moved_from, next_stage, last_serial = next_stage, moved_to, peer.last_serial
-        # The stage that was left has to be out of memory before the next one is made.
-        del peer, trainer
-        await context.threads.run(gc.collect)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _read_held_out(resolved: ResolvedManifest, options: PeerOptions) -> npt.NDArray[np.int32]:
-    """Samples that the run is validated with.
-
-    Raises:
-        UserError: this machine may not read the run's data, or cannot read it or its tokenizer
-    """
+def _max_payload_bytes(resolved: ResolvedManifest) -> int:
+    """Most bytes of tensors in a frame that any stage of a run receives."""
     manifest = resolved.manifest
-    check_data_files(manifest, options.data_dir)
-    load_tokenizer(manifest.data, resolved.vocab_size, options.cache_dir)
-    return validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)
+    shape = (manifest.training.microbatch_size, manifest.data.sequence_length, resolved.hidden_size)
+    return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
 
 
 async def _choose_stage(context: PeerContext, dht: SwarmDHT) -> int:

@@ -625,9 +625,7 @@ class Run:
             clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(self.folder / peer_id)
         )
         await store.store_snapshot(stage, state)
-        await self.network.transport(peer_id).serve(
-            CallDispatcher(manifest_hash=self.manifest.hash, stage=stage, calls=store.calls)
-        )
+        await self.network.transport(peer_id).serve(CallDispatcher(manifest_hash=self.manifest.hash, calls=store.calls))
         self.peers.append(PeerView(peer_id=peer_id, stage=stage, state=PeerState.SERVING))
         return state
 

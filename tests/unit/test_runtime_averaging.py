@@ -11,12 +11,11 @@ from dataclasses import replace
 import anyio
 import pytest
 import torch
-from contexts import make_context, unparsed
+from contexts import dispatcher, make_context, unparsed
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import AveragingSection
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.step import all_reduce, averaging
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
@@ -58,7 +57,7 @@ class Members:
 
     async def serve(self) -> None:
         for transport, averager in zip(self.transports, self.averagers, strict=True):
-            await transport.serve(CallDispatcher(manifest_hash=HASH, stage=0, calls=averager.calls))
+            await transport.serve(dispatcher(HASH, 0, averager.calls))
 
     async def take_part(
         self, number: int, round_number: int = 0, shares: dict[str, int] | None = None

@@ -6,7 +6,7 @@ import pytest
 
 from swarm_peer.runtime.host.machine import SystemClock, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 
 
 class Jobs:
@@ -53,6 +53,11 @@ def device_thread():
     yield thread
     thread.stop()
     assert not any(other.name == "device" for other in threading.enumerate())
+
+
+@pytest.fixture
+def speed():
+    return SpeedMeter(PeerMetrics())
 
 
 @pytest.fixture
@@ -163,38 +168,39 @@ async def test_what_a_cancelled_job_raises_is_dropped(device_thread):
         await task
 
 
-def measure(device_thread, priority, *seconds):
+def measure(speed, priority, *seconds):
     for last in seconds:
-        device_thread._measure(priority, 4 * last, 4)
+        speed.observe(priority, 4 * last, 4)
 
 
-async def test_throughput_is_that_of_forward_and_backward_together(device_thread):
-    measure(device_thread, Priority.FORWARD, 0.25, 0.25, 0.25, 0.25)
-    measure(device_thread, Priority.BACKWARD, 0.75, 0.75)
-    assert device_thread.samples_per_s == 0.0, "not before both were measured"
-    measure(device_thread, Priority.BACKWARD, 0.75)
-    assert device_thread.samples_per_s == pytest.approx(1.0)
-    measure(device_thread, Priority.EVALUATE, 100.0)
-    device_thread._measure(Priority.STEP, 100.0, 0)
-    device_thread._measure(Priority.FORWARD, 100.0, 0)
-    assert device_thread.samples_per_s == pytest.approx(1.0), "nothing else counts"
+def test_throughput_is_that_of_forward_and_backward_together(speed):
+    measure(speed, Priority.FORWARD, 0.25, 0.25, 0.25, 0.25)
+    measure(speed, Priority.BACKWARD, 0.75, 0.75)
+    assert speed.samples_per_s == 0.0, "not before both were measured"
+    measure(speed, Priority.BACKWARD, 0.75)
+    assert speed.samples_per_s == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seconds", [(50.0, 1.0, 1.5), (1.0, 50.0, 50.0), (2.0, 1.5, 1.0)])
-async def test_slow_passes_among_the_first_do_not_count(device_thread, seconds):
-    measure(device_thread, Priority.FORWARD, *seconds)
-    measure(device_thread, Priority.BACKWARD, 1.0, 1.0, 1.0)
-    assert device_thread.samples_per_s == pytest.approx(1 / 2)
-    measure(device_thread, Priority.FORWARD, 11.0)
-    assert device_thread.samples_per_s == pytest.approx(1 / (2 + 0.1 * (11 - 1))), "later ones are smoothed"
+def test_slow_passes_among_the_first_do_not_count(speed, seconds):
+    measure(speed, Priority.FORWARD, *seconds)
+    measure(speed, Priority.BACKWARD, 1.0, 1.0, 1.0)
+    assert speed.samples_per_s == pytest.approx(1 / 2)
+    measure(speed, Priority.FORWARD, 11.0)
+    assert speed.samples_per_s == pytest.approx(1 / (2 + 0.1 * (11 - 1))), "later ones are smoothed"
 
 
-async def test_a_failed_job_is_not_measured(device_thread):
+async def test_only_training_passes_that_succeed_are_measured_and_each_replica_for_itself(device_thread, speed):
     def fail():
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
-        await device_thread.run(Priority.FORWARD, fail, num_samples=5)
-    assert device_thread._seconds_per_sample[Priority.FORWARD] == 0.0
-    await device_thread.run(Priority.FORWARD, lambda: None, num_samples=5)
-    assert device_thread._seconds_per_sample[Priority.FORWARD] > 0.0
+        await device_thread.run(Priority.FORWARD, fail, 5, speed)
+    for priority in (Priority.STEP, Priority.EVALUATE, Priority.QUERY):
+        await device_thread.run(priority, lambda: None, 5, speed)
+    assert speed._passes == {Priority.FORWARD: 0, Priority.BACKWARD: 0}
+    other = SpeedMeter(PeerMetrics())
+    await device_thread.run(Priority.FORWARD, lambda: None, 5, speed)
+    await device_thread.run(Priority.BACKWARD, lambda: None, 5, other)
+    assert speed._passes == {Priority.FORWARD: 1, Priority.BACKWARD: 0}
+    assert other._passes == {Priority.FORWARD: 0, Priority.BACKWARD: 1}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from contexts import MovedClock
 from test_wire_records import ANNOUNCEMENT
@@ -167,18 +169,24 @@ async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
 # --- this peer's own announcements ------------------------------------------------------------------------------------
 
 
-def own_directory(dht, clock, **known):
-    """The directory of a peer that serves stage 1 in the life with number 5."""
+def own_directory(dht, clock):
+    """The directory of a peer that serves stage 1 in the life with number 5, until `me` has another state."""
     me = PeerView(peer_id=dht.identity.peer_id, stage=1, state=PeerState.SERVING, incarnation=5)
-    return Directory(
+    directory = Directory(
         manifest=MANIFEST,
         dht=dht,
         clock=clock,
         metrics=PeerMetrics(),
         changed=Condition(),
-        describe_self=lambda: me,
-        **known,
+        describe_self=lambda: directory.me,
     )
+    directory.me = me
+    return directory
+
+
+async def leave(directory):
+    directory.me = replace(directory.me, state=PeerState.LEFT)
+    await directory.announce()
 
 
 async def test_a_peer_announces_which_life_it_is_in(dht):
@@ -191,26 +199,28 @@ async def test_a_peer_announces_which_life_it_is_in(dht):
 
 async def test_serial_numbers_grow_whatever_the_clock_says(dht):
     clock = MovedClock(now=2.0)
-    directory = own_directory(dht, clock, serial=1999)
+    directory = own_directory(dht, clock)
+    directory.serial = 1999
     for now in (2.0, 2.0, 1.0, 3.0):
         clock.now = now
         await directory.announce()
     assert [announcement.serial for _, announcement in dht.stored] == [2000, 2001, 2002, 3000]
-    late = own_directory(dht, clock, serial=4000)
-    await late.announce()
-    assert late.serial == 4001, "larger than those of the life before"
 
 
 async def test_a_peer_that_leaves_says_so_under_its_stage_and_announces_nothing_more(dht):
     directory = own_directory(dht, MovedClock(now=2.0))
     await directory.announce()
-    await directory.leave()
+    await leave(directory)
     await directory.announce()
     [(key, before), (left_key, tombstone)] = dht.stored
     assert left_key == key == stage_key(MANIFEST.hash, 1)
     assert (before.state, tombstone.state, tombstone.stage) == ("serving", "left", 1)
     assert tombstone.serial == directory.serial == before.serial + 1
     assert tombstone.incarnation == 5
+    assert directory.view.peers == (), "it does not see itself there any more"
+    directory.me = replace(directory.me, stage=0, state=PeerState.JOINING)
+    await directory.announce()
+    assert dht.stored[-1][0] == stage_key(MANIFEST.hash, 0), "it has moved"
 
 
 async def test_no_announcement_follows_while_a_peer_says_that_it_has_left(dht):
@@ -222,5 +232,5 @@ async def test_no_announcement_follows_while_a_peer_says_that_it_has_left(dht):
         await directory.announce()
 
     dht.store = announce_meanwhile
-    await directory.leave()
+    await leave(directory)
     assert [announcement.state for _, announcement in dht.stored] == ["left"]

@@ -167,7 +167,7 @@ class World:
         )
         self.launcher = MicrobatchLauncher(
             context=self.context,
-            replica=SimpleNamespace(executor=self.executor, admission=self.admission, rounds=self.rounds),
+            core=SimpleNamespace(executor=self.executor, admission=self.admission, rounds=self.rounds),
             swarm=swarm,
             leases=self.leases,
             validation=np.arange(10, 15, dtype=np.int32)[:, None].repeat(LENGTH + 1, axis=1),

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import anyio
 import pytest
-from contexts import FixedRandom, MovedClock, begin_counting, make_context, unparsed
+from contexts import FixedRandom, MovedClock, begin_counting, dispatcher, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from made_up_slices import FakeReader
 from memory_transport import MemoryNetwork
@@ -22,7 +22,6 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import leases as leases_module
 from swarm_peer.runtime.data.leases import PATIENCE, SliceLeases
 from swarm_peer.runtime.data.prefetch import SamplePool
-from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
@@ -120,7 +119,7 @@ class Swarm:
         peer = Peer(self, name, FakeReader(*lengths), incarnation)
         begin_counting(peer.progress, round_number)
         await peer.leases.begin(round_number, FIRST_TIMELINE, ledger)
-        await peer.transport.serve(CallDispatcher(manifest_hash=RUN, stage=0, calls=peer.leases.calls))
+        await peer.transport.serve(dispatcher(RUN, 0, peer.leases.calls))
         self.peers.append(peer)
         self.announced.append(peer)
         for other in self.peers:
@@ -294,7 +293,7 @@ async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
     a.hidden.add("b")
     b.hidden.add("a")
     await b.leases.begin(0, FIRST_TIMELINE, b"")
-    await b.transport.serve(CallDispatcher(manifest_hash=RUN, stage=0, calls=b.leases.calls))
+    await b.transport.serve(dispatcher(RUN, 0, b.leases.calls))
     swarm.peers.append(b)
     swarm.announced.append(b)
     b.start()

@@ -1,14 +1,55 @@
+import pytest
 from contexts import MovedClock
 
-from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.policy.view import PeerState
+from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle
 
 
-def test_a_life_is_numbered_by_the_time_at_which_it_began():
-    assert Lifecycle(MovedClock(now=2.5)).incarnation == 2500
+@pytest.fixture
+def lifecycle():
+    return Lifecycle(MovedClock(now=2.5))
 
 
-def test_each_life_has_a_larger_number_than_the_life_before_had_announcements():
-    clock = MovedClock(now=2.5)
-    assert Lifecycle(clock, last_serial=2500).incarnation == 2501, "it begins in the same millisecond"
-    clock.now = 1.0
-    assert Lifecycle(clock, last_serial=2501).incarnation == 2502, "somebody has set the clock back"
+def test_every_state_has_its_successors():
+    assert TRANSITIONS.keys() == set(PeerState)
+    assert all(state not in following for state, following in TRANSITIONS.items())
+
+
+def test_a_stay_goes_from_joining_to_left(lifecycle):
+    lifecycle.explain("waits")
+    for state in (PeerState.SERVING, PeerState.DRAINING, PeerState.SERVING, PeerState.DRAINING, PeerState.LEFT):
+        lifecycle.enter(state)
+        assert (lifecycle.state, lifecycle.since_s, lifecycle.note) == (state, 2.5, "")
+    with pytest.raises(AssertionError, match="does not follow"):
+        lifecycle.enter(PeerState.SERVING)
+
+
+def test_the_same_state_again_changes_nothing(lifecycle):
+    lifecycle.explain("waits")
+    lifecycle.enter(PeerState.JOINING)
+    assert lifecycle.note == "waits"
+
+
+def leave(lifecycle):
+    lifecycle.enter(PeerState.DRAINING)
+    lifecycle.enter(PeerState.LEFT)
+
+
+def test_after_a_move_another_stay_begins(lifecycle):
+    assert lifecycle.move(1)
+    assert not lifecycle.move(2), "it leaves already"
+    assert (lifecycle.stop.is_set(), lifecycle.next_stage) == (True, 1)
+    leave(lifecycle)
+    lifecycle.begin_stay()
+    assert (lifecycle.state, lifecycle.stop.is_set(), lifecycle.next_stage) == (PeerState.JOINING, False, None)
+    assert lifecycle.move(2)
+
+
+def test_who_is_told_to_end_during_a_move_joins_nothing(lifecycle):
+    lifecycle.move(1)
+    lifecycle.end()
+    assert lifecycle.next_stage is None
+    leave(lifecycle)
+    lifecycle.begin_stay()
+    assert lifecycle.stop.is_set()
+    assert not lifecycle.move(1)

@@ -5,7 +5,7 @@ import time
 import anyio
 import pytest
 import torch
-from contexts import ReadClock, begin_round, make_context
+from contexts import ReadClock, begin_round, dispatcher, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
@@ -25,14 +25,13 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
-from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.stage.core import ReplicaCore
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.stage.replica import StageReplica
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
@@ -84,6 +83,7 @@ class Peer:
         self.trainer = StageTrainer(swarm.resolved, swarm.resolved.specs[stage])
         self.metrics = context.metrics
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
+        self.meter = SpeedMeter(self.metrics)
         self.rounds = RoundBook(context.changed)
         self.admission = RoundAdmission(capacity=capacity, rounds=self.rounds, changed=context.changed)
         self.peer_id = identity.peer_id
@@ -104,12 +104,14 @@ class Peer:
             context=context,
             trainer=self.trainer,
             device_thread=self.device_thread,
+            speed=self.meter,
             next_stage=self.next_stage,
             replies_kept=replies_kept,
         )
-        replica = StageReplica(
+        core = ReplicaCore(
             trainer=self.trainer,
             device_thread=self.device_thread,
+            speed=self.meter,
             rounds=self.rounds,
             admission=self.admission,
             executor=self.executor,
@@ -123,7 +125,7 @@ class Peer:
             progress=self.progress,
             view=swarm.view,
         )
-        handler = StageServer(context=context, replica=replica, progress=self.progress)
+        handler = StageServer(context=context, core=core, progress=self.progress)
         gossip = Gossip(
             manifest_hash=manifest.hash,
             transport=self.transport,
@@ -134,9 +136,9 @@ class Peer:
         access = SwarmAccess(
             transport=self.transport, progress=self.progress, gossip=gossip, view=swarm.view, look=None
         )
-        self.handover = GradientHandover(context=context, replica=replica, swarm=access)
+        self.handover = GradientHandover(context=context, core=core, swarm=access)
         calls = handler.calls | group.calls | gossip.calls | self.handover.calls
-        self.dispatcher = CallDispatcher(manifest_hash=manifest.hash, stage=stage, calls=calls)
+        self.dispatcher = dispatcher(manifest.hash, stage, calls)
         self.open(0)
 
     def open(self, round_number):

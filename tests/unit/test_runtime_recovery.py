@@ -24,8 +24,8 @@ from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply, check_body
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
-from swarm_peer.runtime.stage.replica import StageReplica
 from swarm_peer.runtime.state import joining, recovery
 from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.recovery import (
@@ -851,16 +851,17 @@ class Follower:
             welcome=group.welcome,
             drop=lambda peer, serial: None,
         )
-        replica = StageReplica(
+        core = ReplicaCore(
             trainer=self.trainer,
             device_thread=self.device_thread,
+            speed=None,
             rounds=self.rounds,
             admission=self.admission,
             executor=None,
         )
         self.steps = StepLoop(
             context=context,
-            replica=replica,
+            core=core,
             swarm=SwarmAccess(transport=transport, progress=progress, gossip=gossip, view=self.view, look=self.look),
             group=group,
             state_server=self.donor.server,

@@ -774,7 +774,7 @@ async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
         StageTrainer(ResolvedManifest.of(manifest), spec),
         StageTrainer(ResolvedManifest.of(manifest), spec),
     )
-    donor.trainer = donor.donor.replica.trainer = trainer
+    donor.trainer = donor.donor.core.trainer = trainer
     donor.donor.enter(0, "l", FIRST_TIMELINE, b"")
     random_ = torch.Generator().manual_seed(0)
 

@@ -19,7 +19,7 @@ from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
-from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.wire.codecs import encode_tokens
@@ -73,7 +73,7 @@ class MicrobatchLauncher:
         context: PeerContext,
         leases: SliceLeases,
         validation: npt.NDArray[np.int32],
-        replica: StageReplica,
+        core: ReplicaCore,
         swarm: SwarmAccess,
         counted: CountedHook | None = None,
     ):
@@ -89,11 +89,11 @@ class MicrobatchLauncher:
         self._me = swarm.progress.author
         self._leases = leases
         self._validation = validation
-        self._executor = replica.executor
+        self._executor = core.executor
         self._swarm = swarm
         self._progress = swarm.progress
-        self._admission = replica.admission
-        self._rounds = replica.rounds
+        self._admission = core.admission
+        self._rounds = core.rounds
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
         self._counted_hook = counted
         self._window = InFlightWindow(manifest.limits.max_in_flight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from swarm_peer.errors import UserError
@@ -51,3 +53,21 @@ def microbatch_capacity(
             f"{memory.peak_bytes(1) / 2**30:.1f} GiB; choose a smaller stage, or let it have more"
         )
     return capacity
+
+
+def has_room_beside(
+    resolved: ResolvedManifest, serving: int, joining: int, device: torch.device, max_memory: int | None
+) -> bool:
+    """Whether a replica of one stage can get its state while the replica of another stage serves.
+
+    Args:
+        max_memory: that the peer may use, in bytes; None for what the device has free
+    """
+    costs = stage_costs(resolved, device.type)
+    joining_bytes = costs[joining].memory.peak_bytes(0)
+    if max_memory is not None:
+        in_flight = microbatch_capacity(resolved, resolved.specs[serving], device, max_memory)
+        return costs[serving].memory.peak_bytes(in_flight) + joining_bytes <= max_memory
+    if device.type == "cuda":
+        return joining_bytes <= torch.cuda.mem_get_info(device)[0]
+    return joining_bytes <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import anyio
 
@@ -45,7 +44,6 @@ class Directory:
         changed: Condition,
         describe_self: Callable[[], PeerView] | None = None,
         device: str = "",
-        serial: int = 0,
     ):
         """Make a directory that knows no peers.
 
@@ -53,7 +51,6 @@ class Directory:
             changed: notified at each change of the view
             describe_self: returns this peer as of now, for each announcement; None for an observer
             device: the device that this peer computes on, in words, for its announcements
-            serial: the serial numbers of its announcements are larger than this one
         """
         self._manifest = manifest
         self._hash = manifest.hash
@@ -67,8 +64,8 @@ class Directory:
         self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
         self._stranger_seen = anyio.Event()
-        self._has_left = False  # the stage, for good or for another one
-        self.serial = serial
+        self._has_left = False  # the stage, as it has announced
+        self.serial = 0
         self.view = SwarmView(manifest.stages.count)
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
@@ -116,8 +113,8 @@ class Directory:
             for peer_id, peer in found.items()
             if peer_id not in left and peer.announced > self._dropped.get(peer_id, -1)
         }
-        if self._describe_self is not None:
-            peers[self._dht.identity.peer_id] = self._describe_self()
+        if self._describe_self is not None and (me := self._describe_self()).state is not PeerState.LEFT:
+            peers[me.peer_id] = me
         self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()), left.difference(peers))
         self._changed.notify()
 
@@ -166,20 +163,16 @@ class Directory:
             self._rebuild()
 
     async def announce(self) -> None:
-        """Announce this peer as it is now, unless it has left its stage."""
-        assert self._describe_self is not None, "an observer has nothing to announce"
-        if not self._has_left:
-            await self._store(self._describe_self())
+        """Announce this peer as it is now; that it has left its stage is announced once.
 
-    async def leave(self) -> None:
-        """Announce that this peer has left its stage, and from now on nothing more.
-
-        The announcement takes the place of the last one, so that peers which look at this stage alone see the peer gone
-        at once. It expires like any other.
+        Such an announcement takes the place of the last one, so that peers which look at this stage alone see the peer
+        gone at once. It expires like any other.
         """
-        assert self._describe_self is not None, "an observer has no stage to leave"
-        self._has_left = True
-        await self._store(replace(self._describe_self(), state=PeerState.LEFT))
+        assert self._describe_self is not None, "an observer has nothing to announce"
+        me = self._describe_self()
+        had_left, self._has_left = self._has_left, me.state is PeerState.LEFT
+        if not (had_left and self._has_left):
+            await self._store(me)
 
     async def _store(self, me: PeerView) -> None:
         self._metrics.samples_per_s.set(me.samples_per_s)

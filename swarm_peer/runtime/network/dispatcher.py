@@ -11,28 +11,47 @@ from swarm_peer.wire.messages import Body
 
 
 class CallDispatcher:
-    """The CallHandler of a peer: checks each call, and hands it to the handler of its operation."""
+    """The CallHandler of a peer: checks each call, and hands it to the handler of its operation and stage.
 
-    def __init__(self, *, manifest_hash: str, stage: int, calls: Mapping[type[Body], Handler]):
-        """Make the dispatcher of one stage.
+    A call that names no stage goes to the peer's own handler of it, or else to that of the replica which has been here
+    for longest. Belongs to the event loop's thread.
+    """
+
+    def __init__(self, *, manifest_hash: str, calls: Mapping[type[Body], Handler] | None = None):
+        """Make the dispatcher of a peer without replicas.
+
+        Args:
+            calls: the handlers that belong to no stage, by the schemas of the calls' bodies
+        """
+        self._hash = manifest_hash
+        self._calls: dict[int | None, dict[str, tuple[type[Body], Handler]]] = {}
+        self.add(None, calls or {})
+
+    def add(self, stage: int | None, calls: Mapping[type[Body], Handler]) -> None:
+        """Answer the calls for a stage from now on.
 
         Args:
             calls: the handler of each operation, by the schema of its body
         """
-        self._hash = manifest_hash
-        self._stage = stage
-        self._calls = {schema.model_fields["op"].default: (schema, handler) for schema, handler in calls.items()}
+        self._calls[stage] = {schema.model_fields["op"].default: (schema, calls[schema]) for schema in calls}
+
+    def remove(self, stage: int) -> None:
+        """Answer no more calls for a stage."""
+        del self._calls[stage]
 
     async def __call__(self, caller: str, op: str, body: dict[str, Any], tensors: Sequence[memoryview]) -> Reply:
-        known = self._calls.get(op)
+        stages = [stage for stage in self._calls if stage is not None]
+        known = next((calls[op] for calls in self._calls.values() if op in calls), None)
         if known is None:
-            raise InvalidMessage(f"unknown operation {op[:40]!r}")
-        schema, handler = known
-        call = check_run(schema, body, self._hash)
-        stage = getattr(call, "stage", self._stage)
-        if stage != self._stage:
-            raise NotServing(f"this peer serves stage {self._stage}, not {stage}")
-        return await handler(caller, call, tensors)
+            # Between two stages a peer has no replica, and all calls of replicas are unknown to it.
+            raise InvalidMessage(f"unknown operation {op[:40]!r}") if stages else NotServing("this peer has no stage")
+        call = check_run(known[0], body, self._hash)
+        stage = getattr(call, "stage", None)
+        if stage is not None:
+            known = self._calls.get(stage, {}).get(op)
+            if known is None:
+                raise NotServing(f"this peer serves stage {', '.join(map(str, stages))}, not {stage}")
+        return await known[1](caller, call, tensors)
 
 
 def check_run(schema: type[AnyBody], body: dict[str, Any], manifest_hash: str) -> AnyBody:

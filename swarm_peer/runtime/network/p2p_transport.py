@@ -183,10 +183,6 @@ class P2PTransport(Transport):
             self._is_listening = True
             await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
 
-    def pause(self) -> None:
-        """Refuse calls until `serve` is called again. Those under way are still answered."""
-        self._handler, self._on_unreachable = None, lambda peer_id: None
-
     async def answered(self) -> None:
         """Wait until this peer has written its replies to all calls that are under way."""
         while busy := [caller for caller in self._callers.values() if caller.calls]:

@@ -40,8 +40,33 @@ class Priority(IntEnum):
     QUERY = 4
 
 
+class SpeedMeter:
+    """How fast one replica's passes go, smoothed. The device thread measures; any thread may read."""
+
+    def __init__(self, metrics: PeerMetrics):
+        self._metrics = metrics
+        self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
+        self._passes = {Priority.FORWARD: 0, Priority.BACKWARD: 0}
+
+    @property
+    def samples_per_s(self) -> float:
+        """Measured throughput of a forward and a backward pass together; 0 until the first few of both are over."""
+        seconds = sum(self._seconds_per_sample.values())
+        return 1 / seconds if seconds and min(self._passes.values()) >= _FIRST_PASSES else 0.0
+
+    def observe(self, priority: Priority, seconds: float, num_samples: int) -> None:
+        """Take in the time of one forward or backward pass in training."""
+        histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds
+        histogram.observe(seconds)
+        self._passes[priority] += 1
+        known = self._seconds_per_sample[priority] or math.inf
+        new = seconds / num_samples
+        smoothed = min(known, new) if self._passes[priority] <= _FIRST_PASSES else known + _SMOOTHING * (new - known)
+        self._seconds_per_sample[priority] = smoothed
+
+
 class DeviceThread:
-    """Runs jobs one at a time, by priority and then by age. `run` belongs to the event loop's thread."""
+    """Runs the jobs of all replicas one at a time, by priority and then by age. `run` belongs to the event loop."""
 
     def __init__(self, *, clock: Clock, threads: Threads, metrics: PeerMetrics):
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -49,12 +74,20 @@ class DeviceThread:
         self._clock = clock
         self._metrics = metrics
         self._trained_at = -math.inf
-        self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
-        self._passes = {Priority.FORWARD: 0, Priority.BACKWARD: 0}
         self._join = threads.start(self._work, "device")
 
-    async def run(self, priority: Priority, job: Callable[[], Result], num_samples: int = 0) -> Result:
+    async def run(
+        self,
+        priority: Priority,
+        job: Callable[[], Result],
+        num_samples: int = 0,
+        speed: SpeedMeter | None = None,
+    ) -> Result:
         """Run a job in the thread and return its result.
+
+        Args:
+            num_samples: that a forward or backward pass in training computes
+            speed: measures that pass
 
         If the caller is cancelled while the job waits, the job is not run. If the caller is cancelled while the job
         runs, it gets the cancellation only when the job has finished, so the job's effects are never in doubt.
@@ -62,7 +95,7 @@ class DeviceThread:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         turn = threading.Lock()  # taken by the device thread when it runs the job, or by a cancellation
-        self._jobs.put((priority, next(self._order), (job, num_samples, loop, future, turn)))
+        self._jobs.put((priority, next(self._order), (job, num_samples, speed, loop, future, turn)))
         self._metrics.queue.set(self._jobs.qsize())
         try:
             return await asyncio.shield(future)
@@ -74,12 +107,6 @@ class DeviceThread:
                         await asyncio.wait([future])
                 future.exception()  # retrieved, so that asyncio does not warn: the outcome is dropped on purpose
             raise
-
-    @property
-    def samples_per_s(self) -> float:
-        """Measured throughput of a forward and a backward pass together; 0 until the first few of both are over."""
-        seconds = sum(self._seconds_per_sample.values())
-        return 1 / seconds if seconds and min(self._passes.values()) >= _FIRST_PASSES else 0.0
 
     @property
     def idle_s(self) -> float:
@@ -96,7 +123,7 @@ class DeviceThread:
             priority, _, item = self._jobs.get()
             if item is None:
                 return
-            job, num_samples, loop, future, turn = item
+            job, num_samples, speed, loop, future, turn = item
             if not turn.acquire(blocking=False):
                 continue
             begin = self._clock.monotonic_s()
@@ -104,23 +131,14 @@ class DeviceThread:
                 outcome, error = job(), None
             except Exception as caught:
                 outcome, error = None, caught
-            self._measure(Priority(priority), self._clock.monotonic_s() - begin, num_samples if error is None else 0)
+            seconds = self._clock.monotonic_s() - begin
+            self._metrics.device_busy_seconds.inc(seconds)
+            self._metrics.queue.set(self._jobs.qsize())
+            if priority in (Priority.FORWARD, Priority.BACKWARD):
+                self._trained_at = begin + seconds
+                if speed is not None and num_samples and error is None:
+                    speed.observe(Priority(priority), seconds, num_samples)
             loop.call_soon_threadsafe(_settle, future, outcome, error)
-
-    def _measure(self, priority: Priority, seconds: float, num_samples: int) -> None:
-        self._metrics.device_busy_seconds.inc(seconds)
-        self._metrics.queue.set(self._jobs.qsize())
-        if priority in self._seconds_per_sample:
-            self._trained_at = self._clock.monotonic_s()
-        if priority not in self._seconds_per_sample or not num_samples:
-            return
-        histogram = self._metrics.forward_seconds if priority is Priority.FORWARD else self._metrics.backward_seconds
-        histogram.observe(seconds)
-        self._passes[priority] += 1
-        known = self._seconds_per_sample[priority] or math.inf
-        new = seconds / num_samples
-        smoothed = min(known, new) if self._passes[priority] <= _FIRST_PASSES else known + _SMOOTHING * (new - known)
-        self._seconds_per_sample[priority] = smoothed
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:

@@ -17,7 +17,7 @@ from swarm_peer.config import Codec
 from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed
 from swarm_peer.model.training import ForwardPass, StageTrainer
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode
@@ -70,6 +70,7 @@ class StageExecutor:
         context: PeerContext,
         trainer: StageTrainer,
         device_thread: DeviceThread,
+        speed: SpeedMeter,
         next_stage: StageClient | None,
         replies_kept: int,
     ):
@@ -78,6 +79,7 @@ class StageExecutor:
         self._resolved = context.resolved
         self._trainer = trainer
         self._device_thread = device_thread
+        self._speed = speed
         self._next_stage = next_stage
         self._metrics = context.metrics
         self._replies_kept = replies_kept
@@ -87,8 +89,13 @@ class StageExecutor:
 
     @property
     def samples_per_s(self) -> float:
-        """Measured throughput of this stage; see DeviceThread."""
-        return self._device_thread.samples_per_s
+        """Measured throughput of this stage; see SpeedMeter."""
+        return self._speed.samples_per_s
+
+    def stop_waiting(self) -> None:
+        """Fail microbatches at once while the next stage has no peers: this peer leaves, perhaps like all others."""
+        if self._next_stage is not None:
+            self._next_stage.stop_waiting()
 
     def counted_reply(self, entered: Round, microbatch_id: bytes) -> HopResult | None:
         """The result of a microbatch that is counted in a round already; None if it is not.
@@ -127,7 +134,7 @@ class StageExecutor:
         if microbatch.mode != "train":
             return await self._run_forward(entered, microbatch, hidden, deadline)
         passed = await self._device_thread.run(
-            Priority.FORWARD, lambda: self._forward(entered, microbatch, hidden), microbatch.num_samples
+            Priority.FORWARD, lambda: self._forward(entered, microbatch, hidden), microbatch.num_samples, self._speed
         )
         result = HopResult(passed.loss_sum)
         if self._next_stage is not None:
@@ -135,7 +142,10 @@ class StageExecutor:
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
         try:
             return await self._device_thread.run(
-                Priority.BACKWARD, lambda: self._backward(entered, microbatch, passed, result), microbatch.num_samples
+                Priority.BACKWARD,
+                lambda: self._backward(entered, microbatch, passed, result),
+                microbatch.num_samples,
+                self._speed,
             )
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.

@@ -16,7 +16,7 @@ from swarm_peer.errors import Busy, CallTimeout, InvalidMessage
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply
-from swarm_peer.runtime.stage.replica import StageReplica
+from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import MAX_LOGITS_BYTES, QUERIES, Body, MicrobatchCall, MicrobatchReply
@@ -36,11 +36,11 @@ class StageServer:
     gone. Queries do not take room from training microbatches, and they get the device's idle moments.
     """
 
-    def __init__(self, *, context: PeerContext, replica: StageReplica, progress: ProgressBook):
+    def __init__(self, *, context: PeerContext, core: ReplicaCore, progress: ProgressBook):
         self._resolved = context.resolved
         self._manifest = context.resolved.manifest
-        self._admission = replica.admission
-        self._executor = replica.executor
+        self._admission = core.admission
+        self._executor = core.executor
         self._progress = progress
         self._metrics = context.metrics
         self._running: dict[bytes, asyncio.Event] = {}

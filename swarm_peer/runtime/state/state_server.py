@@ -16,8 +16,8 @@ import torch
 from swarm_peer.errors import NotServing
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.stage.replica import StageReplica
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.store import StoredState, make_stored
@@ -44,13 +44,13 @@ class StateServer:
         stored: what peers are downloading, by the hash of its index
     """
 
-    def __init__(self, *, context: PeerContext, replica: StageReplica):
+    def __init__(self, *, context: PeerContext, core: ReplicaCore):
         self.stored: dict[bytes, StoredState] = {}
         self._clock = context.clock
         self._threads = context.threads
         self._changed = context.changed
-        self._replica = replica
-        self._stage = replica.stage
+        self._core = core
+        self._stage = core.stage
         self._lock = anyio.Lock()
         self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
         self._update_ids: dict[int, bytes] = {}  # hashes of the indexes of updates that were asked for, by round
@@ -58,7 +58,7 @@ class StateServer:
     @property
     def step(self) -> StepState:
         """Where the replica stands."""
-        return self._replica.rounds.step
+        return self._core.rounds.step
 
     def retain_update(self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes) -> None:
         """Keep the update that ends the present round, if a peer is downloading an earlier state."""
@@ -81,7 +81,7 @@ class StateServer:
     async def copy_state(self) -> StageState | None:
         """Copy the replica's state; None while it has no weights, or an update is being applied."""
         async with self._lock:
-            return await self._replica.device_thread.run(Priority.STEP, self._take)
+            return await self._core.device_thread.run(Priority.STEP, self._take)
 
     async def find(self, call: StateIndexCall) -> StoredState:
         """Find what a peer asks for.
@@ -125,7 +125,7 @@ class StateServer:
             while True:
                 if not self._has_round(min_round):
                     raise NotServing(f"this peer is in round {self.step.round_number}, not in {min_round}")
-                present = self._replica.rounds.current
+                present = self._core.rounds.current
                 for stored in self._held().values():
                     if stored.index.round_number == present.number:
                         return stored
@@ -133,7 +133,7 @@ class StateServer:
                 if held is not None:
                     return held
                 self._make_room()
-                state = await self._replica.device_thread.run(Priority.STEP, self._take)
+                state = await self._core.device_thread.run(Priority.STEP, self._take)
                 if state is None:
                     await self._wait_until_past(present)
                     continue
@@ -142,7 +142,7 @@ class StateServer:
                 return stored
 
     async def _wait_until_past(self, present: Round) -> None:
-        await self._changed.wait_for(lambda: self._replica.rounds.current is not present)
+        await self._changed.wait_for(lambda: self._core.rounds.current is not present)
 
     async def _update(self, round_number: int) -> StoredState:
         state = self._updates.get(round_number)
@@ -168,7 +168,7 @@ class StateServer:
         Returns:
             None while the weights are not those of the round, since an update is being applied
         """
-        step, trainer = self._replica.rounds.current.step, self._replica.trainer
+        step, trainer = self._core.rounds.current.step, self._core.trainer
         if step.phase is Phase.EMPTY or trainer.weights_version != step.weights_version:
             return None
         return StageState(step.round_number, step.history_hash, trainer.state(), step.timeline, step.ledger)

@@ -21,8 +21,8 @@ from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotS
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.stage.replica import StageReplica
 from swarm_peer.runtime.stage.rounds import Round, Transfer
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, GradientChunkCall
@@ -45,19 +45,19 @@ class _InDoubt(Exception):
 class GradientHandover:
     """Gives this peer's gradient away when it leaves, and adds those of others. Belongs to the event loop's thread."""
 
-    def __init__(self, *, context: PeerContext, replica: StageReplica, swarm: SwarmAccess):
+    def __init__(self, *, context: PeerContext, core: ReplicaCore, swarm: SwarmAccess):
         self._context = context
         self._hash = context.resolved.hash
-        self._stage = replica.stage
-        self._trainer = replica.trainer
-        self._device_thread = replica.device_thread
-        self._rounds = replica.rounds
-        self._admission = replica.admission
+        self._stage = core.stage
+        self._trainer = core.trainer
+        self._device_thread = core.device_thread
+        self._rounds = core.rounds
+        self._admission = core.admission
         self._transport = swarm.transport
         self._swarm = swarm
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
-        self._num_bytes = 4 * sum(parameter.numel() for parameter in replica.trainer.module.parameters())
+        self._num_bytes = 4 * sum(parameter.numel() for parameter in core.trainer.module.parameters())
         self._committing = anyio.Lock()
 
     @property

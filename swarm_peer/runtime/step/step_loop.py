@@ -25,8 +25,8 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.stage.replica import StageReplica
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
@@ -63,7 +63,7 @@ class StepLoop:
         self,
         *,
         context: PeerContext,
-        replica: StageReplica,
+        core: ReplicaCore,
         swarm: SwarmAccess,
         group: StageGroup,
         state_server: StateServer,
@@ -80,10 +80,10 @@ class StepLoop:
         self._clock = context.clock
         self._manifest = context.resolved.manifest
         self._hash = context.resolved.hash
-        self._trainer = replica.trainer
-        self._device_thread = replica.device_thread
-        self._rounds = replica.rounds
-        self._admission = replica.admission
+        self._trainer = core.trainer
+        self._device_thread = core.device_thread
+        self._rounds = core.rounds
+        self._admission = core.admission
         self._group = group
         self._state_server = state_server
         self._progress = swarm.progress
@@ -96,11 +96,11 @@ class StepLoop:
         self._metrics = context.metrics
         self._changed = context.changed
         self._rng = context.random.stream("rounds")
-        self._stage = replica.stage
+        self._stage = core.stage
         self._downloads = StateDownloads(
             context=context,
-            stage=replica.stage,
-            shapes=[parameter.shape for parameter in replica.trainer.module.parameters()],
+            stage=core.stage,
+            shapes=[parameter.shape for parameter in core.trainer.module.parameters()],
             swarm=swarm,
             snapshots=snapshots,
         )

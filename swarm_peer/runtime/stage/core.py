@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageReplica:
+class ReplicaCore:
     """The parts of one replica that other parts of the peer work with.
 
     Attributes:
         trainer: weights, gradient accumulator and optimizer; used in the device thread only
+        speed: how fast this replica's passes go
         rounds: the present round and the one before
         admission: admits microbatches of the present round
         executor: runs microbatches
@@ -27,6 +28,7 @@ class StageReplica:
 
     trainer: StageTrainer
     device_thread: DeviceThread
+    speed: SpeedMeter
     rounds: RoundBook
     admission: RoundAdmission
     executor: StageExecutor

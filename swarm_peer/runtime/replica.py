@@ -1,0 +1,212 @@
+"""One stage in this peer: a replica that opens, joins its stage-mates, serves, leaves and closes.
+
+Several replicas may be open in one peer at once. `Peer` decides when one opens and closes; nobody else does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from swarm_peer.config import PeerOptions
+from swarm_peer.errors import CallError
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
+from swarm_peer.runtime.assembly import Assembly, PeerParts
+from swarm_peer.runtime.data.allowed_files import check_data_files
+from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.data.slices import load_tokenizer, validation_samples
+from swarm_peer.runtime.state.recovery import Start
+from swarm_peer.wire.records import ProgressRecord, progress_key
+
+log = logging.getLogger(__name__)
+
+# Pause between looks for new progress to publish.
+PUBLISH_PROGRESS_S = 1.0
+# A leaving replica has this long to write its last replies. Calls of stage-mates that wait for a round are not
+# answered.
+LAST_REPLIES_S = 3.0
+
+
+class StageReplica:
+    """Everything of one stage in one peer. Belongs to the event loop's thread.
+
+    Attributes:
+        stage: index in the pipeline, from 0
+        incarnation: which life of the peer this is (see policy/view.py: Life)
+        parts: what the replica is made of
+    """
+
+    def __init__(self, assembly: Assembly):
+        self.stage = assembly.trainer.spec.index
+        self.incarnation = assembly.incarnation
+        self.parts = assembly.assemble()
+        self._peer = assembly.peer
+        self._trainer = assembly.trainer
+        self._manifest = self._peer.context.resolved.manifest
+
+    @classmethod
+    async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> StageReplica:
+        """Make a replica without weights, which answers calls from now on.
+
+        Args:
+            counted: told of each microbatch that a stage-0 replica counts; for tests
+
+        Raises:
+            UserError: this machine has no memory for the stage, or cannot read its data
+        """
+        context = peer.context
+        resolved, options = context.resolved, context.options
+        spec = resolved.specs[stage]
+        held_out = await context.threads.run(_read_held_out, resolved, options) if spec.is_first else None
+        make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
+        trainer = await context.threads.run(make)
+        # Two lives may begin in the same millisecond, and somebody may set the clock back.
+        incarnation = max(int(context.clock.unix_s() * 1000), peer.directory.serial + 1)
+        replica = cls(Assembly(peer=peer, trainer=trainer, incarnation=incarnation, held_out=held_out, counted=counted))
+        peer.snapshots.sources[stage] = replica.parts.state_server
+        peer.dispatcher.add(stage, replica.parts.calls)
+        return replica
+
+    def close(self) -> None:
+        """Answer no more calls."""
+        self._peer.dispatcher.remove(self.stage)
+        del self._peer.snapshots.sources[self.stage]
+
+    @property
+    def step(self) -> StepState:
+        """Where the replica stands."""
+        return self.parts.core.rounds.step
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has joined."""
+        return self.step.phase is not Phase.EMPTY
+
+    def describe(self, peer: PeerView) -> PeerView:
+        """Complete what this peer announces of itself by what it says of this replica."""
+        admission, step = self.parts.core.admission, self.step
+        return replace(
+            peer,
+            stage=self.stage,
+            incarnation=self.incarnation,
+            round_number=step.round_number,
+            optimizer_step=step.optimizer_step,
+            samples_per_s=self.parts.core.speed.samples_per_s,
+            queue=admission.admitted + admission.held,
+            bandwidth_bytes_per_s=self.parts.step_loop.download_bytes_per_s,
+        )
+
+    @property
+    def stages_of_interest(self) -> Sequence[int]:
+        """The stages whose peers it must know: its own, the next, and stage 0, which counts; stage 0: all."""
+        count = self._manifest.stages.count
+        return range(count) if self.stage == 0 else sorted({0, self.stage, min(self.stage + 1, count - 1)})
+
+    def stage_mates(self) -> list[str]:
+        """Ids of the other peers in view that serve this stage."""
+        return self.parts.swarm.stage_mates(self.stage)
+
+    async def join(self) -> Start | None:
+        """Get the stage's state: from stage-mates, or where there are none, from where recovery says to begin.
+
+        Returns:
+            where the replica began; None if stage-mates gave their state
+
+        Raises:
+            CallError: nobody gave it, or the replica has to wait; it may try again
+        """
+        donors = self.stage_mates()
+        if donors:
+            await self.parts.step_loop.join(donors)
+            return None
+        start = await self.parts.recovery.find_start()
+        await self.parts.step_loop.begin(start.timeline, start.state)
+        return start
+
+    async def serve(self, start: Start | None, left_behind: Callable[[CallError], None]) -> None:
+        """Go from round to round, until cancelled.
+
+        Args:
+            start: where the replica began
+            left_behind: called if stage-mates went on without this peer, and none of them gives its state: the replica
+                has to leave then
+        """
+        parts = self.parts
+        async with anyio.create_task_group() as tasks:
+            if start is not None and start.rewound:
+                tasks.start_soon(parts.recovery.have_all_go_back, start.timeline)
+            tasks.start_soon(parts.snapshot_keeper.run)
+            if parts.launcher is not None:
+                tasks.start_soon(parts.launcher.run)
+                tasks.start_soon(self._publish_progress)
+            try:
+                await parts.step_loop.run()
+            except CallError as error:
+                left_behind(error)
+
+    async def leave(self) -> None:
+        """Finish the microbatches in flight, and hand the accumulated gradient to a stage-mate.
+
+        A gradient that no stage-mate has taken within `--grace-s` is lost, with an error in the log.
+        """
+        parts, grace_s = self.parts, self._peer.context.options.grace_s
+        if parts.launcher is not None:
+            parts.launcher.stop()
+        parts.core.executor.stop_waiting()
+        parts.core.admission.leave()
+        with anyio.move_on_after(grace_s) as grace:
+            await parts.core.admission.drained()
+            # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
+            with anyio.move_on_after(LAST_REPLIES_S):
+                await self._peer.transport.answered()
+            await parts.step_loop.leave()
+        if grace.cancelled_caught and (samples := self._trainer.num_samples):
+            self._peer.context.metrics.lost_samples.inc(samples)
+            log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, grace_s)
+
+    async def say_goodbye(self) -> None:
+        """Tell those who call this replica that it is gone."""
+        directory = self._peer.directory
+        callers = {0, max(self.stage - 1, 0), self.stage}
+        peers = [peer.peer_id for peer in directory.view.peers if peer.stage in callers]
+        await self.parts.swarm.gossip.say_goodbye(peers, directory.serial)
+
+    async def _publish_progress(self) -> None:
+        """Store progress in the DHT: at once if there is any, and else often enough that the record does not expire."""
+        assert self.parts.launcher is not None
+        run, lifetime_s = self._peer.context.resolved.hash, self._manifest.limits.announcement_s
+        stored: ProgressRecord | None = None
+        stored_s = 0.0
+        while True:
+            record = ProgressRecord(
+                # Without the ranges of samples, which are long and travel with calls.
+                current=self.parts.launcher.current.model_copy(update={"ranges": ()}),
+                finished=tuple(self.parts.step_loop.reports),
+                validations=tuple(self.parts.launcher.validations),
+            )
+            now_s = self._peer.context.clock.monotonic_s()
+            if record != stored or now_s - stored_s > lifetime_s / ANNOUNCEMENTS_PER_LIFETIME:
+                is_stored = await self._peer.dht.store(progress_key(run), record, run, lifetime_s)
+                stored, stored_s = record if is_stored else None, now_s
+            await anyio.sleep(PUBLISH_PROGRESS_S)
+
+
+def _read_held_out(resolved: ResolvedManifest, options: PeerOptions) -> npt.NDArray[np.int32]:
+    """Samples that the run is validated with.
+
+    Raises:
+        UserError: this machine may not read the run's data, or cannot read it or its tokenizer
+    """
+    manifest = resolved.manifest
+    check_data_files(manifest, options.data_dir)
+    load_tokenizer(manifest.data, resolved.vocab_size, options.cache_dir)
+    return validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)
