@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -15,6 +17,7 @@ from hivemind.utils import get_dht_time
 
 from coordinator.watch.observer import open_node
 from swarm_peer.errors import SwarmError
+from swarm_peer.runtime.network import dht
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key
 
@@ -81,3 +84,44 @@ async def test_a_peer_learns_that_its_daemon_has_died(tmp_path: Path) -> None:
         node.p2p._child.kill()
         with pytest.raises(SwarmError, match="daemon has died"), anyio.fail_after(5):
             await node.watch()
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    """Wait for what another process does: there is nothing to wait on but its effects."""
+    try:
+        with anyio.fail_after(timeout_s):
+            while not condition():  # noqa: ASYNC110
+                await anyio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not happen within {timeout_s:.0f} s") from None
+
+
+async def test_nodes_that_have_lost_each_other_find_each_other_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht, "REJOIN_S", 0.1)
+    async with (
+        open_node(tmp_path / "run", (), LOOPBACK) as run,
+        open_node(tmp_path / "peer", run.addresses, LOOPBACK) as peer,
+    ):
+        run_id = run.identity.peer_id
+
+        def knows(node: SwarmDHT) -> int:
+            return len(node._node.protocol.routing_table.peer_id_to_uid)
+
+        for node in (run, peer):
+            # Longer than the pause between looks, or the routing table would be empty before anybody has looked.
+            node._node.protocol.wait_timeout = 1.0
+        await until(lambda: knows(run) and knows(peer), "the meeting of the nodes", 5)
+        daemon = peer.p2p._child.pid
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            for node in (run, peer):
+                await node.fetch("manifests", ManifestRecord, run_id)
+            await until(lambda: not knows(run) and not knows(peer), "the nodes' loss of each other", 10)
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+        await until(lambda: knows(run) and knows(peer), "the nodes' second meeting", 10)
+        record = ManifestRecord(manifest="{}")
+        await peer.store("manifests", record, peer.identity.peer_id, LIFETIME_S)
+        assert await run.fetch("manifests", ManifestRecord, None) == {peer.identity.peer_id: record}
