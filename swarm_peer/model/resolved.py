@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -48,7 +49,7 @@ class ResolvedManifest:
         assert isinstance(self.manifest.model.config, dict), "`of` takes no other"
         return self.manifest.model.config
 
-    @property
+    @cached_property
     def costs(self) -> ModelCosts:
         """The costs of the model's parts, with the run's sequences."""
         return model_costs(self.config, self.manifest.data.sequence_length, self.manifest.model.share_layers)
