@@ -6,12 +6,16 @@ import asyncio
 import math
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P
 from hivemind.utils import get_dht_time
 
@@ -125,3 +129,37 @@ async def test_nodes_that_have_lost_each_other_find_each_other_again(
         record = ManifestRecord(manifest="{}")
         await peer.store("manifests", record, peer.identity.peer_id, LIFETIME_S)
         assert await run.fetch("manifests", ManifestRecord, None) == {peer.identity.peer_id: record}
+
+
+async def test_a_request_asks_few_nodes_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        call = getattr(DHTProtocol, name)
+
+        async def counted(*args: Any, **kwargs: Any) -> Any:
+            asked[name] += 1
+            return await call(*args, **kwargs)
+
+        monkeypatch.setattr(DHTProtocol, name, counted)
+
+    async with AsyncExitStack() as opened:
+        nodes = [await opened.enter_async_context(open_node(tmp_path / "0", (), LOOPBACK))]
+        for number in range(1, 2 * dht.NODES_ASKED):
+            node = open_node(tmp_path / str(number), nodes[0].addresses, LOOPBACK)
+            nodes.append(await opened.enter_async_context(node))
+        counting("call_find")
+        counting("call_store")
+        author = nodes[3].identity.peer_id
+        for number in range(2):
+            record = ManifestRecord(manifest=f"{number}")
+            asked.clear()
+            await nodes[3].store("manifests", record, author, LIFETIME_S + number)
+            # Those that are asked at the same time may be one or two too many.
+            assert asked["call_find"] <= dht.NODES_ASKED + 3
+            assert asked["call_store"] <= nodes[3]._node.num_replicas
+            for node in nodes:
+                asked.clear()
+                assert await node.fetch("manifests", ManifestRecord, None) == {author: record}
+                assert asked["call_find"] <= dht.NODES_ASKED + 3
+                assert not asked["call_store"]

@@ -53,6 +53,9 @@ MOST_LOST = 32
 CONNECT_TIMEOUT_S = 3.0
 # Addresses that are tried at the same time.
 MOST_CONNECTING = 32
+# A request asks the nodes nearest to its key, so many of them at most: each answer costs two peers a millisecond.
+# hivemind keeps a record on the five nearest ones, so that some of these may be dead or not know of it yet.
+NODES_ASKED = 8
 # libp2p sends this first, unasked.
 GREETING = b"\x13/multistream/1.0.0\n"
 # The longest lifetime of a record is a day; the hour is for clocks that differ.
@@ -143,7 +146,13 @@ class SwarmDHT:
                 opened.push_async_callback(_in_time, p2p.shutdown)
                 with anyio.fail_after(START_TIMEOUT_S):
                     node = await DHTNode.create(
-                        p2p=p2p, initial_peers=list(initial_peers) or None, record_validator=SignedRecordValidator()
+                        p2p=p2p,
+                        initial_peers=list(initial_peers) or None,
+                        record_validator=SignedRecordValidator(),
+                        # This node asks for the latest records alone, so it has no use for what others have found.
+                        cache_nearest=0,
+                        # It would follow each store with a search for what has just been stored.
+                        cache_on_store=False,
                     )
                     addresses = [str(address) for address in await p2p.get_visible_maddrs()]
             except Exception as error:  # hivemind raises errors of many types
@@ -197,7 +206,7 @@ class SwarmDHT:
         if len(envelope) > MAX_STORED_BYTES:
             raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")
         try:
-            stored = self._node.store(key, envelope, expiration, subkey=signer.peer_id)
+            stored = self._node.store(key, envelope, expiration, subkey=signer.peer_id, beam_size=NODES_ASKED)
             return bool(await self._request("store", key, stored))
         except CallError:
             return False
@@ -211,7 +220,7 @@ class SwarmDHT:
         Raises:
             CallError: the DHT does not answer, which says nothing about the records
         """
-        found = await self._request("fetch", key, self._node.get(key, latest=True))
+        found = await self._request("fetch", key, self._node.get(key, latest=True, beam_size=NODES_ASKED))
         entries = found.value if found is not None else None
         if not isinstance(entries, dict):
             return {}
