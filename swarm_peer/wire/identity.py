@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 
 import base58
@@ -22,6 +23,10 @@ _PUBLIC_PREFIX = bytes([0x08, 0x01, 0x12, 0x20])
 _PEER_ID_PREFIX = bytes([0x00, 0x24]) + _PUBLIC_PREFIX
 # Longest text that can be a peer id; anything longer is not worth decoding.
 _MAX_PEER_ID_CHARS = 64
+# Right signatures that are remembered, at some 300 bytes each. A record in the DHT comes from several nodes, at each
+# look again; a count comes with each message.
+_MAX_REMEMBERED = 4096
+_remembered: dict[tuple[str, bytes, bytes], None] = {}  # author, signature and digest of what is signed; oldest first
 
 
 class Identity:
@@ -98,12 +103,21 @@ def is_peer_id(text: str) -> bool:
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` is the signature of `data` by the peer `peer_id`. Takes 0.1 ms."""
+    """Whether `signature` is the signature of `data` by the peer `peer_id`.
+
+    Takes 0.1 ms, or 0.002 ms if it was right lately. Belongs to the event loop's thread.
+    """
     key = _public_key(peer_id)
     if key is None:
         return False
+    known = (peer_id, signature, sha256(data).digest())
+    if known in _remembered:
+        return True
     try:
         key.verify(signature, data)
     except InvalidSignature:
         return False
+    if len(_remembered) >= _MAX_REMEMBERED:
+        del _remembered[next(iter(_remembered))]
+    _remembered[known] = None
     return True

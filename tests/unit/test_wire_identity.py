@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm_peer.errors import UserError
+from swarm_peer.wire import identity
 from swarm_peer.wire.identity import Identity, is_peer_id, verify
 
 
@@ -133,3 +134,15 @@ def test_a_peer_id_with_one_character_changed_is_another_peer():
     assert not verify(peer_id[:-1] + ("a" if peer_id[-1] != "a" else "b"), b"text", make_identity().sign(b"text"))
     assert not is_peer_id(peer_id[:-1])
     assert not is_peer_id(peer_id + "1")
+
+
+def test_only_the_right_signatures_seen_last_are_remembered(monkeypatch):
+    monkeypatch.setattr(identity, "_remembered", {})
+    monkeypatch.setattr(identity, "_MAX_REMEMBERED", 2)
+    author = make_identity()
+    texts = [b"first", b"second", b"third"]
+    for text in texts:
+        assert verify(author.peer_id, text, author.sign(text))
+        assert not verify(author.peer_id, text + b".", author.sign(text))
+    assert [known[1] for known in identity._remembered] == [author.sign(text) for text in texts[1:]]
+    assert all(verify(author.peer_id, text, author.sign(text)) for text in texts), "forgotten ones are checked again"
