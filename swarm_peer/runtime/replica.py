@@ -181,10 +181,10 @@ class StageReplica:
         await self.parts.swarm.gossip.say_goodbye(peers, directory.serial)
 
     async def _publish_progress(self) -> None:
-        """Store progress in the DHT: at once if there is any, and else often enough that the record does not expire."""
+        """Store progress in the DHT: at once at the end of a round, and else often enough that it does not expire."""
         assert self.parts.launcher is not None
         run, lifetime_s = self._peer.context.resolved.hash, self._manifest.limits.announcement_s
-        stored: ProgressRecord | None = None
+        stored: tuple[object, ...] | None = None
         stored_s = 0.0
         while True:
             record = ProgressRecord(
@@ -194,9 +194,11 @@ class StageReplica:
                 validations=tuple(self.parts.launcher.validations),
             )
             now_s = self._peer.context.clock.monotonic_s()
-            if record != stored or now_s - stored_s > lifetime_s / ANNOUNCEMENTS_PER_LIFETIME:
+            # Not at once if the count alone has grown: it grows all the time, and people see it, nobody acts on it.
+            news = (record.finished, record.validations)
+            if news != stored or now_s - stored_s > lifetime_s / ANNOUNCEMENTS_PER_LIFETIME:
                 is_stored = await self._peer.dht.store(progress_key(run), record, run, lifetime_s)
-                stored, stored_s = record if is_stored else None, now_s
+                stored, stored_s = news if is_stored else None, now_s
             await anyio.sleep(PUBLISH_PROGRESS_S)
 
 
