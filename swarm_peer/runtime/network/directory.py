@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 # Pauses between looks for other peers: short while peers are missing, long afterwards.
 FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
+# While peers are missing, all others look, and ask the same few nodes: the more of them, the longer the pause.
+FAST_POLL_S_PER_PEER = 0.1
 # Most stage-0 peers that are remembered, so that their counts are believed after they are gone.
 AUTHORS_REMEMBERED = 4096
 
@@ -220,7 +222,8 @@ class Directory:
             has_begun = any(peer.round_number > 0 for peer in self.view.peers)
             wanted = 1 if has_begun else self._manifest.stages.peers_to_start
             all_served = all(len(self.view.serving(stage)) >= wanted for stage in stages)
+            pause_s = min(FAST_POLL_S_PER_PEER * len(self.view.peers) - FAST_POLL_S, SLOW_POLL_S)
             await anyio.sleep(FAST_POLL_S)
             self._stranger_seen = anyio.Event()
-            with anyio.move_on_after(SLOW_POLL_S if all_served else 0):
+            with anyio.move_on_after(SLOW_POLL_S if all_served else max(pause_s, 0)):
                 await self._stranger_seen.wait()
