@@ -14,8 +14,8 @@ from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.errors import UserError
 from swarm_peer.model.export import check_folder, export_model
-from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.state.index import StageState
 
@@ -65,7 +65,7 @@ def export_states(
     """
     weights: dict[str, torch.Tensor] = {}
     for state in states:
-        weights |= {name: value for name, value in state.tensors.items() if not name.startswith(STATE_PREFIX)}
+        weights |= {name: value for name, value in state.tensors.items() if is_weight(name)}
     export_model(resolved, weights, folder)
     if resolved.manifest.data.tokenizer != "bytes":
         _save_tokenizer(resolved, folder, cache_dir)

@@ -14,6 +14,7 @@ from swarm_peer.config import OptimizerSection, codec_bytes
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import strategy_of
 from swarm_peer.policy.stage_memory import StageMemory
 
 # Weights, their gradients, means and sums are of this type on every device.
@@ -179,8 +180,9 @@ def _host_bytes(stage: _Stage) -> float:
     """Memory that a peer uses beside its trainer."""
     manifest, parameters = stage.manifest, stage.whole.parameters
     averaging = FP32_BYTES * parameters
+    kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * parameters
     # One copy of the state: a snapshot that is being written, or what a newcomer downloads.
-    state = (FP32_BYTES + optimizer_bytes(manifest.optimizer)) * parameters
+    state = (FP32_BYTES + optimizer_bytes(manifest.optimizer)) * parameters + kept
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
-    return averaging + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)
+    return averaging + kept + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)

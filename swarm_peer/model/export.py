@@ -15,9 +15,9 @@ from torch import Tensor
 
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
-from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
 
 
@@ -44,7 +44,7 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
     """
     check_folder(folder)
     model, config = resolved.manifest.model, resolved.config
-    weights = {name: value for name, value in tensors.items() if not name.startswith(STATE_PREFIX)}
+    weights = {name: value for name, value in tensors.items() if is_weight(name)}
     whole = StageModule(config, StageSpec(0, 1, 0, config.num_hidden_layers), ModelSection(config={}))
     if model.share_layers:
         weights = _unshare(weights, f"{whole.family.body}.{whole.family.layers}", resolved.specs)

@@ -27,6 +27,7 @@ from swarm_peer.model.optimizer import (
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, strategy_of
 from swarm_peer.model.stage import StageModule, allocate, initialise
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
@@ -111,10 +112,14 @@ class StageTrainer:
             self._initialise(self.module)
         self.module.to(self.device)
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
+        self.strategy = self._make_strategy()
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
         # Tells passes before a change of weights from those after it, even at one optimizer step.
         self.weights_version = 0
+
+    def _make_strategy(self) -> RoundStrategy:
+        return strategy_of(self.manifest.averaging)([parameter.shape for parameter in self.module.parameters()])
 
     def _initialise(self, module: StageModule) -> None:
         model = self.manifest.model
@@ -246,20 +251,21 @@ class StageTrainer:
 
     @torch.no_grad()
     def apply(self, mean_gradients: Sequence[Tensor]) -> StepResult:
-        """Make one optimizer step: clip, update the weights, and clear the accumulator.
+        """End a round with one optimizer step: clip, update the weights, and clear the accumulator.
 
-        A gradient that is not finite, or of no samples, changes no weights. The step counts all the same, since
-        stage-mates that hold the same gradient do the same.
+        The strategy may leave the weights as they are until a later round. So does a gradient that is not finite, or of
+        no samples: stage-mates that hold the same gradient do the same. The step counts all the same.
         """
         parameters = list(self.module.parameters())
         assert [g.shape for g in mean_gradients] == [p.shape for p in parameters], "gradients of another stage"
         self.discard_gradients()
-        gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
+        due = self.strategy.end_round(mean_gradients)
+        gradients = [g.to(self.device, torch.float32, copy=True) for g in (mean_gradients if due is None else due)]
         norm = torch.nn.utils.get_total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
         # Where all samples were lost, the mean is zero.
         skipped = not bool(norm.isfinite()) or not bool(norm)
-        if not skipped:
+        if due is not None and not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             if self.manifest.training.max_grad_norm is not None:
@@ -278,12 +284,14 @@ class StageTrainer:
     def state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that the next steps depend on: the weights and the optimizer's state."""
         weights = {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
-        return weights | optimizer_state(self.optimizer, self.module)
+        kept = {f"{STRATEGY_PREFIX}{name}": value.clone() for name, value in self.strategy.state().items()}
+        return weights | optimizer_state(self.optimizer, self.module) | kept
 
     def state_template(self) -> dict[str, Tensor]:
         """The entries that state() has after the first step, as tensors on the meta device."""
         weights = {name: torch.empty_like(value, device="meta") for name, value in self.module.state_dict().items()}
-        return weights | optimizer_state_template(self.optimizer, self.module)
+        kept = {f"{STRATEGY_PREFIX}{name}": value.to("meta") for name, value in self.strategy.state().items()}
+        return weights | optimizer_state_template(self.optimizer, self.module) | kept
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int) -> None:
@@ -296,6 +304,7 @@ class StageTrainer:
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])
         load_optimizer_state(self.optimizer, self.module, tensors)
+        self.strategy.load_state({name: tensors[f"{STRATEGY_PREFIX}{name}"].clone() for name in self.strategy.state()})
         self._enter(optimizer_step)
 
     @torch.no_grad()
@@ -310,6 +319,7 @@ class StageTrainer:
         for parameter, value in zip(self.module.parameters(), initial.parameters(), strict=True):
             parameter.copy_(value)
         self.optimizer = make_optimizer(self.manifest.optimizer, self.module)
+        self.strategy = self._make_strategy()
         self._enter(0)
 
     @contextmanager

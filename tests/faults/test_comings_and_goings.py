@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from every_second_round import VARIABLE, EverySecondRound
 from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 
 from coordinator.run.baseline import Baseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import STRATEGIES
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
@@ -63,6 +66,13 @@ def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
         assert ledger.current_pass == 0
         windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
         assert sorted(windows) == sorted(counted), "each once"
+
+
+@pytest.fixture
+def every_second_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all peers, and the one process, update their weights with the mean of every second round."""
+    monkeypatch.setenv(VARIABLE, "yes")
+    monkeypatch.setitem(STRATEGIES, "synchronous", EverySecondRound)
 
 
 def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
@@ -122,6 +132,29 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
         if after["round"] != before["round"] + 1
     ]
     assert jump[1] > jump[0] + 1
+
+
+@pytest.mark.usefixtures("every_second_round")
+def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tmp_path: Path) -> None:
+    """What it keeps from one round for the next travels with the state; the rewind goes to an odd step."""
+    manifest = manifest_of(30, recovery={"snapshot_every": 5}, stages={"count": 2, "peers_to_start": 2})
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(4)
+        swarm.start(0, "late.0")
+        await swarm.until(lambda: "serving stage=" in swarm.log("late.0"), "late.0 serves")
+        await swarm.leave("0.1")
+        await swarm.reached(17)
+        swarm.kill("1.0")
+        swarm.kill("1.1")
+        swarm.start(1, "heir")
+
+    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
+    assert [len(states) for states in run.states] == [2, 1]
+    assert "downloaded kind=state stage=0" in run.logs()
+    [target] = {match[1] for match in re.finditer(r"run_rewound stage=0 .* to=(\d+)", run.logs())}
+    assert target == "15", "where a gradient was kept"
+    check_equals_one_process(run, manifest)
 
 
 def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import torch
 from cyclopts import App, Parameter
+from every_second_round import install_if_wanted
 
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
@@ -28,6 +29,7 @@ FIRST_STAGE = "FIRST_STAGE"
 @app.default
 def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     configure_logging("info")
+    install_if_wanted()
     if fault:
         from faults import inject
 
