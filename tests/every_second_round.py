@@ -30,7 +30,7 @@ class EverySecondRound(RoundStrategy):
 
     def state(self):
         kept = {f"kept/{number:05d}": gradient for number, gradient in enumerate(self.kept)}
-        return {"num_kept": torch.tensor(self.num_kept)} | kept
+        return {"num_kept": torch.tensor(float(self.num_kept))} | kept
 
     def load_state(self, entries):
         self.num_kept = int(entries["num_kept"])

@@ -137,23 +137,23 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
 @pytest.mark.usefixtures("every_second_round")
 def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tmp_path: Path) -> None:
     """What it keeps from one round for the next travels with the state; the rewind goes to an odd step."""
-    manifest = manifest_of(30, recovery={"snapshot_every": 5}, stages={"count": 2, "peers_to_start": 2})
+    manifest = manifest_of(60, recovery={"snapshot_every": 15}, stages={"count": 2, "peers_to_start": 2})
 
     async def script(swarm: LiveSwarm) -> None:
-        await swarm.reached(4)
-        swarm.start(0, "late.0")
-        await swarm.until(lambda: "serving stage=" in swarm.log("late.0"), "late.0 serves")
-        await swarm.leave("0.1")
         await swarm.reached(17)
         swarm.kill("1.0")
         swarm.kill("1.1")
         swarm.start(1, "heir")
+        await swarm.until(lambda: "serving stage=" in swarm.log("heir"), "the heir serves")
+        swarm.start(0, "late.0")
+        await swarm.until(lambda: "serving stage=" in swarm.log("late.0"), "late.0 serves")
+        await swarm.leave("0.1")
 
     run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
     assert [len(states) for states in run.states] == [2, 1]
     assert "downloaded kind=state stage=0" in run.logs()
-    [target] = {match[1] for match in re.finditer(r"run_rewound stage=0 .* to=(\d+)", run.logs())}
-    assert target == "15", "where a gradient was kept"
+    [target] = {int(match[1]) for match in re.finditer(r"run_rewound stage=0 .* to=(\d+)", run.logs())}
+    assert target % 2, "where a gradient was kept"
     check_equals_one_process(run, manifest)
 
 
