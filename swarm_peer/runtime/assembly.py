@@ -125,7 +125,7 @@ class Assembly:
         leases = self._make_leases(progress) if spec.is_first else None
         swarm = self._make_swarm_access(progress, group, leases)
         state_server = StateServer(context=context, core=core)
-        handover = GradientHandover(context=context, core=core, swarm=swarm)
+        handover = GradientHandover(context=context, core=core, swarm=swarm, is_mate=group.is_mate)
         step_loop = StepLoop(
             context=context,
             core=core,

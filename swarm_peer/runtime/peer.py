@@ -130,8 +130,6 @@ class Peer:
                 self._replica = await StageReplica.open(self._parts, stage, self._counted)
                 while (next_stage := await self._stay()) is not None:
                     await self._begin_stay(next_stage)
-                if self._prepared is not None:  # told to end while it moved
-                    self._prepared.close()
                 tasks.cancel_scope.cancel()
         finally:
             self._device_thread.stop()
@@ -143,6 +141,7 @@ class Peer:
             the stage that this peer moves to; None if it leaves for good
         """
         assert self._replica is not None
+        self._replica.start_answering()
         self._metrics.stage.set(self._replica.stage)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._work, self._replica)
@@ -250,16 +249,11 @@ class Peer:
         except CallError as error:
             log.warning("move_failed stage=%d reason=%s: this peer stays in stage %d", stage, error, replica.stage)
             return False
-        moves = False
-        try:
-            moves = await self._may_leave(replica) and self._lifecycle.move(stage)
-        finally:
-            if moves:
-                self._prepared = prepared
-                log.warning("moving from=%d to=%d prepared=%s", replica.stage, stage, prepared is not None)
-            elif prepared is not None:
-                prepared.close()
-        return moves
+        if not (await self._may_leave(replica) and self._lifecycle.move(stage)):
+            return False
+        self._prepared = prepared
+        log.warning("moving from=%d to=%d prepared=%s", replica.stage, stage, prepared is not None)
+        return True
 
     def _check_move(self, stage: int) -> None:
         """Raise UserError if this machine may not read the stage's data, or has no memory for it."""
@@ -287,11 +281,7 @@ class Peer:
             log.info("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, reason)
             return None
         prepared = await StageReplica.open(self._parts, stage, self._counted)
-        try:
-            await prepared.parts.step_loop.join(prepared.stage_mates())
-        except BaseException:
-            prepared.close()
-            raise
+        await prepared.parts.step_loop.join(prepared.stage_mates())
         return prepared
 
     async def _may_leave(self, replica: StageReplica) -> bool:

@@ -55,7 +55,7 @@ class StageReplica:
 
     @classmethod
     async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> StageReplica:
-        """Make a replica without weights, which answers calls from now on.
+        """Make a replica without weights, which answers no calls yet.
 
         Args:
             counted: told of each microbatch that a stage-0 replica counts; for tests
@@ -71,10 +71,16 @@ class StageReplica:
         trainer = await context.threads.run(make)
         # Two lives may begin in the same millisecond, and somebody may set the clock back.
         incarnation = max(int(context.clock.unix_s() * 1000), peer.directory.serial + 1)
-        replica = cls(Assembly(peer=peer, trainer=trainer, incarnation=incarnation, held_out=held_out, counted=counted))
-        peer.snapshots.sources[stage] = replica.parts.state_server
-        peer.dispatcher.add(stage, replica.parts.calls)
-        return replica
+        return cls(Assembly(peer=peer, trainer=trainer, incarnation=incarnation, held_out=held_out, counted=counted))
+
+    def start_answering(self) -> None:
+        """Answer calls from now on.
+
+        A replica that is only being prepared must not: stage-mates that remember this peer from an earlier stay would
+        wait for it at their barrier, while it waits until the peer has left the stage that it serves.
+        """
+        self._peer.snapshots.sources[self.stage] = self.parts.state_server
+        self._peer.dispatcher.add(self.stage, self.parts.calls)
 
     def close(self) -> None:
         """Answer no more calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from every_second_round import VARIABLE, EverySecondRound
+from recording_peer import FIRST_STAGE
 from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 
 from coordinator.run.baseline import Baseline
@@ -155,6 +157,36 @@ def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tm
     [target] = {int(match[1]) for match in re.finditer(r"run_rewound stage=0 .* to=(\d+)", run.logs())}
     assert target % 2, "where a gradient was kept"
     check_equals_one_process(run, manifest)
+
+
+def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = 20
+    training = {"steps": 130, "global_batch_size": 192, "microbatch_size": 2, "validation_every": 0}
+    manifest = manifest_of(0, training=training, recovery={"snapshot_every": 10})
+    monkeypatch.setenv(FIRST_STAGE, "0")
+
+    async def script(swarm: LiveSwarm) -> None:
+        swarm.start("auto", "mover", f"moves:{moves}")
+        await swarm.until(lambda: swarm.log("mover").count("serving stage=") > moves, "the last move", 200)
+        await swarm.reached(swarm.optimizer_step + 4)
+
+    run = run_swarm(manifest, [1, 1], tmp_path, 270, script=script)
+    check_equals_one_process(run, manifest)
+    assert "samples_lost" not in run.logs()
+    mover = (run.output / "logs" / "peer-mover.log").read_text()
+    assert mover.count("prepared=True") == moves, "make before break"
+    assert len(set(re.findall(r"peer_started peer=(\S+)", mover))) == 1
+    [used] = [json.loads(fired.split(" ", 1)[1]) for fired in run.fired if fired.startswith("moves")]
+    # What is left behind shows in the least of several moves: some come while microbatches or a snapshot are there. The
+    # first moves still import what the other stage needs, and fill torch's caches.
+    early, late = used[5:11], used[-6:]
+    least = [{what: min(entry[what] for entry in span) for what in used[0]} for span in (early, late)]
+    print(f"used after 5 moves and after {moves}: {least}")
+    assert least[1]["resident_kb"] - least[0]["resident_kb"] < 10 * 1024
+    for what in ("tasks", "threads", "files"):
+        assert least[1][what] <= least[0][what], what
 
 
 def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:

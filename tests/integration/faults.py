@@ -12,14 +12,18 @@ NUMBER says at which occurrence, from 1. Kinds:
 * cut-off: from the first time that it asks stage-mates for a state, they cannot be reached for SECONDS
 * slow: the device takes SECONDS for a sample, forward and backward, in a stage of average cost
 * clock: the wall clock is off by SECONDS, from the beginning
+* moves: no fault: the peer is assigned to another stage NUMBER times, once in every other round, and notes what it uses
 """
 
 import asyncio
+import gc
 import inspect
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +36,13 @@ import torch
 from swarm_peer.errors import CallTimeout, PeerUnreachable
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime import peer
 from swarm_peer.runtime.network.frame_stream import FrameStream
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.wire.frames import PREFIX, FrameType
+from swarm_peer.wire.records import Assignment
 
 
 def inject(fault: str, folder: Path) -> None:
@@ -233,6 +240,37 @@ def _cut_off(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     P2PTransport.call = call  # type: ignore[method-assign]
 
 
+def _moves(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    used: list[dict[str, int]] = []
+
+    async def assign(*, me: str, stage: int, view: Callable[[], SwarmView], **_: object) -> Assignment:
+        """Take stock, serve two rounds, and move to the next stage; after the last move stay."""
+        here = round_of(view(), me)
+        while round_of(view(), me) <= here + 1:  # noqa: ASYNC110
+            await anyio.sleep(0.05)
+        gc.collect()
+        status = Path("/proc/self/status").read_text()  # noqa: ASYNC240
+        used.append(
+            {
+                "tasks": len(asyncio.all_tasks()),
+                "threads": threading.active_count(),
+                "files": len(os.listdir("/proc/self/fd")),
+                "resident_kb": int(status.split("VmRSS:")[1].split()[0]),
+            }
+        )
+        strike(json.dumps(used))
+        if len(used) > number:
+            await anyio.sleep_forever()
+        to_stage = (stage + 1) % view().num_stages
+        return Assignment(peer=me, announced=0, from_stage=stage, to_stage=to_stage, reason="the test says so")
+
+    def round_of(view: SwarmView, me: str) -> int:
+        known = view.peer(me)
+        return -1 if known is None else known.round_number
+
+    peer.wait_for_assignment = assign  # type: ignore[attr-defined]
+
+
 _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "kill-before-forward": lambda n, s, strike, die: _around(StageTrainer, "forward", n, die, None),
     "kill-after-forward": lambda n, s, strike, die: _around(StageTrainer, "forward", n, None, die),
@@ -249,4 +287,5 @@ _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "cut-off": _cut_off,
     "slow": _slow,
     "clock": _clock,
+    "moves": _moves,
 }

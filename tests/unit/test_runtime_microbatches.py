@@ -136,7 +136,7 @@ class Peer:
         access = SwarmAccess(
             transport=self.transport, progress=self.progress, gossip=gossip, view=swarm.view, look=None
         )
-        self.handover = GradientHandover(context=context, core=core, swarm=access)
+        self.handover = GradientHandover(context=context, core=core, swarm=access, is_mate=group.is_mate)
         calls = handler.calls | group.calls | gossip.calls | self.handover.calls
         self.dispatcher = dispatcher(manifest.hash, stage, calls)
         self.open(0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
@@ -45,7 +45,12 @@ class _InDoubt(Exception):
 class GradientHandover:
     """Gives this peer's gradient away when it leaves, and adds those of others. Belongs to the event loop's thread."""
 
-    def __init__(self, *, context: PeerContext, core: ReplicaCore, swarm: SwarmAccess):
+    def __init__(self, *, context: PeerContext, core: ReplicaCore, swarm: SwarmAccess, is_mate: Callable[[str], bool]):
+        """Make the part for one replica.
+
+        Args:
+            is_mate: whether a peer is a stage-mate, or was one a short time ago
+        """
         self._context = context
         self._hash = context.resolved.hash
         self._stage = core.stage
@@ -55,6 +60,7 @@ class GradientHandover:
         self._admission = core.admission
         self._transport = swarm.transport
         self._swarm = swarm
+        self._is_mate = is_mate
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
         self._num_bytes = 4 * sum(parameter.numel() for parameter in core.trainer.module.parameters())
@@ -203,8 +209,7 @@ class GradientHandover:
         return Reply()
 
     def _check_mate(self, caller: str) -> None:
-        peer = self._swarm.view().peer(caller)
-        if peer is None or peer.stage != self._stage:
+        if not self._is_mate(caller):
             raise NotServing("only announced stage-mates hand over their gradients")
 
     def _check_round(self, round_number: int) -> None:

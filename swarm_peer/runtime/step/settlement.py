@@ -114,14 +114,18 @@ class StageGroup:
         """The calls that this part answers."""
         return {ReadyCall: self.handle_ready, VoteCall: self.handle_vote}
 
+    def is_mate(self, peer_id: str) -> bool:
+        """Whether a peer announces this stage, or has announced it a short time ago."""
+        self._mates.refresh()
+        return self._mates.is_known(peer_id)
+
     def welcome(self, peer_id: str) -> None:
         """Expect a stage-mate that has made itself known, until its announcement is sure to be in the view.
 
         Raises:
             NotServing: this peer has seen no announcement of it for this stage; it may ask again soon
         """
-        self._mates.refresh()
-        if not self._mates.is_known(peer_id):
+        if not self.is_mate(peer_id):
             self._progress.saw_stranger(peer_id)
             raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
         self._mates.welcome(peer_id)
@@ -288,8 +292,7 @@ class StageGroup:
 
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
         """Say whether this peer is ready for the caller's averaging round, after a short wait for it."""
-        self._mates.refresh()
-        is_mate = self._mates.is_known(caller)
+        is_mate = self.is_mate(caller)
         self._progress.merge(call.counts, vouched=is_mate)
         if is_mate:
             # One round ahead is enough for this peer to look for itself; a false number does not last beyond that.
