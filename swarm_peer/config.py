@@ -208,6 +208,16 @@ class AveragingSection(Section):
     """seconds of silence after which a stage-mate is dropped from an averaging round"""
     max_tries: int = Field(3, ge=1)
     """averaging rounds that may fail before each stage-mate offers its own gradient instead"""
+    compare_weights_every: int = Field(50, ge=0)
+    """optimizer steps between comparisons of the weights themselves among stage-mates; each takes about a second per
+    gigabyte of weights, and costs a peer whose device computes other weights a download and its part of one round; 0
+    for none"""
+
+    def compares_weights_at(self, optimizer_step: int) -> bool:
+        """Whether stage-mates compare their weights at the end of the round that began with this optimizer step."""
+        every = self.compare_weights_every
+        # Step 0 needs none: the history hash begins with a digest of the initial weights.
+        return every > 0 and optimizer_step > 0 and optimizer_step % every == 0
 
 
 class RecoverySection(Section):

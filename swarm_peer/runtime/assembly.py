@@ -28,11 +28,12 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
-from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
+from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state.index import digest_weights
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
 from swarm_peer.runtime.state.state_server import StateServer
@@ -215,6 +216,9 @@ class Assembly:
             averager=averager,
             progress=progress,
             view=lambda: self.peer.directory.view,
+            digest_weights=lambda: self.peer.device_thread.run(
+                Priority.STEP, lambda: digest_weights(self.trainer.module)
+            ),
         )
 
     def _make_leases(self, progress: ProgressBook) -> SliceLeases:

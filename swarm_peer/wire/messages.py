@@ -131,11 +131,13 @@ class ReadyReply(Body):
     Attributes:
         attempt: the try of the averaging round that the callee is ready for; None while it is not ready: ask again
         history_hash: of the callee's weights
+        weights_digest: of the callee's weights themselves, in rounds in which stage-mates compare them; else empty
         samples: how many samples the callee brings to the averaging round
     """
 
     attempt: Attempt | None
     history_hash: Checksum
+    weights_digest: Checksum = ""
     samples: Samples
     counts: SignedCounts
 

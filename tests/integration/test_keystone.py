@@ -60,7 +60,9 @@ def check_nothing_lost(run: SwarmRun) -> None:
 @pytest.mark.parametrize(("family", "num_stages", "num_peers"), CASES)
 def test_weights_equal_the_single_process(family: str, num_stages: int, num_peers: int, tmp_path: Path) -> None:
     manifest = tiny_manifest(
-        model={"config": FAMILIES[family]}, stages={"count": num_stages, "peers_to_start": num_peers}
+        model={"config": FAMILIES[family]},
+        stages={"count": num_stages, "peers_to_start": num_peers},
+        averaging={"compare_weights_every": 2},
     )
     run = run_swarm(manifest, [num_peers] * num_stages, tmp_path)
 

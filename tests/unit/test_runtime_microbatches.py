@@ -124,6 +124,7 @@ class Peer:
             averager=None,
             progress=self.progress,
             view=swarm.view,
+            digest_weights=None,
         )
         handler = StageServer(context=context, core=core, progress=self.progress)
         gossip = Gossip(

@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from contexts import ReadClock, make_context
+from contexts import ReadClock, dispatcher, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from given_states import GivenStates
 from memory_transport import MemoryNetwork
@@ -27,7 +27,7 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state import joining, recovery
-from swarm_peer.runtime.state.index import StageState, extend_history
+from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
 from swarm_peer.runtime.state.recovery import (
     INTERVALS_FROM_SCRATCH,
     JOINER_PATIENCE,
@@ -58,6 +58,7 @@ MANIFEST = RunManifest.model_validate(
         "data": {"sequence_length": 6},
         "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+        "averaging": {"compare_weights_every": 2},
         "recovery": {"snapshot_every": EVERY},
     }
 )  # fmt: skip
@@ -808,12 +809,17 @@ async def test_a_peer_that_is_not_chosen_stays(swarm, clock):
 # --- going back -------------------------------------------------------------------------------------------------------
 
 
+class AveragerOfEqualGradients:
+    async def average(self, gradients, **averaging_round):
+        return gradients
+
+
 class Follower:
     """A peer of stage 0 with a trainer, and a step loop that never comes to a round's end by itself."""
 
-    def __init__(self, folder):
-        self.network = MemoryNetwork()
-        identity = Identity(Ed25519PrivateKey.from_private_bytes(b"f" * 32))
+    def __init__(self, folder, name="f", network=None):
+        self.network = network or MemoryNetwork()
+        identity = Identity(Ed25519PrivateKey.from_private_bytes(name.encode() * 32))
         self.peer_id = identity.peer_id
         self.peers = [
             PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=38),
@@ -827,7 +833,7 @@ class Follower:
         self.donor = GivenStates(context, self.trainer, self.device_thread)
         self.rounds = self.donor.rounds
         self.admission = RoundAdmission(capacity=8, rounds=self.rounds, changed=context.changed)
-        transport = self.network.transport(self.peer_id)
+        transport = self.transport = self.network.transport(self.peer_id)
         progress = ProgressBook(
             context=context,
             incarnation=1,
@@ -840,10 +846,12 @@ class Follower:
             stage=0,
             rounds=self.rounds,
             transport=transport,
-            averager=None,
+            averager=AveragerOfEqualGradients(),
             progress=progress,
             view=self.view,
+            digest_weights=self.digest_weights,
         )
+        self.calls = group.calls
         gossip = Gossip(
             manifest_hash=MANIFEST.hash,
             transport=transport,
@@ -884,6 +892,9 @@ class Follower:
     async def look(self, stages):
         self.looked.append(list(stages))
         return self.view()
+
+    async def digest_weights(self):
+        return digest_weights(self.trainer.module)
 
     async def has_made(self, optimizer_step):
         """Begin, and take a snapshot of these updates."""
@@ -1156,3 +1167,143 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
 
 def lost(follower):
     return follower.steps._metrics.lost_samples._value.get()
+
+
+# --- comparing weights ------------------------------------------------------------------------------------------------
+
+
+class Mates:
+    """Followers in one stage that end rounds together, each with the same gradient."""
+
+    def __init__(self, folder):
+        self.folder, self.network, self.members = folder, MemoryNetwork(), []
+
+    async def add(self, name):
+        member = Follower(self.folder / name, name, self.network)
+        made = dispatcher(MANIFEST.hash, 0, member.calls | member.steps.calls)
+        made.add(None, member.donor.store.calls)
+        await member.transport.serve(made)
+        self.members.append(member)
+        for present in self.members:
+            present.peers = [
+                PeerView(peer_id=other.peer_id, stage=0, state=PeerState.SERVING)
+                for other in self.members
+                if other is not present
+            ]
+        return member
+
+    async def end_round(self, *members):
+        for member in members:
+            for parameter in member.trainer.module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            member.trainer.num_samples = 1
+        async with anyio.create_task_group() as tasks:
+            for member in members:
+                tasks.start_soon(member.steps._end, member.rounds.current)
+        for member in members:
+            member.rounds.enter(Phase.OPEN)
+
+
+@pytest.fixture
+async def mates(tmp_path):
+    mates = Mates(tmp_path)
+    async with mates.network:
+        for name in "abc":
+            member = await mates.add(name)
+            await member.steps.begin(FIRST_TIMELINE, None)
+            member.rounds.enter(Phase.OPEN)
+        yield mates
+    for member in mates.members:
+        member.device_thread.stop()
+
+
+def miscompute(member):
+    """Have a peer's weights differ in one value, as if its device had rounded otherwise."""
+    with torch.no_grad():
+        next(member.trainer.module.parameters()).view(-1)[0].add_(1e-3)
+
+
+def num_resyncs(member, cause):
+    return member.metrics.resyncs.labels(cause)._value.get()
+
+
+def assert_alike(members, round_number):
+    first = members[0]
+    for member in members:
+        assert (member.steps.step.round_number, member.trainer.optimizer_step) == (round_number, round_number)
+        assert member.steps.step.history_hash == first.steps.step.history_hash
+        assert_equal(state_of(member.trainer), state_of(first.trainer))
+
+
+async def test_who_computed_other_weights_from_the_same_updates_takes_over_those_of_the_others(mates, caplog):
+    odd = mates.members[-1]
+    await mates.end_round(*mates.members)
+    miscompute(odd)
+    await mates.end_round(*mates.members)
+    assert [member.steps.step.round_number for member in mates.members] == [2, 2, 2]
+    assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 0], "not compared yet"
+    await mates.end_round(*mates.members)
+    assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 1]
+    assert_alike(mates.members, 3)
+    assert "weights_differ round=2" in caplog.text
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    assert_alike(mates.members, 5)
+    assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 1], "they agree again"
+
+
+async def test_a_peer_that_computes_otherwise_costs_itself_a_download_at_each_comparison(mates):
+    *others, odd = mates.members
+    for _ in range(6):
+        await mates.end_round(*mates.members)
+        miscompute(odd)
+    assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 2]
+    assert [num_resyncs(member, "left_behind") for member in mates.members] == [0, 0, 0]
+    assert {member.steps.step.round_number for member in mates.members} == {6}
+    assert_alike(others, 6)
+
+
+async def test_equal_weights_cost_no_download(mates):
+    for _ in range(5):
+        await mates.end_round(*mates.members)
+    assert_alike(mates.members, 5)
+    assert mates.network.num_calls("state_index") == 0
+
+
+async def test_a_newcomer_has_the_weights_that_are_compared_and_replays_updates_over_a_comparison(mates):
+    present = list(mates.members)
+    for _ in range(2):
+        await mates.end_round(*present)
+    newcomer = await mates.add("d")
+    await newcomer.steps.join([member.peer_id for member in present])
+    for member in present:
+        member.peers = [peer for peer in member.peers if peer.peer_id != newcomer.peer_id]  # it has not greeted yet
+    await mates.end_round(*present)
+    await mates.end_round(*present)
+    assert newcomer.steps.step.round_number == 2
+    assert await newcomer.steps._replay([member.peer_id for member in present])
+    assert_alike(mates.members, 4)
+    for member in present:
+        member.peers.append(PeerView(peer_id=newcomer.peer_id, stage=0, state=PeerState.SERVING))
+    newcomer.rounds.enter(Phase.OPEN)
+    await mates.end_round(*mates.members)
+    assert_alike(mates.members, 5)
+    assert num_resyncs(newcomer, "other_weights") == 0
+
+
+async def test_a_newcomer_that_replays_to_other_weights_downloads_at_the_next_comparison(mates):
+    present = list(mates.members)
+    await mates.end_round(*present)
+    newcomer = await mates.add("d")
+    await newcomer.steps.join([member.peer_id for member in present])
+    for member in present:
+        member.peers.pop()
+    await mates.end_round(*present)
+    assert await newcomer.steps._replay([member.peer_id for member in present])
+    miscompute(newcomer)
+    for member in present:
+        member.peers.append(PeerView(peer_id=newcomer.peer_id, stage=0, state=PeerState.SERVING))
+    newcomer.rounds.enter(Phase.OPEN)
+    await mates.end_round(*mates.members)
+    assert_alike(mates.members, 3)
+    assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 0, 1]

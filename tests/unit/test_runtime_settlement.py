@@ -32,7 +32,7 @@ MANIFEST = RunManifest.model_validate(
         "data": {"sequence_length": 4},
         "training": {"steps": 10, "global_batch_size": 8, "microbatch_size": 2},
         "optimizer": {"learning_rate": 0.1},
-        "averaging": {"max_tries": 2},
+        "averaging": {"max_tries": 2, "compare_weights_every": 4},
     }
 )
 
@@ -107,6 +107,7 @@ class Member:
             averager=self,
             progress=self.progress,
             view=lambda: group.view(self),
+            digest_weights=self.digest_weights,
         )
         self.gossip = Gossip(
             manifest_hash=MANIFEST.hash,
@@ -116,12 +117,18 @@ class Member:
             drop=lambda peer, serial: None,
         )
         self.enter(round_number, history_hash)
+        self.weights_digest = "w"
+        self.num_digests = 0
         self.gradients = [torch.full((3,), float(ord(name))), torch.full((2, 2), -float(ord(name)))]
 
     def enter(self, round_number, history_hash):
         """As the step loop does it."""
         begin_round(self.rounds_of, round_number, history_hash=history_hash)
         self.progress.forget_past()
+
+    async def digest_weights(self):
+        self.num_digests += 1
+        return self.weights_digest
 
     @property
     def history_hash(self):
@@ -501,6 +508,51 @@ async def test_of_two_with_different_weights_one_goes_on(group):
     assert settled["a"].verdict is Verdict.COMMIT
     assert settled["b"].verdict is Verdict.RESYNC
     assert settled["b"].holders == (first.peer_id,)
+
+
+async def test_the_minority_whose_weights_differ_after_the_same_updates_takes_the_state_of_the_majority(group):
+    majority = await group.add("ab", round_number=4)
+    [odd] = await group.add("c", round_number=4)
+    odd.weights_digest = "another"
+    settled = await group.settle(a=2, b=2, c=2)
+    assert_committed([settled["a"], settled["b"]], mean(majority, [2, 2]), 4)
+    assert (settled["c"].verdict, settled["c"].cause) == (Verdict.RESYNC, "other_weights")
+    assert settled["c"].holders == tuple(sorted(member.peer_id for member in majority))
+    assert sorted(group.rounds.log) == [("a", 4, 0, 2), ("b", 4, 0, 2)], "other weights are not averaged with"
+
+
+async def test_of_two_whose_weights_differ_after_the_same_updates_one_goes_on(group):
+    first, second = await group.add("ab", round_number=8)
+    first.weights_digest = "x"
+    settled = await group.settle(a=2, b=2)
+    assert settled["b"].verdict is Verdict.COMMIT, "the smaller digest wins"
+    assert settled["a"].verdict is Verdict.RESYNC
+    assert settled["a"].holders == (second.peer_id,)
+
+
+async def test_of_two_histories_the_weights_are_not_named_as_the_cause(group):
+    await group.add("a", round_number=4)
+    await group.add("b", round_number=4, history_hash="other")
+    settled = await group.settle(a=2, b=2)
+    assert (settled["b"].verdict, settled["b"].cause) == (Verdict.RESYNC, "left_behind")
+
+
+async def test_equal_weights_are_compared_once_in_a_round_of_many_tries_and_averaged(group):
+    members = await group.add("abc", round_number=4)
+    group.rounds.script[0, "b"] = "fail"
+    settled = await group.settle(a=2, b=4, c=2)
+    assert_committed(settled.values(), mean(members, [2, 4, 2]), 8)
+    assert group.rounds.fired == [(0, "b")]
+    assert [member.num_digests for member in members] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("round_number", [0, 3, 5])
+async def test_in_other_rounds_weights_are_not_compared(group, round_number):
+    members = await group.add("ab", round_number=round_number)
+    members[1].weights_digest = "another"
+    settled = await group.settle(a=2, b=2)
+    assert {settlement.verdict for settlement in settled.values()} == {Verdict.COMMIT}
+    assert [member.num_digests for member in members] == [0, 0]
 
 
 # --- what is answered -------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Round:
         committed: ids of the transfers that were added to the accumulator; also the device thread's
         attempt: the try of averaging that this peer is ready for; None while microbatches are inside
         samples: number of samples that this peer brings to the averaging
+        weights_digest: of this peer's weights, if stage-mates compare them in this round
         vote: this peer's newest vote on the result; None before the first
     """
 
@@ -59,6 +60,7 @@ class Round:
         self.committed: set[bytes] = set()
         self.attempt: int | None = None
         self.samples = 0
+        self.weights_digest = ""
         self.vote: Vote | None = None
 
     @property

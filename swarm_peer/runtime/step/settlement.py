@@ -3,7 +3,8 @@
 Owns three exchanges among stage-mates, the first and the last of them over our own transport:
 
 1. ready: each peer asks its stage-mates until they, too, have finished their microbatches of the round. This is the
-   barrier. It also spreads the progress counts, and shows which stage-mates are alive and hold the same weights.
+   barrier. It also spreads the progress counts, and shows which stage-mates are alive and hold the same weights: by the
+   history hash, and every `averaging.compare_weights_every` optimizer steps by a digest of the weights themselves.
 2. the averaging round, over hivemind, among the peers that are ready.
 3. vote: each peer asks the others for their result; policy/agreement.py decides what follows from the votes.
 
@@ -16,8 +17,9 @@ Must not know where the gradients come from, or how they are applied: step_loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import anyio
 import torch
@@ -52,6 +54,7 @@ class Settlement:
         history_hash: digest of all updates, this one included
         samples: number of samples in the gradients
         holders: in case of RESYNC, the peers that hold the state
+        cause: in case of RESYNC, the label for metrics
     """
 
     verdict: Verdict
@@ -60,6 +63,7 @@ class Settlement:
     samples: int = 0
     holders: tuple[str, ...] = ()
     reason: str = ""
+    cause: Literal["left_behind", "other_weights"] = "left_behind"
 
 
 class _LeftBehind(Exception):
@@ -83,7 +87,13 @@ class StageGroup:
         averager: GradientAverager,
         progress: ProgressBook,
         view: Callable[[], SwarmView],
+        digest_weights: Callable[[], Awaitable[str]],
     ):
+        """Make a group that waits for the stage-mates in the view.
+
+        Args:
+            digest_weights: computes a digest of this peer's weights
+        """
         manifest = context.resolved.manifest
         self._clock = context.clock
         self._threads = context.threads
@@ -97,6 +107,7 @@ class StageGroup:
         self._progress = progress
         self._metrics = context.metrics
         self._changed = context.changed
+        self._digest_weights = digest_weights
         limits, averaging = manifest.limits, manifest.averaging
         self._barrier_timeout_s = (
             limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
@@ -139,6 +150,8 @@ class StageGroup:
         """
         attempt = 0
         ending.samples = samples
+        if self._manifest.averaging.compares_weights_at(ending.step.optimizer_step):
+            ending.weights_digest = await self._digest_weights()
         self._mates.refresh()
         while True:
             ending.attempt = attempt
@@ -147,12 +160,13 @@ class StageGroup:
                 members = await self._gather_ready(ending, attempt)
             except _LeftBehind as behind:
                 return _resync(ending, behind.holders, f"{len(behind.holders)} stage-mates have left it behind")
-            by_history = agree(
-                self._me, {peer: Vote(0, reply.history_hash) for peer, reply in members.items()}, may_retry=False
-            )
-            if by_history.verdict is Verdict.RESYNC:
-                return _resync(ending, by_history.holders, "other stage-mates hold different weights")
-            peers = set(by_history.holders)
+            held = {peer: Vote(0, f"{reply.history_hash} {reply.weights_digest}") for peer, reply in members.items()}
+            by_weights = agree(self._me, held, may_retry=False)
+            if by_weights.verdict is Verdict.RESYNC:
+                if members[by_weights.holders[0]].history_hash == ending.step.history_hash:
+                    return _resync_weights(ending, by_weights.holders)
+                return _resync(ending, by_weights.holders, "other stage-mates hold different weights")
+            peers = set(by_weights.holders)
             newest = max(reply.attempt or 0 for reply in members.values())
             if newest > attempt:
                 attempt = newest
@@ -216,7 +230,13 @@ class StageGroup:
         Raises:
             _LeftBehind: this peer has to follow stage-mates that are in a later round
         """
-        own = ReadyReply(attempt=attempt, history_hash=ending.step.history_hash, samples=ending.samples, counts=())
+        own = ReadyReply(
+            attempt=attempt,
+            history_hash=ending.step.history_hash,
+            weights_digest=ending.weights_digest,
+            samples=ending.samples,
+            counts=(),
+        )
         members = {self._me: own}
         ahead: list[str] = []
         asked = {self._me}
@@ -323,6 +343,7 @@ class StageGroup:
         reply = ReadyReply(
             attempt=present.attempt if is_ready() else None,
             history_hash=present.step.history_hash,
+            weights_digest=present.weights_digest,
             samples=present.samples,
             counts=self._progress.signed_counts(),
         )
@@ -356,3 +377,18 @@ class StageGroup:
 def _resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
     log.warning("resync_needed round=%d reason=%s", ending.number, reason)
     return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
+
+
+def _resync_weights(ending: Round, holders: Sequence[str]) -> Settlement:
+    # PyTorch picks its kernels by the instruction set, and their results differ in the last digits.
+    log.warning(
+        "weights_differ round=%d optimizer_step=%d instruction_set=%s threads=%d reason=%d stage-mates hold different "
+        "weights after the same updates; if this comes back with each comparison, their devices compute differently",
+        ending.number,
+        ending.step.optimizer_step,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        len(holders),
+    )
+    behind = _resync(ending, holders, "stage-mates hold different weights after the same updates")
+    return replace(behind, cause="other_weights")

@@ -289,7 +289,7 @@ class StepLoop:
         if settlement.verdict is Verdict.COMMIT:
             await self._commit(settlement)
         else:
-            self._metrics.resyncs.labels("left_behind").inc()
+            self._metrics.resyncs.labels(settlement.cause).inc()
             self._metrics.lost_samples.inc(samples)
             await self._catch_up_by_state(list(settlement.holders), min_round=ending.number + 1)
 
