@@ -13,8 +13,8 @@ from swarm_peer.wire.messages import Body
 class CallDispatcher:
     """The CallHandler of a peer: checks each call, and hands it to the handler of its operation and stage.
 
-    A call that names no stage goes to the peer's own handler of it, or else to that of the first replica. Belongs to the
-    event loop's thread.
+    A call that names no stage goes to the peer's own handler of it, or else to that of the first replica. Belongs to
+    the event loop's thread.
     """
 
     def __init__(self, *, manifest_hash: str, calls: Mapping[type[Body], Handler] | None = None):
