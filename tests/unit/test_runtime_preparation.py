@@ -11,7 +11,7 @@ from swarm_peer.config import load_manifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.host.preparation import microbatch_capacity
+from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capacity
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -32,3 +32,21 @@ def test_a_peer_takes_as_many_microbatches_as_fit_its_memory(device: str) -> Non
         least = costs.memory.peak_bytes(1)
         with pytest.raises(UserError, match=rf"stage {spec.index} needs about {least / 2**30:.1f} GiB; choose a small"):
             capacity(least - 1)
+
+
+def test_a_second_replica_needs_the_memory_that_both_take() -> None:
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
+    cpu, limit = torch.device("cpu"), resolved.manifest.limits.max_in_flight
+    serving, joining = (stage.memory for stage in stage_costs(resolved, "cpu")[:2])
+    both = serving.peak_bytes(limit) + joining.peak_bytes(0)
+    assert has_room_beside(resolved, 0, 1, cpu, int(both) + 1)
+    assert not has_room_beside(resolved, 0, 1, cpu, int(serving.peak_bytes(limit)) + 1)
+
+
+def test_without_a_limit_a_second_replica_needs_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
+    pages = {"SC_AVPHYS_PAGES": 10**9, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr("swarm_peer.runtime.host.preparation.os.sysconf", pages.__getitem__)
+    assert has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
+    pages["SC_AVPHYS_PAGES"] = 10
+    assert not has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
