@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import anyio
@@ -16,6 +15,7 @@ from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capacity
+from swarm_peer.runtime.host.processes import free_memory
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -156,7 +156,7 @@ class Peer:
         """Begin to serve the next stage, with the replica that has been prepared for it or with a new one."""
         # The stage that was left has to be out of memory before the next one is made.
         self._replica, self._prepared = self._prepared, None
-        await self._context.threads.run(gc.collect)
+        await self._context.threads.run(free_memory)
         if self._parts.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._replica is None:

@@ -163,7 +163,7 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves = 20
-    training = {"steps": 130, "global_batch_size": 192, "microbatch_size": 2, "validation_every": 0}
+    training = {"steps": 60, "global_batch_size": 192, "microbatch_size": 2, "validation_every": 0}
     manifest = manifest_of(0, training=training, recovery={"snapshot_every": 10})
     monkeypatch.setenv(FIRST_STAGE, "0")
 
@@ -181,12 +181,14 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
     [used] = [json.loads(fired.split(" ", 1)[1]) for fired in run.fired if fired.startswith("moves")]
     # What is left behind shows in the least of several moves: some come while microbatches or a snapshot are there. The
     # first moves still import what the other stage needs, and fill torch's caches.
-    early, late = used[5:11], used[-6:]
+    early, late = used[8:14], used[-6:]
     least = [{what: min(entry[what] for entry in span) for what in used[0]} for span in (early, late)]
-    print(f"used after 5 moves and after {moves}: {least}")
+    print(f"used after 8 moves and after {moves}: {least}")
+    assert all(entry["replicas"] == 1 for entry in used)
     assert least[1]["resident_kb"] - least[0]["resident_kb"] < 10 * 1024
     for what in ("tasks", "threads", "files"):
-        assert least[1][what] <= least[0][what], what
+        # Streams to other peers come and go; what each move left behind would be twelve more.
+        assert least[1][what] <= least[0][what] + 3, what
 
 
 def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ NUMBER says at which occurrence, from 1. Kinds:
 * cut-off: from the first time that it asks stage-mates for a state, they cannot be reached for SECONDS
 * slow: the device takes SECONDS for a sample, forward and backward, in a stage of average cost
 * clock: the wall clock is off by SECONDS, from the beginning
-* moves: no fault: the peer is assigned to another stage NUMBER times, once in every other round, and notes what it uses
+* moves: no fault: the peer is assigned to another stage NUMBER times, at most once in a round, and notes what it uses
 """
 
 import asyncio
@@ -38,8 +38,10 @@ from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime import peer
+from swarm_peer.runtime.host.processes import free_memory
 from swarm_peer.runtime.network.frame_stream import FrameStream
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.replica import StageReplica
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.wire.frames import PREFIX, FrameType
 from swarm_peer.wire.records import Assignment
@@ -244,17 +246,18 @@ def _moves(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     used: list[dict[str, int]] = []
 
     async def assign(*, me: str, stage: int, view: Callable[[], SwarmView], **_: object) -> Assignment:
-        """Take stock, serve two rounds, and move to the next stage; after the last move stay."""
+        """Serve a round, take stock, and move to the next stage; after the last move stay."""
         here = round_of(view(), me)
-        while round_of(view(), me) <= here + 1:  # noqa: ASYNC110
+        while round_of(view(), me) <= here:  # noqa: ASYNC110
             await anyio.sleep(0.05)
-        gc.collect()
+        free_memory()  # as a peer does between two stages: here the next one may have its state already
         status = Path("/proc/self/status").read_text()  # noqa: ASYNC240
         used.append(
             {
                 "tasks": len(asyncio.all_tasks()),
                 "threads": threading.active_count(),
                 "files": len(os.listdir("/proc/self/fd")),
+                "replicas": sum(isinstance(item, StageReplica) for item in gc.get_objects()),
                 "resident_kb": int(status.split("VmRSS:")[1].split()[0]),
             }
         )
