@@ -11,7 +11,6 @@ from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capacity
@@ -22,7 +21,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
-from swarm_peer.runtime.replica import StageReplica
+from swarm_peer.runtime.replica import StageReplica, check_data
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -256,11 +255,11 @@ class Peer:
         return True
 
     def _check_move(self, stage: int) -> None:
-        """Raise UserError if this machine may not read the stage's data, or has no memory for it."""
+        """Raise UserError if this machine cannot read the stage's data, or has no memory for it."""
         resolved = self._context.resolved
         microbatch_capacity(resolved, resolved.specs[stage], self._parts.device, self._options.max_memory)
         if stage == 0:
-            check_data_files(self._manifest, self._options.data_dir)
+            check_data(resolved, self._options)
 
     async def _prepare(self, replica: StageReplica, stage: int) -> StageReplica | None:
         """Open a replica of another stage and have it get its state, while the present one serves.

@@ -208,13 +208,18 @@ class StageReplica:
             await anyio.sleep(PUBLISH_PROGRESS_S)
 
 
+def check_data(resolved: ResolvedManifest, options: PeerOptions) -> None:
+    """Raise UserError if this machine may not read the run's data, or cannot read its tokenizer."""
+    check_data_files(resolved.manifest, options.data_dir)
+    load_tokenizer(resolved.manifest.data, resolved.vocab_size, options.cache_dir)
+
+
 def _read_held_out(resolved: ResolvedManifest, options: PeerOptions) -> npt.NDArray[np.int32]:
     """Samples that the run is validated with.
 
     Raises:
         UserError: this machine may not read the run's data, or cannot read it or its tokenizer
     """
+    check_data(resolved, options)
     manifest = resolved.manifest
-    check_data_files(manifest, options.data_dir)
-    load_tokenizer(manifest.data, resolved.vocab_size, options.cache_dir)
     return validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)

@@ -1,0 +1,92 @@
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from contexts import MovedClock, make_context
+from tiny_models import LENGTH, LLAMA
+
+from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.policy.view import PeerState
+from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.peer import Peer
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "test",
+        "model": {"config": LLAMA},
+        "stages": {"count": 2},
+        "data": {"sequence_length": LENGTH, "dataset": "text", "files": ["/data/corpus.txt"]},
+        "training": {"steps": 10, "global_batch_size": 6, "microbatch_size": 3},
+        "optimizer": {"learning_rate": 0.1},
+    }
+)
+OPTIONS = PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1",))
+
+
+class Mover(Peer):
+    """A peer that serves stage 1, of which the test says what checks, downloads and others do."""
+
+    def __init__(self, check=None, prepare=None, stays=False):
+        self._context = make_context(MANIFEST, options=OPTIONS)
+        self._options = OPTIONS
+        self._lifecycle = Lifecycle(MovedClock(now=1.0))
+        self._lifecycle.enter(PeerState.SERVING)
+        self._directory = SimpleNamespace(announce=self._announce)
+        self._parts = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        self._movable, self._prepared = True, None
+        self._check, self._prepare_error, self._stays = check, prepare, stays
+        self.announced = []
+        self.replica = SimpleNamespace(stage=1)
+
+    async def _announce(self):
+        self.announced.append((self._lifecycle.state, self._lifecycle.note))
+
+    def _check_move(self, stage):
+        if self._check:
+            raise self._check
+
+    async def _prepare(self, replica, stage):
+        assert self._lifecycle.state is PeerState.SERVING, "nothing is drained before the next stage is there"
+        if self._prepare_error:
+            raise self._prepare_error
+        return "the next replica"
+
+    async def _may_leave(self, replica):
+        return not self._stays
+
+
+async def test_a_stage_that_this_machine_cannot_serve_is_refused_before_anything_is_drained():
+    mover = Mover(check=UserError("no memory"))
+    assert not await mover._move(mover.replica, 0)
+    assert mover.announced == [(PeerState.SERVING, "cannot serve stage 0: no memory")], "the coordinator learns why"
+    assert not mover._movable
+    assert not mover._lifecycle.stop.is_set()
+
+
+async def test_a_download_that_fails_leaves_the_peer_where_it_is():
+    mover = Mover(prepare=CallError("nobody gave it"))
+    assert not await mover._move(mover.replica, 0)
+    assert (mover._lifecycle.state, mover._movable, mover._prepared) == (PeerState.SERVING, True, None)
+    assert not mover._lifecycle.stop.is_set(), "it may be asked again"
+
+
+async def test_the_last_peer_of_a_stage_stays_and_gives_up_what_it_has_prepared():
+    mover = Mover(stays=True)
+    assert not await mover._move(mover.replica, 0)
+    assert mover._prepared is None
+    assert not mover._lifecycle.stop.is_set()
+
+
+async def test_a_peer_moves_with_what_it_has_prepared():
+    mover = Mover()
+    assert await mover._move(mover.replica, 0)
+    assert (mover._prepared, mover._lifecycle.next_stage) == ("the next replica", 0)
+    assert mover._lifecycle.stop.is_set()
+
+
+async def test_data_that_may_not_be_read_is_found_before_a_move():
+    mover = Mover()
+    with pytest.raises(UserError, match="--data-dir"):
+        await asyncio.to_thread(Peer._check_move, mover, 0)
+    Peer._check_move(mover, 1)
