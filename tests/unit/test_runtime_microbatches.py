@@ -897,9 +897,12 @@ async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swar
     fault = swarm.network.fault(op="commit_gradient", fail=NotServing("gone"))
     assert await leaving.handover.hand_over()
     assert fault.fired == 1
-    assert len(staying.rounds.current.transfers) == 1
+    ended = staying.rounds.current
+    assert (len(ended.transfers), len(ended.replies)) == (1, 1)
     staying.open(1)
-    assert not staying.rounds.current.transfers
+    assert staying.rounds.previous is ended
+    assert not ended.transfers
+    assert not ended.replies, "the gradients that were kept for callers are as large"
 
 
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):

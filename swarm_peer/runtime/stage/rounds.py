@@ -38,7 +38,7 @@ class Round:
         step: where the replica stood when the round began
         admitted: microbatches that are inside
         counted: the microbatches in the accumulator, with their samples by id; the device thread changes it
-        replies: the results of the last counted microbatches, for callers that lost the reply; also the device thread's
+        replies: the results of the last counted microbatches, for callers that lost the reply; the device thread's, too
         vacated: places in the global batch that this peer has claimed for microbatches which it dropped
         validated: whether this peer has begun its share of the round's validation
         transfers: gradients of leaving stage-mates that are arriving, by caller; each has at most one
@@ -93,6 +93,9 @@ class RoundBook:
         """Go on to a round, which is not open yet. Its phase is the one that the replica is in."""
         phase = Phase.CATCHING_UP if self.step.phase is Phase.EMPTY else self.step.phase
         self.step = replace(step, phase=phase)
+        # Stage-mates still ask about the round that is over. Its transfers and replies are large, and of no more use.
+        self.current.transfers.clear()
+        self.current.replies.clear()
         self.previous, self.current = self.current, Round(self.step)
         self._changed.notify()
 

@@ -203,7 +203,7 @@ class GradientHandover:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples} samples")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
         async with self._admission.enter(call.round_number, always=True) as entered:
-            del entered.transfers[caller]
+            entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
             await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, call.samples)
         return Reply()
