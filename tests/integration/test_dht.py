@@ -119,6 +119,8 @@ async def test_nodes_that_have_lost_each_other_find_each_other_again(
         await until(lambda: knows(run) and knows(peer), "the meeting of the nodes", 5)
         daemon = peer.p2p._child.pid
         os.kill(daemon, signal.SIGSTOP)
+        # On a busy machine the daemon may still answer for a moment, and its node would not be lost.
+        os.waitid(os.P_PID, daemon, os.WSTOPPED)
         try:
             for node in (run, peer):
                 await node.fetch("manifests", ManifestRecord, run_id)
