@@ -39,7 +39,11 @@ def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AbstractAsyncContextM
 
 
 async def fetch_states(
-    transport: Transport, directory: Directory, resolved: ResolvedManifest, min_round: int = 0
+    transport: Transport,
+    directory: Directory,
+    resolved: ResolvedManifest,
+    min_round: int = 0,
+    rng: random.Random | None = None,
 ) -> list[StageState]:
     """Download the state of each stage, all at the beginning of one round, which is `min_round` or later.
 
@@ -47,13 +51,17 @@ async def fetch_states(
     than the others' once more. In a run that is faster than this, peers are asked for a round that has not begun: all
     of them wait for it, and copy their state as it begins.
 
+    Args:
+        rng: chooses among the peers of a stage
+
     Raises:
         SwarmError: a stage's peers did not give their state, or the run is too fast
     """
     states: dict[int, StageState] = {}
+    rng = rng or random.Random()
 
     async def fetch(stage: int, target: int) -> None:
-        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target)
+        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target, rng)
 
     for number in range(MODEL_TRIES):
         view = await directory.refresh(range(resolved.num_stages))
@@ -92,16 +100,19 @@ def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin:
 
 
 async def _fetch_stage(
-    transport: Transport, directory: Directory, resolved: ResolvedManifest, stage: int, min_round: int
+    transport: Transport,
+    directory: Directory,
+    resolved: ResolvedManifest,
+    stage: int,
+    min_round: int,
+    rng: random.Random,
 ) -> StageState:
     call = StateIndexCall(manifest=resolved.hash, of_stage=stage, min_round=min_round)
     for _ in range(STAGE_TRIES):
         try:
             view = await directory.refresh([stage])
             donors = [peer.peer_id for peer in view.serving(stage)]
-            return await fetch_state(
-                transport, donors, call, max_bytes=max_state_bytes(resolved, stage), rng=random.Random()
-            )
+            return await fetch_state(transport, donors, call, max_bytes=max_state_bytes(resolved, stage), rng=rng)
         except CallError as error:
             log.warning("stage_not_fetched stage=%d round=%d reason=%s", stage, min_round, error)
             await anyio.sleep(1.0)

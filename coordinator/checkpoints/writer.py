@@ -23,7 +23,7 @@ from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
+from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
@@ -102,6 +102,8 @@ class CheckpointWriter:
         watch: tells how many optimizer steps the run has made, and in which rounds
         directory: knows the run's peers
         acts: tells whether this coordinator is the one that acts
+        threads: write the files
+        rng: chooses among the peers of a stage
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class CheckpointWriter:
         *,
         watch: RunWatch,
         directory: Directory,
+        threads: Threads,
+        rng: random.Random,
         acts: Callable[[], bool] = lambda: True,
     ):
         assert plan.store is not None
@@ -121,6 +125,8 @@ class CheckpointWriter:
         self._watch = watch
         self._directory = directory
         self._acts = acts
+        self._threads = threads
+        self._rng = rng
         self._saved = (
             max(watch.optimizer_step, plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
         )
@@ -150,7 +156,7 @@ class CheckpointWriter:
                     raise CallError("the run has gone back to before it")
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
-                await anyio.to_thread.run_sync(self._store.save, optimizer_step, self._manifest, states)
+                await self._threads.run(self._store.save, optimizer_step, self._manifest, states)
                 return
             except CallError as error:
                 log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
@@ -172,29 +178,34 @@ class CheckpointWriter:
         call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
         optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
         state = await fetch_state(
-            transport, donors, call, max_bytes=max_bytes, optimizer_step=optimizer_step, rng=random.Random()
+            transport, donors, call, max_bytes=max_bytes, optimizer_step=optimizer_step, rng=self._rng
         )
         # A peer that took it after the run had gone back to these weights has it under a later round and timeline.
         return replace(state, round_number=weights.first_round, timeline=weights)
 
 
 async def resume(
-    checkpoint: Checkpoint, transport: Transport, manifest: RunManifest, known_round: int, folder: Path
+    checkpoint: Checkpoint,
+    transport: Transport,
+    manifest: RunManifest,
+    known_round: int,
+    snapshots: SnapshotStore,
+    threads: Threads,
 ) -> Timeline:
     """Let a run go on from a checkpoint: give the states to peers that ask for them from now on.
 
     Args:
         known_round: the last round that the run has seen since, as far as is known
-        folder: for the states while they are given away
+        snapshots: an empty store, for the states while they are given away
+        threads: read the files
 
     Returns:
         the new timeline
     """
     first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
     timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
-    snapshots = SnapshotStore(clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(folder))
     for stage in range(manifest.stages.count):
-        state = await anyio.to_thread.run_sync(checkpoint.load_stage, stage)
+        state = await threads.run(checkpoint.load_stage, stage)
         await snapshots.store_snapshot(stage, replace(state, round_number=first_round, timeline=timeline))
     await transport.serve(CallDispatcher(manifest_hash=manifest.hash, calls=snapshots.calls))
     log.info("resuming optimizer_step=%d round=%d path=%s", timeline.first_optimizer_step, first_round, checkpoint.path)

@@ -7,13 +7,13 @@ of that term with an identity of its own, so that two coordinators do not overwr
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 
 from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import BEATS_PER_LEASE, Leadership, Role, Term
+from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MAX_ASSIGNMENTS, Assignment, CoordinationRecord, Warrant, coordination_key, seal
@@ -34,7 +34,7 @@ class Coordination:
         run_key: signs warrants
         lease_s: how long the coordinator that acts may be silent
         waits: leave the first term to another coordinator
-        unix_clock: numbers terms, and may be wrong
+        clock: its time since 1970 numbers terms, and may be wrong
 
     Attributes:
         newest: the newest term with the last record of its coordinator, be it this one or another
@@ -48,16 +48,14 @@ class Coordination:
         *,
         lease_s: float,
         waits: bool,
-        clock: Callable[[], float] = anyio.current_time,
-        unix_clock: Callable[[], float] = time.time,
+        clock: Clock,
     ):
         self._dht = dht
         self._run_key = run_key
         self._lease_s = lease_s
         self._clock = clock
-        self._unix_clock = unix_clock
         self._look_s = min(LOOK_S, lease_s / BEATS_PER_LEASE / LOOKS_PER_BEAT)
-        self._looked_s = clock()
+        self._looked_s = clock.monotonic_s()
         self._leadership = Leadership(me=dht.identity.peer_id, lease_s=lease_s, now_s=self._looked_s, waits=waits)
         self._role = Role(None, False, None, "")
         self._assignments: tuple[Assignment, ...] = ()
@@ -75,7 +73,7 @@ class Coordination:
     @property
     def acts(self) -> bool:
         """Whether this coordinator is the one that acts, by a look that is not old: it may have been halted since."""
-        return self._role.acts and self._clock() - self._looked_s < self._lease_s / BEATS_PER_LEASE
+        return self._role.acts and self._clock.monotonic_s() - self._looked_s < self._lease_s / BEATS_PER_LEASE
 
     async def run(self) -> None:
         """Find out which coordinator acts, and show that this one lives while it does; for ever."""
@@ -101,9 +99,9 @@ class Coordination:
             CallError: no answer, which does not mean that no coordinator acts
         """
         records = await self._dht.fetch_coordination(self._run_key.peer_id)
-        now_s = self._clock()
+        now_s = self._clock.monotonic_s()
         beats = {term: record.beat for term, record in records.items()}
-        role = self._leadership.look(beats, now_s, int(self._unix_clock()))
+        role = self._leadership.look(beats, now_s, int(self._clock.unix_s()))
         if (role.acts, role.term) != (self._role.acts, self._role.term):
             term = 0 if role.term is None else role.term.number
             log.info("coordination acts=%s term=%d reason=%s", role.acts, term, role.reason or "its term is the newest")

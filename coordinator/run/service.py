@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,9 +17,11 @@ import anyio
 from anyio.abc import TaskGroup
 
 from coordinator.checkpoints.export import export_states
-from coordinator.checkpoints.fetching import fetch_states, open_transport
+from coordinator.checkpoints.fetching import fetch_states
+from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
 from coordinator.run.addresses import KnownPeers
+from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
 from coordinator.run.rebalancer import Rebalancer
 from coordinator.watch.metrics import CoordinatorMetrics
@@ -32,13 +33,15 @@ from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, SwarmErro
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import FIRST_TIMELINE
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
+from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
-from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import ListSnapshotsCall
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord, Record, TimelineRecord, timeline_key
@@ -131,7 +134,9 @@ class RunService:
         *,
         events: RunEvents = NO_EVENTS,
         run_key: Identity | None = None,
+        context: CoordinatorContext | None = None,
     ):
+        self._context = context or CoordinatorContext()
         self.resolved = resolved
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
@@ -144,9 +149,9 @@ class RunService:
         self._run_id = self._run_key.peer_id
         self._rebalancer: Rebalancer | None = None
         self._rebalancer_term: Term | None = None
-        self._timeline, self._begun = FIRST_TIMELINE, int(time.time())
+        self._timeline, self._begun = FIRST_TIMELINE, int(self._context.clock.unix_s())
         self._peer_metrics = PeerMetrics()
-        self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics)
+        self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
 
     @property
@@ -169,11 +174,14 @@ class RunService:
             closing(MetricsFile(self._options.output, self._options.resume)) as metrics_file,
             tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as scratch,
         ):
-            async with open_transport(self._dht, self._peer_metrics) as transport, anyio.create_task_group() as tasks:
+            async with (
+                self._context.open_transport(self._dht, self._peer_metrics) as transport,
+                anyio.create_task_group() as tasks,
+            ):
                 tasks.start_soon(self._dht.watch)
                 if (checkpoint := self._options.plan.resume) is not None:
                     known_round = metrics_file.round_number
-                    self._timeline = await resume(checkpoint, transport, self.manifest, known_round, Path(scratch))
+                    self._timeline = await self._resume(checkpoint, transport, known_round, Path(scratch))
                 else:
                     await self._find_timeline()
                 coordination = await self._begin(transport, tasks)
@@ -188,18 +196,31 @@ class RunService:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
-    async def _begin(self, transport: P2PTransport, tasks: TaskGroup) -> Coordination:
+    async def _resume(self, checkpoint: Checkpoint, transport: Transport, known_round: int, folder: Path) -> Timeline:
+        clock, threads = self._context.clock, self._context.threads
+        snapshots = SnapshotStore(clock=clock, threads=threads, storage=FolderStorage(folder))
+        return await resume(checkpoint, transport, self.manifest, known_round, snapshots, threads)
+
+    async def _begin(self, transport: Transport, tasks: TaskGroup) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""
         await self._publish_run()
         tasks.start_soon(self._keep_published)
         self._events.on_ready()
         tasks.start_soon(self._directory.run_polling, range(self.resolved.num_stages))
         lease_s = self.manifest.limits.announcement_s
-        coordination = Coordination(self._dht, self._run_key, lease_s=lease_s, waits=self._options.standby)
+        coordination = Coordination(
+            self._dht, self._run_key, lease_s=lease_s, waits=self._options.standby, clock=self._context.clock
+        )
         tasks.start_soon(coordination.run)
         if (plan := self._options.plan).store is not None:
             writer = CheckpointWriter(
-                self.resolved, plan, watch=self.watch, directory=self._directory, acts=lambda: coordination.acts
+                self.resolved,
+                plan,
+                watch=self.watch,
+                directory=self._directory,
+                threads=self._context.threads,
+                rng=self._context.random.stream("checkpoints"),
+                acts=lambda: coordination.acts,
             )
             tasks.start_soon(writer.run, transport)
         tasks.start_soon(self._drop_silent_peers, transport)
@@ -262,7 +283,7 @@ class RunService:
                 self._timeline, self._begun = record.timeline(), record.begun
             return
 
-    async def _drop_silent_peers(self, transport: P2PTransport) -> None:
+    async def _drop_silent_peers(self, transport: Transport) -> None:
         """Call peers that have missed an announcement: to wait until the last one expires would take longer."""
         call = ListSnapshotsCall(manifest=self.manifest.hash)
 
@@ -299,10 +320,11 @@ class RunService:
             await anyio.sleep(PUBLISH_RUN_S)
             await self._publish_run()
 
-    async def _export(self, transport: P2PTransport) -> bool:
+    async def _export(self, transport: Transport) -> bool:
         """Save the model, if peers give their states; returns whether it is saved. The next look tries again."""
         try:
-            states = await fetch_states(transport, self._directory, self.resolved, self.watch.round_number + 1)
+            min_round, rng = self.watch.round_number + 1, self._context.random.stream("states")
+            states = await fetch_states(transport, self._directory, self.resolved, min_round, rng)
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)
             return False
@@ -310,6 +332,7 @@ class RunService:
             # Stage 0 has reported steps that were never made, or the run has just gone back.
             log.warning("model_not_saved reason=its stages have made %d optimizer steps", states[0].optimizer_step)
             return False
-        await anyio.to_thread.run_sync(export_states, self.resolved, states, self.model_folder, self._options.cache_dir)
+        cache_dir = self._options.cache_dir
+        await self._context.threads.run(export_states, self.resolved, states, self.model_folder, cache_dir)
         log.info("model_saved folder=%s", self.model_folder)
         return True

@@ -22,6 +22,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
@@ -73,10 +74,16 @@ async def temporary_node(addresses: Sequence[str], host_maddr: str = "/ip4/0.0.0
             yield dht
 
 
-def observer_directory(manifest: RunManifest, dht: SwarmDHT, metrics: PeerMetrics | None = None) -> Directory:
+def observer_directory(
+    manifest: RunManifest, dht: SwarmDHT, metrics: PeerMetrics | None = None, clock: Clock | None = None
+) -> Directory:
     """A directory of the run's peers for a process that looks at them and announces nothing itself."""
     return Directory(
-        manifest=manifest, dht=dht, clock=SystemClock(), metrics=metrics or PeerMetrics(), changed=Condition()
+        manifest=manifest,
+        dht=dht,
+        clock=clock or SystemClock(),
+        metrics=metrics or PeerMetrics(),
+        changed=Condition(),
     )
 
 

@@ -20,7 +20,7 @@ from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.replica import StageReplica, check_data
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start
@@ -46,14 +46,16 @@ class Peer:
         *,
         context: PeerContext,
         dht: SwarmDHT,
-        transport: P2PTransport,
+        transport: Transport,
         device: torch.device,
+        device_thread: DeviceThread,
         counted: CountedHook | None = None,
     ):
         """Make a peer without replicas.
 
         Args:
             device: that it computes on
+            device_thread: uses the device; the peer stops it at its end
             counted: told of each microbatch that the peer counts at stage 0; for tests
         """
         self._context = context
@@ -66,7 +68,7 @@ class Peer:
         self._me = context.identity.peer_id
         self._movable = context.options.stage == "auto"
         self._lifecycle = Lifecycle(context.clock)
-        self._device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
+        self._device_thread = device_thread
         self._directory = Directory(
             manifest=self._manifest,
             dht=dht,

@@ -28,6 +28,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES
@@ -97,7 +98,7 @@ async def _run(
             metrics=metrics,
             changed=Condition(),
         )
-        stage = await _choose_stage(context, dht)
+        stage = await choose_first_stage(context, dht)
         await threads.run(check_pretrained, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
         ended = anyio.Event()
@@ -105,7 +106,15 @@ async def _run(
             P2PTransport.open(dht.p2p, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics) as transport,
             signals_set(ended),
         ):
-            peer = Peer(context=context, dht=dht, transport=transport, device=device, counted=counted)
+            device_thread = DeviceThread(clock=context.clock, threads=threads, metrics=metrics)
+            peer = Peer(
+                context=context,
+                dht=dht,
+                transport=transport,
+                device=device,
+                device_thread=device_thread,
+                counted=counted,
+            )
             await peer.run(stage, ended)
 
 
@@ -116,7 +125,12 @@ def _max_payload_bytes(resolved: ResolvedManifest) -> int:
     return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
 
 
-async def _choose_stage(context: PeerContext, dht: SwarmDHT) -> int:
+async def choose_first_stage(context: PeerContext, dht: SwarmDHT) -> int:
+    """The stage to begin with: the one that `--stage` names, or the one where a peer is needed most.
+
+    Raises:
+        UserError: the run has no such stage
+    """
     options, resolved = context.options, context.resolved
     count = resolved.manifest.stages.count
     if options.stage != "auto":

@@ -100,6 +100,12 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float) ->
         raise AssertionError(f"{what} did not happen within {timeout_s:.0f} s") from None
 
 
+def stop(daemon: int) -> None:
+    os.kill(daemon, signal.SIGSTOP)
+    # On a busy machine it may still answer for a moment.
+    os.waitid(os.P_PID, daemon, os.WSTOPPED)
+
+
 async def test_nodes_that_have_lost_each_other_find_each_other_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,9 +124,7 @@ async def test_nodes_that_have_lost_each_other_find_each_other_again(
             node._node.protocol.wait_timeout = 1.0
         await until(lambda: knows(run) and knows(peer), "the meeting of the nodes", 5)
         daemon = peer.p2p._child.pid
-        os.kill(daemon, signal.SIGSTOP)
-        # On a busy machine the daemon may still answer for a moment, and its node would not be lost.
-        os.waitid(os.P_PID, daemon, os.WSTOPPED)
+        stop(daemon)
         try:
             for node in (run, peer):
                 await node.fetch("manifests", ManifestRecord, run_id)

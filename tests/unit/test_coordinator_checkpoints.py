@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -640,6 +641,8 @@ class Run:
             plan,
             watch=SimpleNamespace(optimizer_step=60, created_at_round=lambda optimizer_step: 60),
             directory=self,
+            threads=SystemThreads(),
+            rng=random.Random(0),
         )
         await writer._save(self.network.transport("coordinator"), 60)
 

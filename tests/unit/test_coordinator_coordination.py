@@ -39,7 +39,7 @@ class Nodes:
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
         self.now_s = 100.0
-        self.unix_s = 0.0
+        self.unix = 0.0
         self.lease_s = LEASE_S
         self.answers = True
 
@@ -50,9 +50,14 @@ class Nodes:
             RUN_KEY,
             lease_s=self.lease_s,
             waits=waits,
-            clock=lambda: self.now_s,
-            unix_clock=lambda: self.unix_s,
+            clock=self,
         )
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return self.unix
 
     def said_by(self, letter: bytes) -> CoordinationRecord:
         author = identity(letter).peer_id
@@ -163,7 +168,7 @@ async def test_a_look_without_an_answer_is_none(monkeypatch: pytest.MonkeyPatch)
 async def test_terms_grow_where_the_last_one_is_not_heard_of() -> None:
     nodes = Nodes()
     for unix_s in (1_700_000_000, 1_700_000_100):
-        nodes.unix_s = unix_s + 0.5
+        nodes.unix = unix_s + 0.5
         nodes.stored.clear()
         coordination = nodes.coordination(b"a")
         await nodes.pass_s(4, coordination)

@@ -20,6 +20,7 @@ import yaml
 from coordinator.checkpoints.writer import NO_CHECKPOINTS
 from coordinator.cli import app
 from coordinator.run import local, service
+from coordinator.run.context import CoordinatorContext
 from coordinator.run.service import RunEvents, RunOptions, RunService
 from coordinator.watch import loggers
 from coordinator.watch.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
@@ -470,7 +471,6 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
         yield None
 
     monkeypatch.setattr(service, "observe", observe)
-    monkeypatch.setattr(service, "open_transport", open_transport)
     monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)
     monkeypatch.setattr(service, "Coordination", Acting)
     monkeypatch.setattr(RunService, "_export", export)
@@ -479,6 +479,7 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
         FakeDHT(tmp_path),
         RunOptions(output=tmp_path, resume=resume),
         events=RunEvents(on_line=lambda line: told.append(line["optimizer_step"])),
+        context=CoordinatorContext(open_transport=open_transport),
     )
     assert await run.run()
     assert told == expected

@@ -9,6 +9,7 @@ from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
+from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network.dht import (
     GREETING,
     LONGEST_LIFETIME_S,
@@ -34,7 +35,7 @@ def stored(record=END, signer=ME, key=KEY, lifetime_s=3600.0, **changes):
 
 
 def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
-    assert SignedRecordValidator().validate(stored())
+    assert SignedRecordValidator(SystemClock()).validate(stored())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
     ],
 )
 def test_anything_else_is_not(record):
-    assert not SignedRecordValidator().validate(record)
+    assert not SignedRecordValidator(SystemClock()).validate(record)
 
 
 async def test_initial_peers_are_those_where_somebody_listens():

@@ -17,11 +17,13 @@ from hivemind.dht import DHTID
 from hivemind.dht.node import DHTNode
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P
-from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.policy.leadership import Term
+from swarm_peer.runtime.context import Clock
+from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.records import (
@@ -73,6 +75,9 @@ class SignedRecordValidator(RecordValidatorBase):
     replace a value that expires later.
     """
 
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
     def validate(self, record: DHTRecord) -> bool:
         """Whether the value is a record of a known kind, signed for this place by the author that it stands under."""
         try:
@@ -80,7 +85,7 @@ class SignedRecordValidator(RecordValidatorBase):
             kind, _, _ = open_envelope(envelope, author, _place(record.key, record.expiration_time))
         except Exception:  # in hivemind any exception would end the request for all records of the key
             return False
-        lasts_s = record.expiration_time - get_dht_time()
+        lasts_s = record.expiration_time - self._clock.unix_s()
         return kind in STORED_KINDS and len(envelope) <= MAX_STORED_BYTES and lasts_s <= LONGEST_LIFETIME_S
 
 
@@ -97,12 +102,15 @@ class SwarmDHT:
         addresses: that this node listens on
     """
 
-    def __init__(self, *, node: DHTNode, identity: Identity, metrics: PeerMetrics, addresses: Sequence[str]):
+    def __init__(
+        self, *, node: DHTNode, identity: Identity, metrics: PeerMetrics, addresses: Sequence[str], clock: Clock
+    ):
         self.p2p: P2P = node.p2p
         self.identity = identity
         self.addresses = list(addresses)
         self._node = node
         self._metrics = metrics
+        self._clock = clock
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
@@ -130,6 +138,7 @@ class SwarmDHT:
             _check_port_is_free(address)
         if len(initial_peers) > 1:
             initial_peers = await _listening(initial_peers) or initial_peers
+        clock = SystemClock()
         async with AsyncExitStack() as opened:
             try:
                 p2p = await P2P.create(
@@ -148,7 +157,7 @@ class SwarmDHT:
                     node = await DHTNode.create(
                         p2p=p2p,
                         initial_peers=list(initial_peers) or None,
-                        record_validator=SignedRecordValidator(),
+                        record_validator=SignedRecordValidator(clock),
                         # This node asks for the latest records alone, so it has no use for what others have found.
                         cache_nearest=0,
                         # It would follow each store with a search for what has just been stored.
@@ -157,7 +166,7 @@ class SwarmDHT:
                     addresses = [str(address) for address in await p2p.get_visible_maddrs()]
             except Exception as error:  # hivemind raises errors of many types
                 raise _explain_start_failure(error, initial_peers) from error
-            dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses)
+            dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses, clock=clock)
             opened.push_async_callback(_in_time, dht._close)
             dht._tasks.add(asyncio.get_running_loop().create_task(dht._rejoin()))
             yield dht
@@ -201,7 +210,7 @@ class SwarmDHT:
             UserError: the record is too large
         """
         signer = signer or self.identity
-        expiration = get_dht_time() + lifetime_s
+        expiration = self._clock.unix_s() + lifetime_s
         envelope = seal(record, run, signer, _place(DHTID.generate(source=key).to_bytes(), expiration))
         if len(envelope) > MAX_STORED_BYTES:
             raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")

@@ -177,7 +177,7 @@ class P2PTransport(Transport):
                 tasks.cancel_scope.cancel()
 
     async def serve(self, handler: CallHandler, on_unreachable: Callable[[str], None] = lambda peer_id: None) -> None:
-        """Answer calls with this handler from now on, and no more with the one before; see Transport."""
+        """Answer calls from now on; see Transport."""
         self._handler, self._on_unreachable = handler, on_unreachable
         if not self._is_listening:
             self._is_listening = True

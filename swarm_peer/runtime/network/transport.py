@@ -56,8 +56,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    async def serve(self, handler: CallHandler) -> None:
-        """Answer calls from now on. Call it only once."""
+    async def serve(self, handler: CallHandler, on_unreachable: Callable[[str], None] = lambda peer_id: None) -> None:
+        """Answer calls with this handler from now on, and no more with the one before.
+
+        Args:
+            on_unreachable: called with the id of each peer that cannot be reached when this one calls it
+        """
 
     @abstractmethod
     async def answered(self) -> None:
