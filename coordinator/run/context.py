@@ -1,4 +1,4 @@
-"""What a coordinator reaches the machine and the network through, as peers do through their context."""
+"""The clock, chance, threads and network of a coordinator, as PeerContext holds them for a peer."""
 
 from __future__ import annotations
 
