@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,16 +10,14 @@ from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted
 from swarm_peer.runtime.data.slices import SliceWindows
 
-DEADLINE_S = 50
-
 
 class FakeReader:
-    """Slices of windows whose tokens say which sample it is; reading can be held up."""
+    """Slices of windows whose tokens say which sample it is. `being_read` are those that are begun and not closed."""
 
     def __init__(self, *lengths: int):
         self.lengths = lengths
         self.read: list[SampleId] = []
-        self.held_up: dict[SampleId, tuple[threading.Event, threading.Event]] = {}  # is there; may go on
+        self.being_read: list[SliceId] = []
         self.errors: dict[SampleId, Exception] = {}
 
     def num_slices(self) -> int:
@@ -33,17 +30,13 @@ class FakeReader:
         return SliceWindows(self.windows(slice_id), left)
 
     def windows(self, slice_id: SliceId) -> Iterator[np.ndarray]:
-        for window in range(self.lengths[slice_id.slice_index]):
-            sample = SampleId(*slice_id, window)
-            if sample in self.held_up:
-                arrived, may_go_on = self.held_up[sample]
-                arrived.set()
-                assert may_go_on.wait(DEADLINE_S)
-            if sample in self.errors:
-                raise self.errors[sample]
-            self.read.append(sample)
-            yield np.array(sample, dtype=np.int32)
-
-    def hold_up(self, sample: SampleId) -> tuple[threading.Event, threading.Event]:
-        self.held_up[sample] = threading.Event(), threading.Event()
-        return self.held_up[sample]
+        self.being_read.append(slice_id)
+        try:
+            for window in range(self.lengths[slice_id.slice_index]):
+                sample = SampleId(*slice_id, window)
+                if sample in self.errors:
+                    raise self.errors[sample]
+                self.read.append(sample)
+                yield np.array(sample, dtype=np.int32)
+        finally:
+            self.being_read.remove(slice_id)

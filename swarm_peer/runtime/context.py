@@ -56,7 +56,8 @@ class Threads(Protocol):
         """Run a function in a worker thread and return its result.
 
         Args:
-            abandon_on_cancel: when the caller is cancelled, do not wait until the function returns
+            abandon_on_cancel: when the caller is cancelled, do not wait until the function returns; nor does the end of
+                the process wait for it
         """
         ...
 

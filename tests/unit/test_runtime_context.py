@@ -111,11 +111,28 @@ async def test_work_runs_in_a_thread_and_its_errors_come_back():
 
 
 async def test_a_function_that_hangs_is_abandoned_if_its_caller_says_so():
-    release = threading.Event()
+    release, daemons = threading.Event(), []
+
+    def hang():
+        daemons.append(threading.current_thread().daemon)
+        release.wait()
+
     with anyio.move_on_after(0.01) as scope:
-        await SystemThreads().run(release.wait, abandon_on_cancel=True)
+        await SystemThreads().run(hang, abandon_on_cancel=True)
     assert scope.cancelled_caught
     release.set()
+    assert daemons == [True], "the end of the process would wait for another thread"
+
+
+async def test_a_function_that_may_be_abandoned_is_run_like_any_other():
+    threads, here = SystemThreads(), threading.get_ident()
+
+    def work(number):
+        return number, threading.get_ident() != here
+
+    assert await threads.run(work, 7, abandon_on_cancel=True) == (7, True)
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 / 0, abandon_on_cancel=True)
 
 
 def test_a_thread_for_good_can_be_joined():

@@ -1,4 +1,4 @@
-"""Slices leased among the peers of stage 0, over an in-memory network, with a real reading thread in each peer."""
+"""Slices leased among the peers of stage 0, over an in-memory network, with real threads that read."""
 
 from __future__ import annotations
 

@@ -1,45 +1,73 @@
-"""The pool of samples that are read ahead: a real thread, over slices that are made up."""
+"""The pool of samples that are read ahead, by real worker threads, from slices that are made up."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import math
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 from contexts import FixedRandom, make_context, unparsed
-from made_up_slices import DEADLINE_S, FakeReader
+from made_up_slices import FakeReader
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange, ranges_of
 from swarm_peer.policy.data.sample_ledger import SampleLedger
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.data import prefetch as samples
-from swarm_peer.runtime.data.prefetch import SAMPLES_AHEAD, Sample, SamplePool
+from swarm_peer.runtime.data.prefetch import SAMPLES_AHEAD, WINDOWS_AT_A_TIME, Sample, SamplePool
 from swarm_peer.runtime.data.slices import ALL_WINDOWS, OPEN_SLICES, SliceReader
+from swarm_peer.runtime.host.machine import SystemThreads
+
+DEADLINE_S = 50
+
+
+class HeldThreads(SystemThreads):
+    """Worker threads that begin as many calls as a test allows."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.allowed: float = 0
+        self.changed = Condition()
+
+    def allow(self, calls: float = math.inf) -> None:
+        self.allowed = calls
+        self.changed.notify()
+
+    async def has_been_asked(self) -> None:
+        await self.changed.wait_for(lambda: self.asked > 0)
+
+    async def run(self, *args, **options):  # type: ignore[no-untyped-def]
+        self.asked += 1
+        self.changed.notify()
+        await self.changed.wait_for(lambda: self.allowed > 0)
+        self.allowed -= 1
+        return await super().run(*args, **options)
 
 
 @asynccontextmanager
-async def pool_of(reader: FakeReader | SliceReader, seed: int = 0) -> AsyncIterator[SamplePool]:
-    pool = SamplePool(context=make_context(unparsed("0" * 32), random=FixedRandom(seed)), reader=reader)  # type: ignore[arg-type]
-    pool.start()
-    try:
+async def pool_of(
+    reader: FakeReader | SliceReader, threads: SystemThreads | None = None, seed: int = 0
+) -> AsyncIterator[SamplePool]:
+    context = make_context(unparsed("0" * 32), random=FixedRandom(seed), threads=threads or SystemThreads())
+    pool = SamplePool(context=context, reader=reader)  # type: ignore[arg-type]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.run)
         with anyio.fail_after(DEADLINE_S):
             yield pool
-    finally:
-        pool.stop()
+        tasks.cancel_scope.cancel()
 
 
 async def until(pool: SamplePool, condition: Callable[[], bool]) -> None:
     await pool._changed.wait_for(condition)
-
-
-async def in_thread(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, DEADLINE_S)
 
 
 def ids(some: list[Sample]) -> list[SampleId]:
@@ -85,41 +113,62 @@ async def test_of_a_slice_that_had_been_begun_the_rest_is_given_out() -> None:
 
 async def test_an_older_pass_is_read_first() -> None:
     reader = FakeReader(40, 40)
-    async with pool_of(reader) as pool:
-        arrived, may_go_on = reader.hold_up(SampleId(1, 0, 5))
+    threads = HeldThreads()
+    async with pool_of(reader, threads) as pool:
         pool.add_lease(SliceId(1, 0), ALL_WINDOWS)
-        await in_thread(arrived)
+        await threads.has_been_asked()
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
-        may_go_on.set()
+        threads.allow()
         await until(pool, lambda: pool.is_read_out)
-        assert {sample.pass_number for sample in reader.read[6:86]} == {0}
+        passes = [sample.pass_number for sample in reader.read]
+        assert passes == [1] * WINDOWS_AT_A_TIME + [0] * 80 + [1] * (40 - WINDOWS_AT_A_TIME)
         given = ids(await pool.next_samples(120))
         assert [sample.pass_number for sample in given] == [0] * 80 + [1] * 40
 
 
 async def test_no_more_is_read_ahead_than_fits() -> None:
     reader = FakeReader(10 * SAMPLES_AHEAD)
-    async with pool_of(reader) as pool:
+    threads = HeldThreads()
+    threads.allow()
+    async with pool_of(reader, threads) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        for taken in range(0, 5 * SAMPLES_AHEAD, 64):
-            assert len(reader.read) <= SAMPLES_AHEAD + taken + 1
-            await pool.next_samples(64)
+        for taken in range(0, 5 * SAMPLES_AHEAD, 60):
+            await pool._stock.wait_for(lambda: pool._num_ready() >= SAMPLES_AHEAD)
+            assert len(reader.read) < taken + SAMPLES_AHEAD + WINDOWS_AT_A_TIME
+            assert threads.asked * WINDOWS_AT_A_TIME == len(reader.read), "it does not read"
+            await pool.next_samples(60)
         large = await pool.next_samples(2 * SAMPLES_AHEAD)
         assert len(large) == 2 * SAMPLES_AHEAD, "but what is asked for is read"
 
 
-async def test_a_task_that_is_cancelled_has_taken_nothing() -> None:
-    reader = FakeReader(20)
-    async with pool_of(reader) as pool:
-        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 5))
+async def test_a_full_pool_goes_on_when_there_is_room() -> None:
+    async with pool_of(FakeReader(SAMPLES_AHEAD + 1)) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        await in_thread(arrived)
+        await pool._stock.wait_for(lambda: pool._num_ready() >= SAMPLES_AHEAD)
+        await pool.next_samples(1)
+        await until(pool, lambda: pool.is_read_out)
+
+
+async def test_a_full_pool_goes_on_when_a_slice_is_lost() -> None:
+    length = SAMPLES_AHEAD - WINDOWS_AT_A_TIME
+    async with pool_of(FakeReader(length, length)) as pool:
+        for index in range(2):
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        await pool._stock.wait_for(lambda: pool._num_ready() >= SAMPLES_AHEAD)
+        pool.drop(SliceId(0, 0))
+        await until(pool, lambda: pool.is_read_out)
+
+
+async def test_a_task_that_is_cancelled_has_taken_nothing() -> None:
+    threads = HeldThreads()
+    async with pool_of(FakeReader(20), threads) as pool:
         tasks = [asyncio.create_task(pool.next_samples(8)) for _ in range(3)]
-        await asyncio.sleep(0)
+        await pool._stock.wait_for(lambda: len(pool._awaited) == 3)
         for task in tasks[:2]:
             task.cancel()
-        may_go_on.set()
+        threads.allow()
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         assert ids(await tasks[2]) == [SampleId(0, 0, window) for window in range(8)]
         results = await asyncio.gather(*tasks[:2], return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
@@ -128,40 +177,33 @@ async def test_a_task_that_is_cancelled_has_taken_nothing() -> None:
 
 
 async def test_several_tasks_may_wait() -> None:
-    reader = FakeReader(24)
-    async with pool_of(reader) as pool:
-        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 0))
+    counts = (8, 2 * SAMPLES_AHEAD, 4, 2 * SAMPLES_AHEAD)
+    async with pool_of(FakeReader(sum(counts))) as pool:
+        tasks = [asyncio.create_task(pool.next_samples(count)) for count in counts]
+        await pool._stock.wait_for(lambda: len(pool._awaited) == len(counts))
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        await in_thread(arrived)
-        tasks = [asyncio.create_task(pool.next_samples(count)) for count in (8, 4, 12)]
-        await asyncio.sleep(0)
-        may_go_on.set()
         given = [ids(some) for some in await asyncio.gather(*tasks)]
-        assert [len(some) for some in given] == [8, 4, 12]
-        assert sorted(itertools.chain(*given)) == [SampleId(0, 0, window) for window in range(24)]
+        assert tuple(len(some) for some in given) == counts
+        assert sorted(itertools.chain(*given)) == [SampleId(0, 0, window) for window in range(sum(counts))]
 
 
 async def test_who_waits_for_few_does_not_wait_for_what_others_want() -> None:
-    reader = FakeReader(24)
-    async with pool_of(reader) as pool:
-        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 0))
-        nearly_done, may_end = reader.hold_up(SampleId(0, 0, 8))
+    threads = HeldThreads()
+    async with pool_of(FakeReader(24), threads) as pool:
+        many, few = (asyncio.create_task(pool.next_samples(WINDOWS_AT_A_TIME + more)) for more in (1, 0))
+        await pool._stock.wait_for(lambda: len(pool._awaited) == 2)
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        await in_thread(arrived)
-        many, few = (asyncio.create_task(pool.next_samples(count)) for count in (16, 8))
-        await asyncio.sleep(0)
-        may_go_on.set()
-        assert len(await few) == 8
-        await in_thread(nearly_done)
+        threads.allow(1)
+        await few
         assert not many.done()
-        may_end.set()
-        assert len(await many) == 16
+        threads.allow()
+        await many
 
 
 async def test_who_waits_gets_what_is_leased_later() -> None:
     async with pool_of(FakeReader(3, 3)) as pool:
         task = asyncio.create_task(pool.next_samples(5))
-        await asyncio.sleep(0)
+        await pool._stock.wait_for(lambda: len(pool._awaited) == 1)
         pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
         await until(pool, lambda: pool.is_read_out)
         assert not task.done()
@@ -183,33 +225,46 @@ async def test_samples_of_a_lost_lease_are_let_go() -> None:
 
 
 async def test_a_slice_lost_while_it_is_read_can_be_leased_again() -> None:
-    reader = FakeReader(20)
-    async with pool_of(reader) as pool:
-        arrived, may_go_on = reader.hold_up(SampleId(0, 0, 5))
+    threads = HeldThreads()
+    async with pool_of(FakeReader(20), threads) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        await in_thread(arrived)
+        await threads.has_been_asked()
         pool.drop(SliceId(0, 0))
         assert pool.is_read_out
-        reader.held_up.clear()
         pool.add_lease(SliceId(0, 0), Uncounted((), 2))
-        may_go_on.set()
+        threads.allow()
         assert [sample.window for sample in ids(await pool.next_samples(18))] == list(range(2, 20))
         await until(pool, lambda: pool.is_read_out)
         assert len(pool.take_ends()) == 1
 
 
+async def test_of_a_slice_lost_while_it_is_read_neither_samples_nor_the_end_are_kept() -> None:
+    threads = HeldThreads()
+    async with pool_of(FakeReader(3, 5), threads) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await threads.has_been_asked()
+        pool.drop(SliceId(0, 0))
+        pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
+        threads.allow()
+        assert ids(await pool.next_samples(5)) == [SampleId(0, 1, window) for window in range(5)]
+        assert pool.take_ends() == [WindowRange(0, 1, 5, 5, True)]
+
+
 async def test_an_error_of_reading_is_raised_each_time() -> None:
     reader = FakeReader(20)
     reader.errors[SampleId(0, 0, 5)] = UserError("cannot read data.files")
-    async with pool_of(reader) as pool:
+    threads = HeldThreads()
+    threads.allow()
+    async with pool_of(reader, threads) as pool:
         waiting = asyncio.create_task(pool.next_samples(8))
-        await asyncio.sleep(0)
+        await pool._stock.wait_for(lambda: len(pool._awaited) == 1)
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         for attempt in (waiting, pool.next_samples(8)):
             with pytest.raises(UserError, match=r"cannot read data\.files"):
                 await attempt
         assert len(await pool.next_samples(5)) == 5, "what was read before is good"
         assert pool.take_ends() == []
+        assert threads.asked == 1, "it reads no more"
 
 
 async def test_an_error_that_nobody_foresaw_is_told_as_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,6 +272,7 @@ async def test_an_error_that_nobody_foresaw_is_told_as_one_line(caplog: pytest.L
     reader.errors[SampleId(0, 0, 0)] = ValueError("a\nb")
     async with pool_of(reader) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await until(pool, lambda: pool._error is not None)
         with pytest.raises(UserError, match=r"^cannot read the data: a; the log") as caught:
             await pool.next_samples(1)
         assert isinstance(caught.value.__cause__, ValueError)
@@ -243,23 +299,43 @@ async def test_slices_that_have_counted_before_are_not_empty() -> None:
         assert len(await pool.next_samples(5)) == 5
 
 
-async def test_stop_ends_the_thread() -> None:
-    def is_running() -> bool:
-        return any(thread.name == "samples" for thread in threading.enumerate())
-
-    reader = FakeReader(10)
-    arrived, may_go_on = reader.hold_up(SampleId(0, 0, 5))
+async def test_slices_are_closed_when_the_pool_ends() -> None:
+    reader = FakeReader(2 * SAMPLES_AHEAD)
     async with pool_of(reader) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        await in_thread(arrived)
-        assert is_running()
-    threads = [thread for thread in threading.enumerate() if thread.name == "samples"]
-    may_go_on.set()
-    for thread in threads:
-        await asyncio.to_thread(thread.join, DEADLINE_S)
-    assert not is_running()
-    async with pool_of(FakeReader(1)):
-        pass  # stopped while there is nothing to read
+        await pool._stock.wait_for(lambda: pool._num_ready() >= SAMPLES_AHEAD)
+        assert reader.being_read == [SliceId(0, 0)]
+    assert reader.being_read == []
+
+
+class HangingReader(FakeReader):
+    """Before the first window its reader hangs until the test releases it."""
+
+    def __init__(self, *lengths: int):
+        super().__init__(*lengths)
+        self.thread: threading.Thread | None = None
+        self.hangs, self.release = threading.Event(), threading.Event()
+
+    def windows(self, slice_id: SliceId) -> Iterator[np.ndarray]:
+        self.thread = threading.current_thread()
+        self.hangs.set()
+        assert self.release.wait(DEADLINE_S)
+        yield from super().windows(slice_id)
+
+
+async def test_the_end_of_the_pool_does_not_wait_for_a_read_that_hangs() -> None:
+    reader = HangingReader(20)
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        assert await asyncio.to_thread(reader.hangs.wait, DEADLINE_S)
+    assert reader.thread is not None
+    assert reader.being_read == [], "the read still hangs"
+    reader.release.set()
+    await asyncio.to_thread(reader.thread.join, DEADLINE_S)
+    assert len(reader.read) == WINDOWS_AT_A_TIME
+    assert pool._num_ready() == 0
+    gc.collect()  # frees the cancelled task
+    assert reader.being_read == []
 
 
 # --- with real slices and a ledger

@@ -211,15 +211,13 @@ class SliceLeases:
     # --- leases
 
     async def run(self) -> None:
-        """Lease slices as the pool needs them, until cancelled."""
-        self._pool.start()
-        try:
+        """Run the pool and lease slices as it needs them, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._pool.run)
             while True:
                 await self._context.changed.wait_for(lambda: self._ledger is not None and self._pool.wants_leases > 0)
                 if not await self._lease():
                     await anyio.sleep(RETRY_S)
-        finally:
-            self._pool.stop()
 
     def forget(self, peer_id: str) -> None:
         """Free the slices of a stage-mate that has said goodbye."""

@@ -1,14 +1,13 @@
-"""Prefetch: a thread that reads samples ahead of their use, from the slices that a stage-0 peer leases.
+"""Prefetch: samples are read ahead of their use, from the slices that a stage-0 peer leases.
 
-This module owns the thread and the samples that it has read. It knows nothing of other peers: leases.py tells it which
-slices to read, and which of their windows have counted.
+This module owns the samples that have been read and not yet used. It knows nothing of other peers: leases.py tells it
+which slices to read, and which of their windows have counted.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
-import threading
 from collections import deque
 from typing import NamedTuple
 
@@ -23,8 +22,12 @@ from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceReader, SliceWindow
 
 log = logging.getLogger(__name__)
 
-# Samples to read ahead of their use: the device must not wait for reading and tokenizing.
+# Samples to read ahead of their use: the device must not wait for reading and tokenizing. The pool reads when it has
+# fewer, so it may keep up to WINDOWS_AT_A_TIME - 1 more.
 SAMPLES_AHEAD = 256
+# Windows to read by one call of a worker thread. A call costs some 0.15 ms, whatever it reads, so there should be few
+# calls. But a batch that lacks one sample waits for a whole call.
+WINDOWS_AT_A_TIME = 8
 
 
 class Sample(NamedTuple):
@@ -38,10 +41,10 @@ class SamplePool:
     """Gives out samples of several slices, mixed; the samples of one slice come in their order.
 
     All samples of a pass are read and given out before those of a later pass, in whatever order slices are leased. All
-    methods belong to the event loop's thread; reading happens in a thread of the pool.
+    methods belong to the event loop's thread; `run` reads in worker threads, one at a time.
 
     Args:
-        reader: only the pool's thread uses it after `start`
+        reader: `run` reads with it in worker threads, so no other thread should
     """
 
     def __init__(self, *, context: PeerContext, reader: SliceReader):
@@ -49,8 +52,7 @@ class SamplePool:
         self._reader = reader
         self._rng = context.random.stream("samples")
         self._changed = context.changed
-        self._arrived = Condition()
-        self._state = threading.Condition()  # guards all attributes below; reentrant
+        self._stock = Condition()  # notified when samples or slices come or go
         self._leased: set[SliceId] = set()
         self._unread: dict[SliceId, SliceWindows] = {}
         self._ready: dict[SliceId, deque[Sample]] = {}  # without slices that have none
@@ -58,19 +60,22 @@ class SamplePool:
         self._ends: list[WindowRange] = []
         self._empty_in_a_row = 0
         self._error: UserError | None = None
-        self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self) -> None:
-        """Begin to read. To be called in the event loop whose tasks will ask for samples."""
-        self._loop = asyncio.get_running_loop()
-        self._threads.start(self._read, "samples")
+    async def run(self) -> None:
+        """Read samples as there is room for them, until cancelled. After an error, `next_samples` raises it.
 
-    def stop(self) -> None:
-        """End the thread when its present read returns. The caller has to cancel the tasks that wait for samples."""
-        with self._state:
-            self._stopping = True
-            self._state.notify()
+        When cancelled, `run` does not wait for the read that is under way: a remote file system may hang. It lets go of
+        that slice and of whatever the read returns later, and closes all other slices at once.
+        """
+        try:
+            while True:
+                await self._stock.wait_for(self._may_read)
+                try:
+                    await self._read_some()
+                except Exception as error:  # `next_samples` raises it, which ends the peer
+                    self._fail(error)
+        finally:
+            self._unread.clear()  # closes the files that they have open
 
     # --- leases
 
@@ -90,24 +95,21 @@ class SamplePool:
         Args:
             left: the windows that have not counted
         """
-        with self._state:
-            assert slice_id not in self._leased, slice_id
-            self._leased.add(slice_id)
-            self._unread[slice_id] = self._reader.open(slice_id, left)
-            self._state.notify()
+        assert slice_id not in self._leased, slice_id
+        self._leased.add(slice_id)
+        self._unread[slice_id] = self._reader.open(slice_id, left)
+        self._stock.notify()
 
     def drop(self, slice_id: SliceId) -> None:
         """Give out no more samples of a slice that is finished, or whose lease is lost. Some may still be in flight."""
-        with self._state:
-            self._leased.discard(slice_id)
-            self._unread.pop(slice_id, None)
-            self._ready.pop(slice_id, None)
-            self._state.notify()
+        self._leased.discard(slice_id)
+        self._unread.pop(slice_id, None)
+        self._ready.pop(slice_id, None)
+        self._stock.notify()
 
     def take_ends(self) -> list[WindowRange]:
         """Take the ends of slices that were found since the last call, as ranges to be counted."""
-        with self._state:
-            ends, self._ends = self._ends, []
+        ends, self._ends = self._ends, []
         return ends
 
     # --- samples
@@ -118,25 +120,17 @@ class SamplePool:
         Raises:
             UserError: reading has failed, or there is no text to train on
         """
-        with self._state:
-            self._awaited.append(count)
-            self._state.notify()
+        self._awaited.append(count)
+        self._stock.notify()
         try:
-            while (samples := self._take(count)) is None:
-                await self._arrived.wait_for(lambda: self._error is not None or self._num_ready() >= count)
+            await self._stock.wait_for(lambda: self._error is not None or self._num_ready() >= count)
         finally:
-            with self._state:
-                self._awaited.remove(count)
+            self._awaited.remove(count)
+        if self._error is not None and self._num_ready() < count:
+            raise self._error
+        samples = [self._take_one() for _ in range(count)]
+        self._stock.notify()
         return samples
-
-    def _take(self, count: int) -> list[Sample] | None:
-        with self._state:
-            if self._num_ready() >= count:
-                self._state.notify()
-                return [self._take_one() for _ in range(count)]
-            if self._error is not None:
-                raise self._error
-            return None
 
     def _take_one(self) -> Sample:
         oldest = min(slice_id.pass_number for slice_id in self._ready)
@@ -147,68 +141,61 @@ class SamplePool:
         return sample
 
     def _num_ready(self) -> int:
-        with self._state:
-            return sum(map(len, self._ready.values()))
+        return sum(map(len, self._ready.values()))
 
-    # --- in the thread
+    # --- reading
 
-    def _read(self) -> None:
-        try:
-            while (chosen := self._choose()) is not None:
-                slice_id, windows = chosen
-                self._keep(slice_id, windows, next(windows, None))
-            with self._state:
-                self._unread.clear()  # closes the files that they have open
-        except Exception as error:  # `next_samples` raises it in the event loop, which ends the peer
-            if not isinstance(error, UserError):
-                log.exception("reading_failed")
-            self._fail(error)
+    def _may_read(self) -> bool:
+        has_room = self._num_ready() < max([SAMPLES_AHEAD, *self._awaited])
+        return bool(self._unread) and has_room and self._error is None
 
-    def _choose(self) -> tuple[SliceId, SliceWindows] | None:
-        """Wait until there is room, and choose the slice to read: of the oldest pass, with the fewest samples ready.
+    async def _read_some(self) -> None:
+        slice_id = self._choose()
+        windows = self._unread[slice_id]
+        items, error = await self._threads.run(_next_windows, windows, abandon_on_cancel=True)
+        if self._unread.get(slice_id) is windows:  # otherwise the slice was dropped meanwhile
+            self._keep(slice_id, windows, items)
+        if error is not None:
+            raise error
 
-        Returns:
-            None after `stop`
-        """
-        with self._state:
-            while not self._stopping:
-                if self._unread and self._num_ready() < max([SAMPLES_AHEAD, *self._awaited]):
-                    oldest = min(slice_id.pass_number for slice_id in self._unread)
-                    candidates = [slice_id for slice_id in self._unread if slice_id.pass_number == oldest]
-                    chosen = min(candidates, key=lambda slice_id: len(self._ready.get(slice_id, ())))
-                    return chosen, self._unread[chosen]
-                self._state.wait()
-            return None
+    def _choose(self) -> SliceId:
+        """The slice to read: of the oldest pass, with the fewest samples ready."""
+        oldest = min(slice_id.pass_number for slice_id in self._unread)
+        candidates = [slice_id for slice_id in self._unread if slice_id.pass_number == oldest]
+        return min(candidates, key=lambda slice_id: len(self._ready.get(slice_id, ())))
 
-    def _keep(self, slice_id: SliceId, windows: SliceWindows, item: tuple[int, npt.NDArray[np.int32]] | None) -> None:
-        with self._state:
-            if self._unread.get(slice_id) is not windows:
-                return  # the slice was dropped meanwhile
-            if item is not None:
-                sample = Sample(SampleId(*slice_id, item[0]), item[1])
-                self._ready.setdefault(slice_id, deque()).append(sample)
-                if self._awaited and self._num_ready() >= min(self._awaited):
-                    self._notify(self._arrived)
-                return
-            del self._unread[slice_id]
-            assert windows.num_windows is not None
-            self._ends.append(WindowRange(*slice_id, windows.num_windows, windows.num_windows, True))
-            self._empty_in_a_row = 0 if windows.num_windows else self._empty_in_a_row + 1
-            self._notify(self._changed)
+    def _keep(self, slice_id: SliceId, windows: SliceWindows, items: list[tuple[int, npt.NDArray[np.int32]]]) -> None:
+        """Keep what was read of a slice, and note its end if that was found."""
+        if items:
+            samples = (Sample(SampleId(*slice_id, window), tokens) for window, tokens in items)
+            self._ready.setdefault(slice_id, deque()).extend(samples)
+            self._stock.notify()
+        if windows.num_windows is None:
+            return
+        del self._unread[slice_id]
+        self._ends.append(WindowRange(*slice_id, windows.num_windows, windows.num_windows, True))
+        self._empty_in_a_row = 0 if windows.num_windows else self._empty_in_a_row + 1
+        self._changed.notify()
         if self._empty_in_a_row >= self._reader.num_slices():
             raise self._reader.no_text()
 
     def _fail(self, error: Exception) -> None:
-        with self._state:
-            if isinstance(error, UserError):
-                self._error = error
-            else:
-                self._error = UserError(f"cannot read the data: {first_line(error)}; the log has the details")
-                self._error.__cause__ = error
-            self._notify(self._arrived)
-            self._notify(self._changed)
+        if isinstance(error, UserError):
+            self._error = error
+        else:
+            log.exception("reading_failed")
+            self._error = UserError(f"cannot read the data: {first_line(error)}; the log has the details")
+            self._error.__cause__ = error
+        self._stock.notify()
+        self._changed.notify()
 
-    def _notify(self, condition: Condition) -> None:
-        """Wake up tasks of the event loop. To be called with the state locked: after `stop`, the loop may be gone."""
-        if not self._stopping and self._loop is not None:
-            self._loop.call_soon_threadsafe(condition.notify)
+
+def _next_windows(windows: SliceWindows) -> tuple[list[tuple[int, npt.NDArray[np.int32]]], Exception | None]:
+    """Read the next windows of a slice, until WINDOWS_AT_A_TIME are read, the slice ends or there is an error."""
+    items = []
+    try:
+        for item in itertools.islice(windows, WINDOWS_AT_A_TIME):
+            items.append(item)
+    except Exception as error:  # the windows before it are good
+        return items, error
+    return items, None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -47,11 +49,24 @@ class SystemRandom:
 
 
 class SystemThreads:
-    """Threads of this process: anyio's worker threads, and daemon threads for long work."""
+    """Threads of this process: anyio's worker threads, and daemon threads for work that is long or may hang."""
 
     async def run(self, function: Callable[..., Result], *args: object, abandon_on_cancel: bool = False) -> Result:
         """Run a function in a worker thread and return its result."""
-        return await anyio.to_thread.run_sync(lambda: function(*args), abandon_on_cancel=abandon_on_cancel)
+        if not abandon_on_cancel:
+            return await anyio.to_thread.run_sync(lambda: function(*args))
+        # The process does not end before anyio's worker threads do, so what may hang has a daemon thread.
+        result = Future[Result]()
+        result.set_running_or_notify_cancel()  # so that it may be set even if nobody waits for it any more
+
+        def work() -> None:
+            try:
+                result.set_result(function(*args))
+            except BaseException as error:  # raised in the task that waits
+                result.set_exception(error)
+
+        self.start(work, "abandonable")
+        return await asyncio.wrap_future(result)
 
     def start(self, target: Callable[[], None], name: str) -> Callable[[float], None]:
         """Start a daemon thread. Returns a function that waits for its end, at most for so many seconds."""
