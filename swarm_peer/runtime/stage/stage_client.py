@@ -24,6 +24,9 @@ from swarm_peer.wire.messages import QUERIES, MicrobatchCall, MicrobatchReply, M
 
 log = logging.getLogger(__name__)
 
+# A callee gets so much less time than its caller has, or a twentieth if that is more: for its reply's way back, be it that
+# a later stage is to blame. A caller that gives up first would have the microbatch counted at another peer again.
+WAY_BACK_S = 1.0
 # Pause before the next try when every peer of the stage was busy or has failed; doubled each time, with jitter.
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
@@ -189,8 +192,7 @@ class StageClient:
             mode=microbatch.mode,
             num_samples=microbatch.num_samples,
             length=microbatch.length or self._manifest.data.sequence_length,
-            # The callee gets less time than this peer has, so that it can still reply that a later stage is to blame.
-            timeout_s=0.95 * timeout_s,
+            timeout_s=timeout_s - min(max(0.05 * timeout_s, WAY_BACK_S), 0.5 * timeout_s),
             counts=self._progress.signed_counts(),
         )
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)

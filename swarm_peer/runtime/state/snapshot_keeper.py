@@ -16,6 +16,7 @@ from swarm_peer.policy.recovery import SnapshotRef
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -78,8 +79,21 @@ class SnapshotKeeper:
         state = await self._state_server.copy_state()
         if state is None or state.round_number != round_number:
             return False
-        await self._snapshots.store_snapshot(self._stage, state)
+        await self._store(self._stage, state)
         return True
+
+    async def _store(self, stage: int, state: StageState) -> None:
+        """Store a snapshot. One that the disk does not take is left out: the peer trains all the same."""
+        try:
+            await self._snapshots.store_snapshot(stage, state)
+        except OSError as error:
+            log.error(
+                "snapshot_not_stored stage=%d optimizer_step=%d reason=%s: make room in the temporary folder, or name "
+                "another one in TMPDIR",
+                stage,
+                state.optimizer_step,
+                error,
+            )
 
     def _snapshot_is_due(self, every: int) -> bool:
         step = self._state_server.step
@@ -108,7 +122,7 @@ class SnapshotKeeper:
     async def _copy(self, wanted: SnapshotRef, *, is_last_try: bool) -> bool:
         peers = [peer.peer_id for peer in self._swarm.view().serving(wanted.stage)]
         try:
-            await self._snapshots.store_snapshot(wanted.stage, await self._fetch(wanted, peers))
+            await self._store(wanted.stage, await self._fetch(wanted, peers))
         except CallError as error:
             # The first tries often fail, since the other peers are still taking their snapshots.
             level = logging.WARNING if is_last_try else logging.DEBUG

@@ -1,0 +1,123 @@
+"""A simulated DHT node, under the real SwarmDHT: signed records on the nodes nearest to their key, each with its view.
+
+A record is kept by the nodes that its author could reach when it was stored; it is found if one of the nodes that are
+asked keeps it, can be reached and answers. So views differ, and are late.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from hivemind.dht import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer
+
+from swarm_peer.runtime.network.dht import NODES_ASKED, SignedRecordValidator
+
+if TYPE_CHECKING:
+    from hosts import Host
+    from world import World
+
+# As hivemind has it: copies of a record, and the time that a node has for its answer.
+REPLICAS = 5
+WAIT_S = 3.0
+# How long a node does not ask one again that did not answer.
+FORGOTTEN_S = 20.0
+# Requests that get no answer though their node is there.
+LOST = 0.01
+
+
+class TubeNode:
+    """One host's node: what SwarmDHT uses of hivemind's DHTNode."""
+
+    def __init__(self, world: World, host: Host):
+        self._world = world
+        self._host = host
+        self._rng = host.rng("dht")
+        self._validator = SignedRecordValidator(host.clock)
+        self._records: dict[bytes, dict[str, tuple[bytes, float]]] = {}
+        self._silent_until: dict[str, float] = {}
+        self.p2p = SimpleNamespace(_child=SimpleNamespace(wait=anyio.sleep_forever))
+        self.cache_refresh_task = None
+
+    async def shutdown(self) -> None:
+        """Nothing of it stays."""
+
+    def _nearest(self, key: bytes, count: int) -> list[Host]:
+        now = self._world.loop.time()
+        known = [
+            host
+            for host in self._world.hosts
+            if host.node is not None and self._silent_until.get(host.name, 0.0) <= now
+        ]
+        known = [host for host in known if host.is_alive or now - host.died_s < 10.0]
+        return sorted(known, key=lambda host: hashlib.sha256(key + host.peer_id.encode()).digest())[:count]
+
+    async def _reach(self, other: Host) -> bool:
+        """Ask a node, for as long as that takes; returns whether it answers."""
+        network = self._world.network
+        while self._host.is_stalled:
+            await anyio.sleep(0.5)
+        if other is self._host:
+            return True
+        blocked = network.is_blocked(self._host, other) or network.is_blocked(other, self._host)
+        if blocked or not other.is_alive or self._rng.random() < LOST:
+            await anyio.sleep(WAIT_S)
+            self._silent_until[other.name] = self._world.loop.time() + FORGOTTEN_S
+            return False
+        await anyio.sleep(2 * network.link(self._host, other).latency_s * self._rng.uniform(1.0, 2.0))
+        return other.is_alive
+
+    async def store(self, key: str, envelope: bytes, expiration: float, *, subkey: str, beam_size: int) -> bool:
+        key_bytes = DHTID.generate(source=key).to_bytes()
+        stored = 0
+
+        async def store_at(host: Host) -> None:
+            nonlocal stored
+            if await self._reach(host) and host.node is not None:
+                stored += host.node.keep(key_bytes, subkey, envelope, expiration)
+
+        if not self._host.is_alive:
+            await anyio.sleep_forever()
+        self._world.note("store", self._host.name, key.rpartition(".")[2])
+        async with anyio.create_task_group() as tasks:
+            for host in self._nearest(key_bytes, REPLICAS):
+                tasks.start_soon(store_at, host)
+        return stored > 0
+
+    def keep(self, key: bytes, author: str, envelope: bytes, expiration: float) -> bool:
+        """Store a record here, if it is valid and newer than the one that is here."""
+        packed = MSGPackSerializer.dumps
+        record = DHTRecord(key, packed(author), packed(envelope), expiration)
+        known = self._records.setdefault(key, {})
+        if not self._validator.validate(record):
+            return False
+        if author in known and known[author][1] >= expiration:
+            return False
+        known[author] = (envelope, expiration)
+        return True
+
+    def kept(self, key: bytes) -> dict[str, tuple[bytes, float]]:
+        """The records under a key that are here and have not expired."""
+        now = self._host.clock.unix_s()
+        return {author: entry for author, entry in self._records.get(key, {}).items() if entry[1] > now}
+
+    async def get(self, key: str, *, latest: bool, beam_size: int) -> Any:
+        key_bytes = DHTID.generate(source=key).to_bytes()
+        found: dict[str, tuple[bytes, float]] = {}
+
+        async def ask(host: Host) -> None:
+            if await self._reach(host) and host.node is not None:
+                for author, entry in host.node.kept(key_bytes).items():
+                    if author not in found or found[author][1] < entry[1]:
+                        found[author] = entry
+
+        if not self._host.is_alive:
+            await anyio.sleep_forever()
+        async with anyio.create_task_group() as tasks:
+            for host in self._nearest(key_bytes, NODES_ASKED):
+                tasks.start_soon(ask, host)
+        return SimpleNamespace(value=dict(sorted(found.items()))) if found else None

@@ -1,0 +1,235 @@
+"""The kinds of faults, each a function. To add a kind, write one more: its name is the kind's, its weight how often.
+
+A fault chooses its victims when it strikes, by a generator of its own: which other faults there are does not matter.
+Each tells `tube.struck` when it has struck; one that finds no victim does nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
+from network import Tampering
+
+from swarm_peer.policy.view import PeerState
+
+if TYPE_CHECKING:
+    from hosts import Host
+    from tube import Tube
+
+Strike = Callable[["Tube", random.Random], Awaitable[None]]
+
+KINDS: dict[str, tuple[Strike, float]] = {}
+# Calls whose replies are lost, delayed or garbled, and which come twice.
+OPS = [
+    "microbatch",
+    "microbatch",
+    "counts",
+    "ready",
+    "vote",
+    "average_part",
+    "gradient_chunk",
+    "greet",
+    "commit_gradient",
+    "state_index",
+    "state_chunk",
+    "lease",
+    "rewind",
+    None,
+]
+
+
+def kind(weight: float) -> Callable[[Strike], Strike]:
+    """Register a kind of fault, which is drawn in proportion to its weight."""
+
+    def register(strike: Strike) -> Strike:
+        KINDS[strike.__name__] = strike, weight
+        return strike
+
+    return register
+
+
+@kind(3.0)
+async def kill(tube: Tube, rng: random.Random) -> None:
+    """SIGKILL of a peer; somebody else, or the same peer, comes some time later."""
+    if victim := tube.expendable(rng):
+        tube.struck("kill", victim)
+        victim.die()
+        await tube.come_back(victim, rng)
+
+
+@kind(2.0)
+async def kill_in_call(tube: Tube, rng: random.Random) -> None:
+    """SIGKILL in the middle of a call, some steps of the event loop after it has come."""
+    op, after = rng.choice(OPS), rng.randrange(12)
+    victim = await tube.next_callee(op)
+    for _ in range(after):
+        await anyio.lowlevel.checkpoint()
+    if victim in tube.expendables():
+        tube.struck("kill_in_call", victim)
+        victim.die()
+        await tube.come_back(victim, rng)
+
+
+@kind(0.7)
+async def empty_stage(tube: Tube, rng: random.Random) -> None:
+    """A stage loses all its peers, nearly at once."""
+    stage = rng.randrange(tube.num_stages)
+    victims = [host for host in tube.peers() if tube.stage_of(host) == stage]
+    if victims and len(tube.peers()) - len(victims) >= tube.num_stages:
+        for victim in victims:
+            tube.struck("empty_stage", victim)
+            victim.die()
+            await anyio.sleep(rng.choice([0.0, 0.01, 1.0]))
+        for victim in victims:
+            await tube.come_back(victim, rng)
+
+
+@kind(2.0)
+async def sigterm(tube: Tube, rng: random.Random) -> None:
+    """A peer is told to leave, and has to be gone soon."""
+    if victim := tube.expendable(rng):
+        tube.struck("sigterm", victim)
+        victim.ended.set()
+        await anyio.sleep(rng.choice([5.0, 15.0, 40.0]))
+        if victim.is_alive and not victim.has_ended:
+            victim.die()
+        await tube.come_back(victim, rng)
+
+
+@kind(1.5)
+async def join(tube: Tube, rng: random.Random) -> None:
+    """One peer more."""
+    if len(tube.peers()) < tube.most_peers:
+        tube.struck("join", tube.start_peer(rng))
+
+
+@kind(1.0)
+async def stall(tube: Tube, rng: random.Random) -> None:
+    """A host is halted for a while, and goes on."""
+    if victim := tube.any_host(rng):
+        tube.struck("stall", victim)
+        await tube.stall(victim, rng.choice([0.5, 3.0, 10.0, 25.0]))
+
+
+@kind(1.0)
+async def slow(tube: Tube, rng: random.Random) -> None:
+    """A device is many times slower for a while."""
+    if victim := tube.any_peer(rng):
+        tube.struck("slow", victim)
+        factor = rng.choice([4.0, 10.0])
+        victim.device.seconds_per_sample *= factor
+        await anyio.sleep(rng.uniform(5.0, 40.0))
+        victim.device.seconds_per_sample /= factor
+
+
+@kind(1.5)
+async def partition(tube: Tube, rng: random.Random) -> None:
+    """Some hosts are cut off from the others, perhaps in one direction alone, and the cut heals."""
+    hosts = tube.world.alive()
+    if len(hosts) < 2:
+        return
+    inside = rng.sample(hosts, rng.randint(1, max(1, len(hosts) // 2)))
+    outside = [host for host in hosts if host not in inside]
+    direction = rng.choice(["both", "out", "in"])
+    pairs = [(a, b) for a in inside for b in outside] if direction != "in" else []
+    pairs += [(b, a) for a in inside for b in outside] if direction != "out" else []
+    tube.struck("partition", *inside, direction)
+    await tube.block(pairs, rng.choice([1.0, 5.0, 15.0, 40.0]))
+
+
+@kind(1.0)
+async def cut_link(tube: Tube, rng: random.Random) -> None:
+    """Two hosts do not reach each other, though all others reach both."""
+    hosts = tube.world.alive()
+    if len(hosts) >= 2:
+        a, b = rng.sample(hosts, 2)
+        tube.struck("cut_link", a, b)
+        await tube.block([(a, b), (b, a)], rng.choice([2.0, 10.0, 30.0]))
+
+
+@kind(2.0)
+async def lose_connection(tube: Tube, rng: random.Random) -> None:
+    """A connection breaks, with all calls on it."""
+    connections = [known for known in tube.world.network.open_connections() if known.is_up and known.calls]
+    if connections:
+        broken = rng.choice(connections)
+        tube.struck("lose_connection", broken.caller, broken.callee)
+        tube.world.network.cut(broken, "connection lost")
+
+
+async def _tamper(tube: Tube, rng: random.Random, name: str, times: int) -> None:
+    # Counted when it strikes.
+    tube.world.network.tampering.append(
+        Tampering(
+            kind=name,
+            op=rng.choice(OPS),
+            to=None,
+            times=times,
+            seconds=rng.choice([0.05, 0.5, 4.0, 12.0]),
+            rng=rng,
+        )
+    )
+
+
+@kind(2.5)
+async def lose(tube: Tube, rng: random.Random) -> None:
+    """Replies are lost, with their connections: the callee has done what it was asked for."""
+    await _tamper(tube, rng, "lose", rng.randint(1, 4))
+
+
+@kind(1.5)
+async def delay(tube: Tube, rng: random.Random) -> None:
+    """Replies come late, perhaps after their callers have given them up."""
+    await _tamper(tube, rng, "delay", rng.randint(1, 4))
+
+
+@kind(1.0)
+async def repeat(tube: Tube, rng: random.Random) -> None:
+    """Calls come twice."""
+    await _tamper(tube, rng, "repeat", rng.randint(1, 4))
+
+
+@kind(1.0)
+async def garbage(tube: Tube, rng: random.Random) -> None:
+    """Replies that can be told to be none."""
+    await _tamper(tube, rng, "garbage", rng.randint(1, 3))
+
+
+@kind(0.7)
+async def full_disk(tube: Tube, rng: random.Random) -> None:
+    """A peer's disk is full for a while."""
+    if victim := tube.any_peer(rng):
+        tube.struck("full_disk", victim)
+        victim.storage.is_full = True
+        await anyio.sleep(rng.uniform(5.0, 40.0))
+        victim.storage.is_full = False
+
+
+@kind(1.0)
+async def kill_coordinator(tube: Tube, rng: random.Random) -> None:
+    """SIGKILL of a coordinator; it is started again later."""
+    alive = tube.coordinators()
+    if alive:
+        victim = rng.choice(alive)
+        tube.struck("kill_coordinator", victim)
+        victim.die()
+        await anyio.sleep(rng.uniform(1.0, 40.0))
+        tube.start_coordinator_again(victim)
+
+
+@kind(0.5)
+async def fail_checkpoints(tube: Tube, rng: random.Random) -> None:
+    """Checkpoints cannot be written for a while; one of them stays half-written."""
+    tube.struck("fail_checkpoints")
+    tube.checkpoint_failure = rng.choice(["full", "torn"])
+    await anyio.sleep(rng.uniform(5.0, 30.0))
+    tube.checkpoint_failure = None
+
+
+def serving(host: Host) -> bool:
+    """Whether a peer says that it serves a stage."""
+    return host.peer is not None and host.peer._lifecycle.state is PeerState.SERVING

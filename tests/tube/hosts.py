@@ -1,0 +1,140 @@
+"""A host of the simulated world: a process with an identity, which may die at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from dht import TubeNode
+from loop import HOST, NumberedTask
+from machine import TubeClock, TubeDevice, TubeRandom, TubeStorage, TubeThreads
+from network import TubeTransport
+
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.wire.identity import Identity
+
+if TYPE_CHECKING:
+    from world import World
+
+    from coordinator.run.service import RunService
+    from swarm_peer.runtime.peer import Peer
+
+# The tasks of a dead host must have ended after this time.
+BURIAL_S = 120.0
+
+
+def identity_of(name: str) -> Identity:
+    """The identity that follows from a name."""
+    return Identity(Ed25519PrivateKey.from_private_bytes(random.Random(f"identity {name}").randbytes(32)))
+
+
+class Host:
+    """One life of one process.
+
+    Attributes:
+        name: unique among all lives
+        is_stalled: it is halted: nothing of it reaches the world, and nothing of the world reaches it
+    """
+
+    def __init__(self, world: World, name: str, identity: Identity, *, skew_s: float = 0.0, seconds_per_sample: float):
+        self.world = world
+        self.name = name
+        self.identity = identity
+        self.peer_id = identity.peer_id
+        self.is_alive = True
+        self.is_stalled = False
+        self.has_ended = False
+        self.ended = anyio.Event()  # set to have it leave, as SIGTERM does
+        self.died_s = 0.0
+        self.clock = TubeClock(world.loop, skew_s)
+        self.random = TubeRandom(f"{world.seed} {name}")
+        self.threads = TubeThreads(self.rng("threads"))
+        self.storage = TubeStorage()
+        self.device = TubeDevice(self, seconds_per_sample)
+        self.metrics = PeerMetrics()
+        self.transport: TubeTransport | None = None
+        self.node: TubeNode | None = None
+        self.peer: Peer | None = None
+        self.service: RunService | None = None
+        self._context = contextvars.copy_context()
+        self._context.run(HOST.set, self)
+        self._main: asyncio.Task[Any] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def rng(self, purpose: str) -> random.Random:
+        return self.world.rng(f"{self.name} {purpose}")
+
+    def join_dht(self) -> SwarmDHT:
+        """Become a node of the DHT."""
+        self.node = TubeNode(self.world, self)
+        self.world.network.by_peer_id[self.peer_id] = self
+        address = f"/ip4/10.0.0.1/tcp/1/p2p/{self.peer_id}"
+        return SwarmDHT(
+            node=self.node,  # type: ignore[arg-type]
+            identity=self.identity,
+            metrics=self.metrics,
+            addresses=[address],
+            clock=self.clock,
+        )
+
+    def open_transport(self) -> TubeTransport:
+        self.transport = TubeTransport(self.world.network, self)
+        return self.transport
+
+    def do(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function as this host."""
+        self._context.copy().run(function, *args)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run a coroutine as this host."""
+        return self.world.loop.create_task(coroutine, name=f"{self.name} {name}", context=self._context.copy())
+
+    def start(self, program: Callable[[], Awaitable[None]]) -> None:
+        """Run the program of the process; its end is the end of the process."""
+
+        async def run() -> None:
+            try:
+                await program()
+                self.world.note("exit", self.name)
+            except UserError as error:  # it could not take part, and says why
+                self.world.note("refused", self.name)
+                self.world.log.append(f"{self.name}: {error}")
+            except BaseException as error:
+                if self.is_alive:
+                    self.world.violation(f"{self.name} ended with {error!r}", error)
+                raise
+            finally:
+                if self.is_alive:
+                    self.has_ended = True
+                    self.die()
+
+        self._main = self.spawn(run(), "main")
+
+    def tasks(self) -> list[NumberedTask]:
+        return [task for task in self.world.loop.tasks if task.host is self]
+
+    def die(self) -> None:
+        """Cut it off from network, DHT, disk and device first, then end its tasks."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.died_s = self.world.loop.time()
+        self.world.network.died(self)
+        self.device.die()
+        for task in self.tasks():
+            if task is not asyncio.current_task():
+                task.cancel()
+        self.world.loop.call_later(BURIAL_S, self._check_burial)
+
+    def _check_burial(self) -> None:
+        if left := self.tasks():
+            self.world.violation(f"{self.name} is dead and has tasks left: {left!r:.500}")

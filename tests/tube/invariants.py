@@ -1,0 +1,297 @@
+"""What must hold, at every commit and at the end, and how it is seen: by wrapping a few methods of the real classes."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from loop import HOST
+
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.step.settlement import StageGroup
+from swarm_peer.runtime.step.step_loop import StepLoop
+
+if TYPE_CHECKING:
+    from tube import Tube
+
+TOLERANCE = 1e-5
+# A stage-mate that died so long ago may still have been counted upon.
+LOOKED_S = 25.0
+
+State = dict[str, torch.Tensor]
+# A stage at the beginning of a round: (stage, first round of its timeline, round, history hash).
+Place = tuple[int, int, int, str]
+
+
+@dataclass
+class Beginning:
+    """A stage's weights as a round begins.
+
+    Attributes:
+        parent: where the update began that led here; None for the beginning of a timeline
+        ids: microbatches in that update, sorted; those that failed hops had counted on two peers, twice
+    """
+
+    state: State
+    timeline: Timeline
+    optimizer_step: int
+    parent: Place | None = None
+    ids: tuple[bytes, ...] | None = None
+
+
+@dataclass
+class Records:
+    """What was seen.
+
+    Attributes:
+        microbatches: tokens (B, T+1) and names of samples, by id
+        shares: the microbatches that a peer brought to a round, by (stage, timeline, round, peer)
+        made: whose shares are in an update, by its place
+    """
+
+    microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...]]] = field(default_factory=dict)
+    shares: dict[tuple[int, int, int, str], dict[bytes, int]] = field(default_factory=dict)
+    made: dict[Place, set[str]] = field(default_factory=dict)
+    beginnings: dict[Place, Beginning] = field(default_factory=dict)
+    moves: int = 0
+    rewinds: int = 0
+    forks: int = 0
+    doubled: int = 0
+    checked: int = 0
+
+
+class Invariants:
+    """Watches a tube."""
+
+    def __init__(self, tube: Tube, resolved: ResolvedManifest):
+        self._tube = tube
+        self._resolved = resolved
+        self.records = Records()
+        self._reference = [StageTrainer(resolved, spec, blank=True) for spec in resolved.specs]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the context is open, look at what peers do."""
+        with (
+            _after(MicrobatchLauncher, "_claim", self._claimed),
+            _before(StageGroup, "settle", self._settling),
+            _around(StageGroup, "_average", self._averaged),
+            _around(StepLoop, "_commit", self._committed),
+            _after(StepLoop, "_begin_round", self._begun),
+            _around(Peer, "_move", self._moved),
+        ):
+            yield
+
+    # --- what is seen
+
+    def _claimed(self, launcher: Any, batch: Any, present: Any) -> None:
+        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples))
+
+    def _settling(self, group: Any, ending: Any, gradients: Any, samples: int) -> None:
+        step = ending.step
+        place = (group._stage, step.timeline.first_round, step.round_number, group._me)
+        self.records.shares[place] = dict(ending.counted) if samples else {}
+
+    async def _averaged(
+        self, call: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any
+    ) -> tuple[Any, Any]:
+        vote, result = await call(ending, gradients, attempt, members)
+        if vote.checksum is not None:
+            step = ending.step
+            own = len(members) == 1 or attempt >= self._resolved.manifest.averaging.max_tries
+            place = (group._stage, step.timeline.first_round, step.round_number + 1, vote.checksum)
+            self.records.made[place] = {group._me} if own else set(members)
+        return vote, result
+
+    async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
+        step, stage = loop.step, loop._stage
+        parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
+        await call(settlement)
+        place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
+        beginning = self.records.beginnings[place]
+        shares = [
+            self.records.shares[(stage, step.timeline.first_round, step.round_number, peer_id)]
+            for peer_id in self.records.made[place]
+        ]
+        ids = tuple(sorted(each for share in shares for each in share))
+        if beginning.ids is None:
+            beginning.parent, beginning.ids = parent, ids
+            self.records.doubled += len(ids) - len(set(ids))
+            self._tube.committed(stage, step.round_number)
+            self._check_update(place, beginning)
+        elif beginning.ids != ids:
+            self._tube.violation(
+                f"an update of round {step.round_number} of stage {stage} is of different microbatches"
+            )
+
+    def _begun(self, loop: Any, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
+        place = (loop._stage, timeline.first_round, round_number, history_hash)
+        state = loop._trainer.state()
+        known = self.records.beginnings.get(place)
+        if known is None:
+            optimizer_step = timeline.optimizer_step_at(round_number)
+            self.records.beginnings[place] = Beginning(state, timeline, optimizer_step)
+            self._check_first(place, state, timeline)
+        elif not _same(known.state, state):
+            self._tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {place[:3]}")
+        if loop._trainer.optimizer_step != timeline.optimizer_step_at(round_number):
+            self._tube.violation(f"{HOST.get()}: {loop._trainer.optimizer_step} updates at {place[:3]}, {timeline}")
+
+    def _check_first(self, place: Place, state: State, timeline: Timeline) -> None:
+        """The first weights of a timeline are those that were created in its round of creation."""
+        stage, _, round_number, history_hash = place
+        if round_number != timeline.first_round or timeline.first_round == 0:
+            return
+        self.records.rewinds += 1
+        if timeline.first_optimizer_step == 0:
+            return
+        created = [
+            beginning
+            for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
+            if (of_stage, number, digest) == (stage, timeline.created_at_round, history_hash)
+        ]
+        if not any(_same(beginning.state, state) for beginning in created):
+            self._tube.violation(f"timeline {timeline} begins with weights that stage {stage} never had")
+
+    async def _moved(self, call: Any, peer: Any, replica: Any, stage: int) -> bool:
+        moved = await call(replica, stage)
+        if moved:
+            self.records.moves += 1
+            self._tube.world.note("move", HOST.get(), replica.stage, stage)
+            self._tube.check_not_emptied(replica.stage, LOOKED_S)
+        return bool(moved)
+
+    # --- what must hold
+
+    def _beginning_of(self, stage: int, timeline: Timeline, round_number: int) -> Beginning | None:
+        """A stage's weights in a round, if no fork makes them uncertain."""
+        found = [
+            beginning
+            for (of_stage, first_round, number, _), beginning in self.records.beginnings.items()
+            if (of_stage, first_round, number) == (stage, timeline.first_round, round_number)
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _check_update(self, place: Place, beginning: Beginning) -> None:
+        """An update is the one that a single process makes of the same microbatches, from the same weights."""
+        stage, _, number, _ = place
+        if beginning.parent is None or beginning.ids is None:
+            return
+        stages = [self._beginning_of(each, beginning.timeline, number - 1) for each in range(len(self._reference))]
+        if stages[stage] is None or any(known is None for known in stages):
+            self.records.forks += 1
+            return
+        batches = [self.records.microbatches[each][0] for each in beginning.ids]
+        for trainer, known in zip(self._reference, stages, strict=True):
+            assert known is not None
+            trainer.load_state(known.state, known.optimizer_step)
+        if batches:
+            train(self._reference, torch.cat(batches))
+        trainer = self._reference[stage]
+        trainer.apply(trainer.mean_gradients())
+        self.records.checked += 1
+        for name, value in trainer.state().items():
+            error = float((value - beginning.state[name]).abs().max()) if value.numel() else 0.0
+            if not error <= TOLERANCE:
+                self._tube.violation(
+                    f"the update of round {number - 1} of stage {stage} ({len(beginning.ids)} microbatches) is not "
+                    f"that of one process: {name} differs by {error:.2g}"
+                )
+                return
+
+    def check_samples(self) -> None:
+        """No sample counts twice on the way to the newest weights of stage 0.
+
+        A later stage may count one again: if a hop fails after it has counted a microbatch, its gradient stays there.
+        """
+        for stage in range(len(self._reference)):
+            ends = [place for place in self.records.beginnings if place[0] == stage]
+            if not ends:
+                continue
+            newest = max(ends, key=lambda place: (place[2], place[1]))
+            names: Counter[SampleId] = Counter()
+            for ids in self._history(newest):
+                for each in set(ids):
+                    names.update(self.records.microbatches[each][1])
+            twice = [name for name, count in names.items() if count > 1]
+            self.records.doubled += len(twice)
+            if twice and stage == 0:
+                self._tube.violation(f"stage {stage}: {len(twice)} samples count twice, such as {twice[:3]}")
+
+    def _history(self, place: Place) -> Iterator[tuple[bytes, ...]]:
+        while True:
+            beginning = self.records.beginnings[place]
+            if beginning.parent is not None and beginning.ids is not None:
+                yield beginning.ids
+                place = beginning.parent
+                continue
+            timeline = beginning.timeline
+            if place[2] != timeline.first_round or not timeline.first_optimizer_step:
+                return
+            earlier = [
+                known
+                for known in self.records.beginnings
+                if (known[0], known[2], known[3]) == (place[0], timeline.created_at_round, place[3]) and known != place
+            ]
+            if not earlier:
+                return
+            place = earlier[0]
+
+
+def train(stages: list[StageTrainer], tokens_BS: torch.Tensor) -> None:
+    """Forward and backward through all stages, in one process."""
+    passes, hidden = [], None
+    for trainer in stages:
+        passes.append(trainer.forward(tokens_BS, hidden))
+        hidden = passes[-1].output
+    gradient = None
+    for trainer, done in zip(reversed(stages), reversed(passes), strict=True):
+        gradient = trainer.backward(done, gradient)
+
+
+def _same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def _before(owner: type, name: str, look: Callable[..., None]) -> Any:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        look(self, *args, **options)
+        return original(self, *args, **options)
+
+    return patch.object(owner, name, wrapped)
+
+
+def _after(owner: type, name: str, look: Callable[..., None]) -> Any:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        result = original(self, *args, **options)
+        look(self, *args, **options)
+        return result
+
+    return patch.object(owner, name, wrapped)
+
+
+def _around(owner: type, name: str, call: Callable[..., Any]) -> Any:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    async def wrapped(self: Any, *args: Any) -> Any:
+        return await call(functools.partial(original, self), self, *args)
+
+    return patch.object(owner, name, wrapped)

@@ -1,0 +1,61 @@
+"""What happens to a swarm, as it follows from a seed: its shape, and its faults with their times."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from faults import KINDS
+
+# Faults begin when the swarm has begun to train, and so long they go on.
+FIRST_S = 12.0
+FAULTS_S = 110.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """A fault that begins at a time.
+
+    Attributes:
+        number: its place in the seed's whole schedule, which all of its chance follows from
+    """
+
+    number: int
+    at_s: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All that is drawn for one seed.
+
+    Attributes:
+        peers: peers at the beginning
+    """
+
+    seed: str
+    stages: int
+    peers: int
+    standbys: int
+    events: tuple[Event, ...]
+
+    @classmethod
+    def draw(cls, seed: str, only: Sequence[int] | None = None) -> Schedule:
+        """The schedule of a seed.
+
+        Args:
+            only: numbers of the events to keep; None for all
+        """
+        rng = random.Random(f"schedule {seed}")
+        stages = rng.choice([1, 2, 2, 3, 3, 4])
+        peers = rng.randint(max(2, stages), min(2 * stages + 2, 8))
+        standbys = rng.choice([0, 1, 1])
+        kinds = list(KINDS)
+        weights = [KINDS[name][1] for name in kinds]
+        count = rng.randint(10, 24)
+        times = sorted(rng.uniform(FIRST_S, FIRST_S + FAULTS_S) for _ in range(count))
+        drawn = rng.choices(kinds, weights, k=count)
+        events = tuple(Event(number, at_s, name) for number, (at_s, name) in enumerate(zip(times, drawn, strict=True)))
+        kept = tuple(event for event in events if only is None or event.number in only)
+        return cls(seed, stages, peers, standbys, kept)

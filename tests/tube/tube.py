@@ -1,0 +1,416 @@
+"""One schedule, run: a swarm of real peers and coordinators on simulated hosts, its faults, and its invariants."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import torch
+from faults import KINDS, serving
+from hosts import Host, identity_of
+from invariants import Invariants
+from loop import TubeLoop, run
+from programs import run_coordinator, run_peer
+from schedule import FAULTS_S, FIRST_S, Event, Schedule
+from world import LogToWorld, World
+
+from coordinator.checkpoints.store import CheckpointStore
+from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.watch.observer import end_run_for
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.model.resolved import ResolvedManifest
+
+# Once faults have ceased, so many optimizer steps must follow in so much virtual time.
+STEPS_AFTER = 3
+BOUND_S = 400.0
+# A run that was ended is over, and everybody gone, after this time.
+ENDING_S = 90.0
+# Virtual time between collections of garbage.
+COLLECT_S = 30.0
+
+CONFIG: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_positions": 8,
+    "n_embd": 8,
+    "n_head": 1,
+    "tie_word_embeddings": False,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def make_manifest(stages: int) -> RunManifest:
+    """A run with the times of links at home, and a model that costs next to nothing."""
+    return RunManifest.model_validate(
+        {
+            "name": "tube",
+            "seed": 1,
+            "model": {"config": CONFIG | {"n_layer": stages}},
+            "stages": {"count": stages, "peers_to_start": 1},
+            "data": {"sequence_length": 7},
+            "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2, "validation_every": 0},
+            "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+            "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
+            "averaging": {"round_timeout_s": 15.0, "chunk_timeout_s": 4.0, "compare_weights_every": 5},
+            "recovery": {"snapshot_every": 5},
+        }
+    )
+
+
+@dataclass
+class Outcome:
+    """What came of a schedule.
+
+    Attributes:
+        steps: rounds that stage 0 has committed
+    """
+
+    seed: str
+    violations: list[str]
+    trace_hash: str
+    steps: int = 0
+    strikes: dict[str, int] = field(default_factory=dict)
+    moves: int = 0
+    rewinds: int = 0
+    forks: int = 0
+    doubled: int = 0
+    checked: int = 0
+    events: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    log: list[str] = field(default_factory=list)
+
+
+class Unstruck(Exception):
+    """A fault that waited for something has found nothing."""
+
+
+class Tube:
+    """A swarm under a schedule."""
+
+    def __init__(self, schedule: Schedule, loop: TubeLoop, folder: Path):
+        self.schedule = schedule
+        self.world = World(loop, schedule.seed)
+        self.num_stages = schedule.stages
+        self.most_peers = 8
+        self.checkpoint_failure: str | None = None
+        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages))
+        self.invariants = Invariants(self, self.resolved)
+        self.world.counted = lambda *_: None
+        self._folder = folder
+        self._run_key = identity_of("run")
+        self._numbers = itertools.count()
+        self._lives: dict[str, int] = {}
+        self._committed: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
+        self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
+        self._departures: list[tuple[float, int]] = []  # when a peer of a stage was gone or out of reach
+
+    # --- what faults and invariants ask
+
+    def struck(self, kind: str, *about: object) -> None:
+        self.world.note("strikes", kind, *about)
+        self.world.struck(kind)
+
+    def violation(self, what: str) -> None:
+        self.world.violation(what)
+
+    def committed(self, stage: int, round_number: int) -> None:
+        self.world.note("commit", stage, round_number)
+        self._committed[stage].add(round_number)
+
+    def peers(self) -> list[Host]:
+        return [host for host in self.world.alive() if host.name.startswith("p") and not host.ended.is_set()]
+
+    def coordinators(self) -> list[Host]:
+        return [host for host in self.world.alive() if host.name.startswith("c")]
+
+    def any_host(self, rng: random.Random) -> Host | None:
+        alive = self.world.alive()
+        return rng.choice(alive) if alive else None
+
+    def any_peer(self, rng: random.Random) -> Host | None:
+        alive = self.peers()
+        return rng.choice(alive) if alive else None
+
+    def expendables(self) -> list[Host]:
+        """Peers that may go: as many stay as there are stages, and each keeps one stage's state or another's."""
+        peers = self.peers()
+        return peers if len(peers) > self.num_stages else []
+
+    def expendable(self, rng: random.Random) -> Host | None:
+        return rng.choice(peers) if (peers := self.expendables()) else None
+
+    @staticmethod
+    def stage_of(host: Host) -> int | None:
+        replica = None if host.peer is None else host.peer._replica
+        return None if replica is None else replica.stage
+
+    def check_not_emptied(self, stage: int, looked_s: float) -> None:
+        """A peer that moves leaves others in its stage, unless one of them has gone a short time ago."""
+        others = [host for host in self.peers() if self.stage_of(host) == stage and serving(host)]
+        now = self.world.loop.time()
+        gone = any(at_s > now - looked_s for at_s, _ in self._departures)
+        if not others and not gone:
+            self.violation(f"a move has emptied stage {stage}")
+
+    def gone(self, host: Host) -> None:
+        """Note that others may count upon a host that is not there."""
+        self._departures.append((self.world.loop.time(), self.stage_of(host) or 0))
+
+    async def next_callee(self, op: str | None) -> Host:
+        """Wait for the next call of an operation. Returns the peer that it has come to."""
+        future = self.world.loop.create_future()
+        self._callees.append((op, future))
+        callee: Host = await future
+        return callee
+
+    # --- hosts
+
+    def start_peer(self, rng: random.Random, name: str | None = None) -> Host:
+        name = name or f"p{next(self._numbers)}"
+        stage = "auto" if rng.random() < 0.8 else str(rng.randrange(self.num_stages))
+        host = self._make_host(name, rng.choice([0.1, 0.2, 0.4]), rng.uniform(-0.3, 0.3))
+        host.start(partial(run_peer, host, self._run_key, self.resolved, stage, rng.choice([4.0, 12.0])))
+        return host
+
+    def _make_host(self, name: str, seconds_per_sample: float, skew_s: float) -> Host:
+        life = self._lives[name] = self._lives.get(name, -1) + 1
+        identity = self._run_key if name == "c0" else identity_of(name)
+        full_name = name if not life else f"{name}'{life}"
+        host = Host(self.world, full_name, identity, skew_s=skew_s, seconds_per_sample=seconds_per_sample)
+        self.world.hosts.append(host)
+        self.world.note("start", full_name)
+        return host
+
+    def start_coordinator(self, name: str) -> Host:
+        host = self._make_host(name, 1.0, 0.0)
+        output = self._folder / name
+        output.mkdir(exist_ok=True)
+        plan = CheckpointPlan(FailingStore(self, str(self._folder / f"{name}-checkpoints")), 5)
+        standby = name != "c0" or self._lives[name] > 0
+        host.start(partial(run_coordinator, host, self._run_key, self.resolved, output, plan, standby))
+        return host
+
+    def start_coordinator_again(self, victim: Host) -> None:
+        self.start_coordinator(victim.name.partition("'")[0])
+
+    async def come_back(self, victim: Host, rng: random.Random) -> None:
+        """Some time after a peer has gone, it comes back, or another one comes, or nobody."""
+        self.gone(victim)
+        who = rng.choice(["same", "other", "other", "nobody"])
+        await anyio.sleep(rng.choice([0.5, 3.0, 10.0, 20.0]))
+        if victim.is_alive or len(self.peers()) >= self.most_peers or self._faults_are_over:
+            return
+        if who == "nobody" and len(self.peers()) > self.num_stages:
+            return
+        self.start_peer(rng, victim.name.partition("'")[0] if who == "same" else None)
+
+    async def stall(self, host: Host, seconds: float) -> None:
+        self.gone(host)
+        host.is_stalled = True
+        await anyio.sleep(seconds)
+        host.is_stalled = False
+        self.world.network.release()
+
+    async def block(self, pairs: Iterable[tuple[Host, Host]], seconds: float) -> None:
+        links = [self.world.network.link(source, target) for source, target in pairs]
+        for link in links:
+            link.blocked += 1
+        self._departures.append((self.world.loop.time() + seconds, 0))
+        await anyio.sleep(seconds)
+        for link in links:
+            link.blocked -= 1
+        self.world.network.release()
+
+    # --- the schedule
+
+    async def run(self) -> None:
+        """Run the schedule to its end."""
+        self._faults_are_over = False
+        self.world.network.on_call = self._called
+        rng = self.world.rng("shape")
+        self.start_coordinator("c0")
+        await anyio.sleep(1.0)
+        for number in range(self.schedule.standbys):
+            self.start_coordinator(f"c{number + 1}")
+        for _ in range(self.schedule.peers):
+            self.start_peer(rng)
+            await anyio.sleep(rng.choice([0.0, 0.3, 2.0]))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._collect_garbage)
+            for event in self.schedule.events:
+                tasks.start_soon(self._strike, event)
+            await anyio.sleep(FIRST_S + FAULTS_S - self.world.loop.time())
+            for _, future in self._callees:
+                if not future.done():
+                    future.set_exception(Unstruck())
+            tasks.cancel_scope.deadline = self.world.loop.time() + 60.0
+        self._faults_are_over = True
+        await self._recover()
+        await self._end()
+
+    async def _collect_garbage(self) -> None:
+        while True:
+            await anyio.sleep(COLLECT_S)
+            gc.collect(1)
+
+    def _called(self, callee: Host, op: str) -> None:
+        for entry in list(self._callees):
+            if entry[0] in (None, op) and callee in self.peers():
+                self._callees.remove(entry)
+                if not entry[1].done():
+                    entry[1].set_result(callee)
+
+    async def _strike(self, event: Event) -> None:
+        await anyio.sleep(event.at_s - self.world.loop.time())
+        try:
+            await KINDS[event.kind][0](self, self.world.rng(f"event {event.number}"))
+        except Unstruck:
+            return  # no such call came
+
+    async def _recover(self) -> None:
+        """Faults have ceased: the run goes on."""
+        self.world.note("calm")
+        self.world.network.tampering.clear()
+        self.checkpoint_failure = None
+        for host in self.world.hosts:
+            host.is_stalled = False
+            host.storage.is_full = False
+        for link in self.world.network.links():
+            link.blocked = 0
+        self.world.network.release()
+        rng = self.world.rng("recovery")
+        while len(self.peers()) < self.num_stages:
+            self.start_peer(rng)
+        if not self.coordinators():
+            self.start_coordinator("c0")
+        began = {stage: len(rounds) for stage, rounds in self._committed.items()}
+        deadline = self.world.loop.time() + BOUND_S
+        while any(len(rounds) < began[stage] + STEPS_AFTER for stage, rounds in self._committed.items()):
+            await anyio.sleep(1.0)
+            if self.world.violations:
+                return
+            if self.world.loop.time() > deadline:
+                done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
+                self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {done} by stage")
+                return
+
+    async def _end(self) -> None:
+        """The operator ends the run: everybody goes, and nothing is left."""
+        operator = Host(self.world, "operator", identity_of("operator"), seconds_per_sample=1.0)
+        self.world.hosts.append(operator)
+        dht = operator.join_dht()
+        told = operator.spawn(self._tell_end(operator, dht), "main")
+        deadline = self.world.loop.time() + ENDING_S
+        while len(self.world.alive()) > 1 and self.world.loop.time() < deadline:
+            await anyio.sleep(1.0)
+        told.cancel()
+        await asyncio.wait([told])
+        operator.die()
+        for host in self.world.alive():
+            self.violation(f"{host.name} has not gone though the run was ended")
+            host.die()
+        await anyio.sleep(150.0)
+        self.invariants.check_samples()
+        gc.collect()
+        await anyio.sleep(1.0)
+        mine = asyncio.current_task()
+        for task in list(self.world.loop.tasks):
+            if task is not mine:
+                self.violation(f"a task is left over: {task!r:.300}")
+        for host, complaint in self.world.loop.complaints:
+            if host is None or host.has_ended:
+                self.violation(f"{host}: {complaint}")
+        for host in self.world.hosts:
+            if defects := host.metrics.handler_defects._value.get():
+                self.violation(f"{host}: {defects} handlers failed")
+
+    async def _tell_end(self, operator: Host, dht: Any) -> None:
+        while True:
+            begun = int(operator.clock.unix_s())
+            await end_run_for(dht, self._run_key, begun, "its operator has ended it")
+            await anyio.sleep(2.0)
+
+
+class FailingStore(CheckpointStore):
+    """Checkpoints on a disk that may be full, or lose power in the middle of a write."""
+
+    def __init__(self, tube: Tube, url: str):
+        super().__init__(url, 2)
+        self._tube = tube
+
+    def save(self, *args: Any) -> str:
+        match self._tube.checkpoint_failure:
+            case "full":
+                raise UserError("the disk is full")
+            case "torn":
+                address = super().save(*args)
+                tear(Path(address))
+                return address
+        return super().save(*args)
+
+
+def tear(folder: Path) -> None:
+    """Leave a part of a file, as a power failure does."""
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = largest.read_bytes()
+    largest.write_bytes(data[: len(data) // 2])
+
+
+def run_schedule(schedule: Schedule) -> Outcome:
+    """Run a schedule in this process."""
+    torch.set_num_threads(1)
+    gc.disable()  # it would end forgotten generators at moments that differ from machine to machine
+    gc.collect()
+    random.seed(f"global {schedule.seed}")
+    began_s = time.process_time()
+    logger = logging.getLogger()
+    outcome = Outcome(schedule.seed, [], "")
+
+    async def main(loop: TubeLoop) -> Tube:
+        tube = Tube(schedule, loop, Path(folder))
+        handler = LogToWorld(tube.world)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            with tube.invariants.watching():
+                await tube.run()
+        except Exception as error:
+            tube.world.violation(f"the tube itself failed: {error!r}", error)
+        finally:
+            logger.removeHandler(handler)
+            outcome.virtual_s = loop.time()
+        return tube
+
+    with tempfile.TemporaryDirectory(prefix="tube-") as folder, ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        tube = run(main)
+    world, records = tube.world, tube.invariants.records
+    outcome.violations, outcome.trace_hash, outcome.log = world.violations, world.trace_hash, world.log
+    outcome.steps = len(tube._committed[0])
+    outcome.strikes = dict(world.strikes)
+    outcome.moves, outcome.rewinds, outcome.forks = records.moves, records.rewinds, records.forks
+    outcome.doubled = records.doubled
+    outcome.checked, outcome.events = records.checked, world.num_events
+    outcome.cpu_s = time.process_time() - began_s
+    return outcome
