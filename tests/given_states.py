@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 from contexts import begin_round
@@ -52,4 +53,5 @@ class GivenStates:
 
     async def take_snapshot(self, round_number):
         keeper = SimpleNamespace(_state_server=self.server, _snapshots=self.store, _stage=self.core.stage)
+        keeper._store = partial(SnapshotKeeper._store, keeper)
         return await SnapshotKeeper.take_snapshot(keeper, round_number)

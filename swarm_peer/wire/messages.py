@@ -330,10 +330,14 @@ class ListSnapshotsReply(Body):
 class RewindCall(Call):
     """Says that the caller has taken over a stage that had lost its peers: the run goes on with a new timeline.
 
-    The last three fields are those of the timeline (policy/recovery.py, Timeline).
+    `first_round` and the two fields after it are those of the timeline (policy/recovery.py, Timeline).
+
+    Attributes:
+        asks_only: the caller wants to take the stage over, and asks whether the callee would go back
     """
 
     op: Literal["rewind"] = "rewind"
+    asks_only: bool = False
     lost_stage: Stage
     first_round: RoundNumber
     first_optimizer_step: OptimizerStep

@@ -321,7 +321,7 @@ class Tube:
         dht = operator.join_dht()
         told = operator.spawn(self._tell_end(operator, dht), "main")
         deadline = self.world.loop.time() + ENDING_S
-        while len(self.world.alive()) > 1 and self.world.loop.time() < deadline:
+        while len(self.world.alive()) > 1 and self.world.loop.time() < deadline:  # noqa: ASYNC110
             await anyio.sleep(1.0)
         told.cancel()
         await asyncio.wait([told])

@@ -179,6 +179,15 @@ async def test_a_member_that_dies_fails_the_round_at_once(members: Members) -> N
     assert all(members.ids[1] in str(outcome) for outcome in outcomes.values())
 
 
+@pytest.mark.parametrize("members", ["none:0.2"], indirect=True)
+async def test_a_member_that_stalls_fails_the_round_rather_than_leaving_its_part_as_it_was(members: Members) -> None:
+    """hivemind would go on with the local values of the parts that it was to average."""
+    fault = members.network.fault(op="average_part", to=members.ids[1], times=99, after=anyio.Event())
+    outcomes = await members.average(0, [0, 1, 2])
+    assert fault.fired
+    assert all(isinstance(outcomes[number], str) for number in (0, 2)), "no partial averages"
+
+
 async def test_members_that_disagree_about_the_shares_fail(members: Members, short_start: None) -> None:
     lie = dict(zip(members.ids, (1, 3, 99), strict=True))
     outcomes: dict[int, list[torch.Tensor] | str] = {}

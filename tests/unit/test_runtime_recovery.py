@@ -19,6 +19,7 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, Snapshot
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
@@ -97,6 +98,7 @@ class Peer:
         self.transport = swarm.network.transport(peer_id)
         self.donor = GivenStates(context, self.trainer, self.device_thread, store)
         self.told = []  # rewinds
+        self.denies = ""  # why it would not go back
         self.enter(round_number, timeline)
         access = SimpleNamespace(transport=self.transport, view=swarm.view, look=swarm.look)
         self.recovery = Recovery(
@@ -149,6 +151,10 @@ class Peer:
     async def __call__(self, caller, op, body, tensors):
         if op == "rewind":
             call = check_body(RewindCall, body)
+            if call.asks_only:
+                if self.denies:
+                    raise NotServing(self.denies)
+                return Reply(RewindReply(round_number=self.donor.current.round_number).model_dump())
             self.told.append(
                 (caller, call.lost_stage, Timeline(call.first_round, call.first_optimizer_step, call.created_at_round))
             )
@@ -291,6 +297,21 @@ async def test_a_stage_mate_that_could_not_be_reached_is_waited_for(swarm, monke
     assert (start.timeline, start.rewound) == (Timeline(51, 40, 40), True), (
         "not for ever: nobody else may reach it, too"
     )
+
+
+@pytest.mark.parametrize(("denying", "takes_over"), [("", True), ("a", True), ("ac", False), ("acd", False)])
+async def test_a_stage_is_taken_over_only_if_most_others_have_lost_it_too(swarm, denying, takes_over):
+    """This peer may be cut off from stage-mates that the others see."""
+    newcomer = await newcomer_to_a_lost_stage(swarm)
+    await swarm.add("d", 2, round_number=47)
+    for peer_id in denying:
+        swarm.peers[peer_id].denies = "stage 1 has not lost its peers"
+    if takes_over:
+        assert (await newcomer.recovery.find_start()).timeline == Timeline(51, 40, 40)
+    else:
+        with pytest.raises(CallError, match="of 3 peers would not go back: stage 1 has not lost its peers"):
+            await newcomer.recovery.find_start()
+    assert not any(peer.told for peer in swarm.peers.values()), "nobody has gone back yet"
 
 
 async def test_a_run_does_not_begin_anew_because_nobody_could_be_reached(swarm):
@@ -905,9 +926,10 @@ class Follower:
         self.steps._begin_round(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
         self.rounds.enter(Phase.OPEN)
 
-    async def rewind(self, caller="n", lost_stage=1, round_number=38, optimizer_step=2):
+    async def rewind(self, caller="n", lost_stage=1, round_number=38, optimizer_step=2, asks_only=False):
         call = RewindCall(
             manifest=MANIFEST.hash,
+            asks_only=asks_only,
             lost_stage=lost_stage,
             first_round=round_number,
             first_optimizer_step=optimizer_step,
@@ -936,6 +958,18 @@ async def test_a_peer_that_has_taken_over_a_lost_stage_is_obeyed(follower):
     assert follower.looked == [[1]]
     assert await follower.rewind() == 3
     assert follower.looked == [[1]], "told again, there is nothing to look for"
+
+
+async def test_a_question_rewinds_nothing_and_is_answered_like_a_rewind(follower):
+    assert await follower.rewind(asks_only=True) == 3
+    assert follower.target is None
+    with pytest.raises(NotServing, match="only a peer that has taken over another stage"):
+        await follower.rewind(caller="stranger", asks_only=True)
+    with pytest.raises(NotServing, match="the run is in round 3 already"):
+        await follower.rewind(round_number=3, asks_only=True)
+    follower.peers.append(PeerView(peer_id="m", stage=1, state=PeerState.SERVING, round_number=3))
+    with pytest.raises(NotServing, match="stage 1 has not lost its peers"):
+        await follower.rewind(asks_only=True)
 
 
 @pytest.mark.parametrize(
@@ -1095,6 +1129,16 @@ async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatc
     assert_equal(state_of(follower.trainer), before)
     assert await follower.steps._replay(["m"])
     assert (follower.steps.step.round_number, follower.trainer.optimizer_step) == (4, 4)
+
+
+async def test_a_full_disk_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog):
+    def write(storage, name, parts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FolderStorage, "write", write)
+    assert await follower.donor.take_snapshot(3)
+    assert not follower.donor.snapshots()
+    assert "snapshot_not_stored stage=0 optimizer_step=3" in caplog.text
 
 
 async def test_the_list_of_snapshots_says_where_a_peer_stands(follower):

@@ -24,8 +24,8 @@ from swarm_peer.wire.messages import QUERIES, MicrobatchCall, MicrobatchReply, M
 
 log = logging.getLogger(__name__)
 
-# A callee gets so much less time than its caller has, or a twentieth if that is more: for its reply's way back, be it that
-# a later stage is to blame. A caller that gives up first would have the microbatch counted at another peer again.
+# A callee gets so much less time than its caller has, or a twentieth if that is more: for its reply's way back. A
+# caller that gave up first would not learn which stage is to blame, and would have another peer count the microbatch.
 WAY_BACK_S = 1.0
 # Pause before the next try when every peer of the stage was busy or has failed; doubled each time, with jitter.
 FIRST_BACKOFF_S = 0.05

@@ -13,7 +13,7 @@ from functools import partial
 
 import anyio
 
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
 from swarm_peer.policy.recovery import (
     Claim,
     SnapshotRef,
@@ -208,7 +208,7 @@ class Recovery:
         """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
 
         Raises:
-            CallError: there is no such state, or no peer gave this stage's snapshot of it
+            CallError: there is no such state, no peer gave this stage's snapshot of it, or others see stage-mates
         """
         rewind = choose_rewind(
             snapshots,
@@ -219,10 +219,11 @@ class Recovery:
         )
         if rewind.optimizer_step is None:
             raise CallError(rewind.reason)
-        wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
-        state = await self._fetch(wanted, rewind.holders) if rewind.optimizer_step else None
         first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES
         timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
+        await self._check_loss(timeline)
+        wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
+        state = await self._fetch(wanted, rewind.holders) if rewind.optimizer_step else None
         return Start(timeline, state, True, rewind.reason)
 
     async def _list_snapshots(self, peers: Sequence[str]) -> dict[str, ListSnapshotsReply]:
@@ -242,15 +243,49 @@ class Recovery:
                 tasks.start_soon(ask, peer_id)
         return replies
 
-    async def have_all_go_back(self, timeline: Timeline) -> None:
-        """Tell the peers of all other stages to go back to a timeline, until none is in an earlier round."""
-        call = RewindCall(
+    def _rewind_call(self, timeline: Timeline, *, asks_only: bool) -> RewindCall:
+        return RewindCall(
             manifest=self._context.resolved.hash,
+            asks_only=asks_only,
             lost_stage=self._stage,
             first_round=timeline.first_round,
             first_optimizer_step=timeline.first_optimizer_step,
             created_at_round=timeline.created_at_round,
         )
+
+    async def _check_loss(self, timeline: Timeline) -> None:
+        """Ask the peers of the other stages whether this stage has lost its peers, as far as they know.
+
+        This peer may be cut off from stage-mates that the others see. Until stage-mates outvoted it at the end of its
+        first round, it would compute with weights that the others have left behind.
+
+        Raises:
+            CallError: at least half of those that answer would not go back
+        """
+        call = self._rewind_call(timeline, asks_only=True)
+        answers: dict[str, str] = {}  # the reasons of those that would not; else empty
+
+        async def ask(peer_id: str) -> None:
+            try:
+                reply = await self._swarm.transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
+                check_body(RewindReply, reply.body)
+                answers[peer_id] = ""
+            except (CallTimeout, PeerUnreachable):
+                return
+            except CallError as error:
+                answers[peer_id] = str(error)
+
+        async with anyio.create_task_group() as tasks:
+            for peer in self._swarm.view().peers:
+                if peer.stage != self._stage and peer.state is PeerState.SERVING:
+                    tasks.start_soon(ask, peer.peer_id)
+        refusals = sorted(reason for reason in answers.values() if reason)
+        if refusals and 2 * len(refusals) >= len(answers):
+            raise CallError(f"{len(refusals)} of {len(answers)} peers would not go back: {refusals[0]}")
+
+    async def have_all_go_back(self, timeline: Timeline) -> None:
+        """Tell the peers of all other stages to go back to a timeline, until none is in an earlier round."""
+        call = self._rewind_call(timeline, asks_only=False)
         told: set[str] = set()
 
         async def tell(peer_id: str) -> None:

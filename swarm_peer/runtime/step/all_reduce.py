@@ -76,6 +76,7 @@ class AllReduce:
         self._views = torch.split(values, num_values)
         self._runner = _ExactAllReduce(
             self.exchange,
+            self.fail,
             p2p=SimpleNamespace(peer_id=PeerID.from_base58(me)),
             servicer_type=AllReduceRunner,
             prefix=None,
@@ -114,7 +115,9 @@ class AllReduce:
         return self._failure
 
     def fail(self, reason: str) -> None:
-        """Give the averaging round up. The first reason counts."""
+        """Give the averaging round up. The first reason counts, and none after its end."""
+        if self._over:
+            return
         self._failure = self._failure or reason
         self._changed.notify()
 
@@ -229,12 +232,29 @@ async def _replace_by_averages(views: Sequence[torch.Tensor], runner: _ExactAllR
 
 
 class _ExactAllReduce(AllReduceRunner):
-    """hivemind's runner, which gives averages rather than differences, and reaches members through an AllReduce."""
+    """hivemind's runner, which gives averages rather than differences, and reaches members through an AllReduce.
 
-    def __init__(self, exchange: Callable[[str, AsyncGenerator[Any, None]], AsyncIterator[Any]], **kwargs: Any):
+    If a member does not average its parts in time, hivemind leaves them as they were. Here that fails the round.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[str, AsyncGenerator[Any, None]], AsyncIterator[Any]],
+        fail: Callable[[str], None],
+        **kwargs: Any,
+    ):
         super().__init__(**kwargs)
         self._exchange = exchange
-        self.tensor_part_container.return_deltas = False
+        container = self.tensor_part_container
+        container.return_deltas = False
+        register = container.register_failed_reducer
+
+        def register_failed_reducer(peer_index: int) -> None:
+            register(peer_index)
+            if container.failed_size:
+                fail(f"{self.ordered_peer_ids[peer_index].to_base58()} has not averaged its parts in time")
+
+        container.register_failed_reducer = register_failed_reducer
 
     def _get_peer_stub(self, peer: Any) -> Any:
         async def rpc_aggregate_part(parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:

@@ -235,6 +235,8 @@ class StepLoop:
     async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
         """Rewind to the caller's timeline: it says that it took over a stage without peers, from a snapshot."""
         target = Timeline(call.first_round, call.first_optimizer_step, call.created_at_round)
+        if call.asks_only and call.first_round <= self.step.round_number and self.step.timeline != target:
+            raise NotServing(f"the run is in round {self.step.round_number} already")
         if call.first_round > self.step.round_number and target != self._rewind_to:
             view = await self._look_again([call.lost_stage])
             others = [peer for peer in view.serving(call.lost_stage) if peer.peer_id != caller]
@@ -251,7 +253,8 @@ class StepLoop:
                 raise InvalidMessage(
                     f"the run has made {made} updates and cannot go back to {call.first_optimizer_step}"
                 )
-            if self._rewind_to is None or call.first_round > self._rewind_to.first_round:
+            is_newer = self._rewind_to is None or call.first_round > self._rewind_to.first_round
+            if is_newer and not call.asks_only:
                 self._rewind_to = target
                 self._changed.notify()
         return Reply(RewindReply(round_number=self.step.round_number).model_dump())
