@@ -19,6 +19,8 @@ from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 
@@ -57,11 +59,14 @@ class Records:
     Attributes:
         microbatches: tokens (B, T+1) and names of samples, by id
         shares: the microbatches that a peer brought to a round, by (stage, timeline, round, peer)
+        again: those in a peer's accumulator a second time, since a stage-mate that had counted them, too, has handed
+            its gradient over
         made: whose shares are in an update, by its place
     """
 
     microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...]]] = field(default_factory=dict)
-    shares: dict[tuple[int, int, int, str], dict[bytes, int]] = field(default_factory=dict)
+    shares: dict[tuple[int, int, int, str], list[bytes]] = field(default_factory=dict)
+    again: dict[Round, list[bytes]] = field(default_factory=dict)
     made: dict[Place, set[str]] = field(default_factory=dict)
     beginnings: dict[Place, Beginning] = field(default_factory=dict)
     moves: int = 0
@@ -84,6 +89,7 @@ class Invariants:
     def watching(self) -> Iterator[None]:
         """While the context is open, look at what peers do."""
         with (
+            _around_now(GradientHandover, "_add", self._handed_over),
             _after(MicrobatchLauncher, "_claim", self._claimed),
             _before(StageGroup, "settle", self._settling),
             _around(StageGroup, "_average", self._averaged),
@@ -98,10 +104,16 @@ class Invariants:
     def _claimed(self, launcher: Any, batch: Any, present: Any) -> None:
         self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples))
 
+    def _handed_over(self, call: Any, handover: Any, data: Any, message: Any, entered: Round) -> None:
+        both = [each for each, _ in message.counted if each in entered.counted]
+        call(data, message, entered)
+        self.records.again.setdefault(entered, []).extend(both)
+
     def _settling(self, group: Any, ending: Any, gradients: Any, samples: int) -> None:
         step = ending.step
         place = (group._stage, step.timeline.first_round, step.round_number, group._me)
-        self.records.shares[place] = dict(ending.counted) if samples else {}
+        again = self.records.again.get(ending, [])
+        self.records.shares[place] = [*ending.counted, *again] if samples else []
 
     async def _averaged(
         self, call: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any
@@ -285,6 +297,16 @@ def _after(owner: type, name: str, look: Callable[..., None]) -> Any:
         result = original(self, *args, **options)
         look(self, *args, **options)
         return result
+
+    return patch.object(owner, name, wrapped)
+
+
+def _around_now(owner: type, name: str, call: Callable[..., Any]) -> Any:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any) -> Any:
+        return call(functools.partial(original, self), self, *args)
 
     return patch.object(owner, name, wrapped)
 
