@@ -92,6 +92,8 @@ class Peer:
         self._replica: StageReplica | None = None  # the one that serves, or is to serve next
         self._prepared: StageReplica | None = None  # of the stage that this peer moves to
         self._moved_from = UNDECIDED
+        # Where its stage-mates are left behind as well, it must not take their state and serve on.
+        self._min_round = 0
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
@@ -164,6 +166,8 @@ class Peer:
             self._replica = await StageReplica.open(self._parts, stage, self._counted)
         if self._moved_from == stage:
             self._moved_from = UNDECIDED
+        else:
+            self._min_round = 0
         self._lifecycle.begin_stay()
 
     async def _work(self, replica: StageReplica) -> None:
@@ -198,7 +202,7 @@ class Peer:
         while True:
             await self._directory.refresh_surely(range(self._manifest.stages.count))
             try:
-                return await replica.join()
+                return await replica.join(self._min_round)
             except CallError as error:
                 note = f"waits to join stage {replica.stage}: {error}"
                 if note != self._lifecycle.note:
@@ -211,6 +215,7 @@ class Peer:
     def _join_anew(self, replica: StageReplica, error: CallError) -> None:
         """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""
         log.error("joining_anew stage=%d reason=%s", replica.stage, error)
+        self._min_round = replica.step.round_number + 1
         self._lifecycle.move(replica.stage)
 
     async def _obey(self, replica: StageReplica) -> None:
@@ -287,6 +292,8 @@ class Peer:
 
     async def _may_leave(self, replica: StageReplica) -> bool:
         """Announce that this peer drains, and look whether others serve its stage; if not, take it back."""
+        if self._lifecycle.stop.is_set():
+            return False  # it was told to end meanwhile
         self._lifecycle.enter(PeerState.DRAINING)
         # Announced first, looked up second: of two peers that leave at once, at least one sees that the other does.
         await self._directory.announce()

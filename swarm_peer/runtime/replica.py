@@ -121,8 +121,11 @@ class StageReplica:
         """Ids of the other peers in view that serve this stage."""
         return self.parts.swarm.stage_mates(self.stage)
 
-    async def join(self) -> Start | None:
+    async def join(self, min_round: int = 0) -> Start | None:
         """Get the stage's state: from stage-mates, or where there are none, from where recovery says to begin.
+
+        Args:
+            min_round: of stage-mates, take no state of an earlier round
 
         Returns:
             where the replica began; None if stage-mates gave their state
@@ -132,7 +135,7 @@ class StageReplica:
         """
         donors = self.stage_mates()
         if donors:
-            await self.parts.step_loop.join(donors)
+            await self.parts.step_loop.join(donors, min_round)
             return None
         start = await self.parts.recovery.find_start()
         await self.parts.step_loop.begin(start.timeline, start.state)
@@ -151,6 +154,7 @@ class StageReplica:
             if start is not None and start.rewound:
                 tasks.start_soon(parts.recovery.have_all_go_back, start.timeline)
             tasks.start_soon(parts.snapshot_keeper.run)
+            tasks.start_soon(self._follow_run, left_behind)
             if parts.launcher is not None:
                 tasks.start_soon(parts.launcher.run)
                 tasks.start_soon(self._publish_progress)
@@ -158,6 +162,16 @@ class StageReplica:
                 await parts.step_loop.run()
             except CallError as error:
                 left_behind(error)
+
+    async def _follow_run(self, left_behind: Callable[[CallError], None]) -> None:
+        """Go back with the run if nobody has told this replica to; or leave, if the whole stage is left behind."""
+        core, recovery = self.parts.core, self.parts.recovery
+        try:
+            while True:
+                timeline = await recovery.watch_run(core.rounds, lambda: core.admission.is_behind)
+                self.parts.step_loop.go_back(timeline)
+        except CallError as error:
+            left_behind(error)
 
     async def leave(self) -> None:
         """Finish the microbatches in flight, and hand the accumulated gradient to a stage-mate.

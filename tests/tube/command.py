@@ -87,7 +87,7 @@ def seeds(*, first: int = 0, count: int = 30, processes: int = 2) -> None:
         strikes.update(outcome.strikes)
     print(f"{len(outcomes)} seeds, {len(failed)} with violations")
     print(f"{strikes.total()} faults that struck: {', '.join(f'{name} {n}' for name, n in strikes.most_common())}")
-    for name in ("steps", "moves", "rewinds", "checked", "forks", "doubled", "virtual_s", "cpu_s"):
+    for name in ("steps", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s"):
         values = [getattr(outcome, name) for outcome in outcomes]
         print(f"{name}: {sum(values):.0f}, median {statistics.median(values):.1f}")
     print(f"median faults that struck: {statistics.median(sum(o.strikes.values()) for o in outcomes):.0f}")

@@ -93,6 +93,7 @@ class Outcome:
     rewinds: int = 0
     forks: int = 0
     doubled: int = 0
+    lost: int = 0
     checked: int = 0
     events: int = 0
     virtual_s: float = 0.0
@@ -113,6 +114,7 @@ class Tube:
         self.num_stages = schedule.stages
         self.most_peers = 8
         self.checkpoint_failure: str | None = None
+        self.lost = False
         self.resolved = ResolvedManifest.of(make_manifest(schedule.stages))
         self.invariants = Invariants(self, self.resolved)
         self.world.counted = lambda *_: None
@@ -310,9 +312,22 @@ class Tube:
             if self.world.violations:
                 return
             if self.world.loop.time() > deadline:
+                if self._is_lost():
+                    self.lost = True
+                    self.world.note("lost")
+                    return
                 done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
                 self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {done} by stage")
                 return
+
+    def _is_lost(self) -> bool:
+        """Whether the peers that are left hold no state of all stages: only a checkpoint could help."""
+        stages: dict[int, set[int]] = {}
+        for host in self.peers():
+            assert host.peer is not None
+            for ref, _ in host.peer._parts.snapshots.snapshots():
+                stages.setdefault(ref.created_at_round, set()).add(ref.stage)
+        return all(len(held) < self.num_stages for held in stages.values())
 
     async def _end(self) -> None:
         """The operator ends the run: everybody goes, and nothing is left."""
@@ -410,7 +425,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.steps = len(tube._committed[0])
     outcome.strikes = dict(world.strikes)
     outcome.moves, outcome.rewinds, outcome.forks = records.moves, records.rewinds, records.forks
-    outcome.doubled = records.doubled
+    outcome.doubled, outcome.lost = records.doubled, tube.lost
     outcome.checked, outcome.events = records.checked, world.num_events
     outcome.cpu_s = time.process_time() - began_s
     return outcome

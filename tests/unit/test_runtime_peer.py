@@ -85,6 +85,15 @@ async def test_a_peer_moves_with_what_it_has_prepared():
     assert mover._lifecycle.stop.is_set()
 
 
+async def test_a_peer_that_is_told_to_end_during_a_move_does_not_drain_again():
+    mover = Mover()
+    mover._lifecycle.end()
+    mover._lifecycle.enter(PeerState.DRAINING)
+    mover._lifecycle.enter(PeerState.LEFT)
+    assert not await Peer._may_leave(mover, mover.replica)
+    assert mover._lifecycle.state is PeerState.LEFT
+
+
 async def test_data_that_may_not_be_read_is_found_before_a_move():
     mover = Mover()
     with pytest.raises(UserError, match="--data-dir"):

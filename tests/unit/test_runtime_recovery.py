@@ -220,6 +220,66 @@ def assert_state(state, stage, optimizer_step):
     assert state.optimizer_step == optimizer_step
 
 
+# --- whether the run goes on without this peer ---------------------------------------------------------------------
+
+
+class Watching:
+    """A peer of stage 1 that stands in a round while callers name later ones."""
+
+    def __init__(self, swarm, peer):
+        self.peer, self.rounds = peer, peer.donor.rounds
+        self.rounds.enter(Phase.OPEN)
+
+    async def see(self):
+        """What it finds out after a while."""
+        with anyio.move_on_after(0.2):
+            return await self.peer.recovery.watch_run(self.rounds, lambda: True)
+        return None
+
+
+@pytest.fixture
+async def watching(swarm, monkeypatch):
+    limits = MANIFEST.limits.model_copy(update={"announcement_s": 0.01})
+    peer = await swarm.add("b", 1, round_number=47)
+    monkeypatch.setattr(peer.recovery, "_manifest", MANIFEST.model_copy(update={"limits": limits}))
+    return Watching(swarm, peer)
+
+
+async def test_a_peer_that_was_not_told_goes_back_with_the_others(swarm, watching):
+    for peer_id, stage in (("a", 0), ("c", 2)):
+        await swarm.add(peer_id, stage, round_number=53, timeline=Timeline(51, 40, 40))
+    assert await watching.see() == Timeline(51, 40, 40)
+
+
+async def test_a_stage_that_the_run_has_left_behind_notices(swarm, watching):
+    """The stage-mate that was further has died, and nobody of the round that this peer is in is left."""
+    for peer_id, stage, round_number in (("a", 0, 48), ("c", 2, 49), ("m", 1, 47)):
+        await swarm.add(peer_id, stage, round_number=round_number)
+    with pytest.raises(CallError, match="the run has made 49 updates, this stage 47"):
+        await watching.see()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [("a", 0, 47), ("c", 2, 47)],  # nobody is further: the callers lie
+        [("a", 0, 49), ("c", 2, 49), ("m", 1, 49)],  # a stage-mate is, and gives its state
+        [],
+    ],
+)
+async def test_a_peer_that_is_not_left_behind_stays(swarm, watching, others):
+    for peer_id, stage, round_number in others:
+        await swarm.add(peer_id, stage, round_number=round_number)
+    assert await watching.see() is None
+
+
+async def test_a_round_that_is_ending_is_not_left_behind(swarm, watching):
+    for peer_id, stage in (("a", 0), ("c", 2)):
+        await swarm.add(peer_id, stage, round_number=49)
+    watching.rounds.enter(Phase.ENDING)
+    assert await watching.see() is None
+
+
 # --- where to begin ---------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +393,17 @@ async def test_snapshots_that_it_brings_along_from_a_timeline_that_was_given_up_
     await before.store_snapshot((1, 20), (1, 40))
     del swarm.peers["b"]
     start = await (await swarm.newcomer(store=before.donor.store)).recovery.find_start()
+    assert_state(start.state, 1, 20)
+
+
+async def test_a_timeline_whose_first_state_is_lost_is_given_up(swarm):
+    """The stage's peers have died before others had copied the snapshot that the timeline begins with."""
+    timeline = Timeline(60, 30, 30)
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=60, timeline=timeline)
+        await peer.store_snapshot((0, 20), (1, 20), (2, 20))
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.timeline, start.rewound) == (Timeline(64, 20, 20), True)
     assert_state(start.state, 1, 20)
 
 
@@ -981,7 +1052,7 @@ async def test_a_question_rewinds_nothing_and_is_answered_like_a_rewind(follower
         ({"caller": "n", "lost_stage": 0}, NotServing, "only a peer that has taken over another stage"),
         ({"round_number": 2**40 - 1}, InvalidMessage, f"the run is in round 3 and cannot go on in {2**40 - 1}"),
         ({"round_number": 3 + MAX_ROUNDS_OF_REWIND + 1}, InvalidMessage, "the run is in round 3 and cannot go on in"),
-        ({"optimizer_step": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to 4"),
+        ({"optimizer_step": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to"),
     ],
 )
 async def test_liars_rewind_nothing(follower, call, error, reason):

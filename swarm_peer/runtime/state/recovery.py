@@ -21,19 +21,21 @@ from swarm_peer.policy.recovery import (
     Timeline,
     choose_mover,
     choose_rewind,
-    credible,
     find_standing,
     find_standing_by_snapshots,
     missed,
 )
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
+from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
-from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply
+from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 
 log = logging.getLogger(__name__)
 
@@ -148,15 +150,21 @@ class Recovery:
         first = await self._first_timeline()
         # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
         asked = [peer.peer_id for peer in view.peers] + [self._context.run_id] * bool(first.first_optimizer_step)
-        replies = await self._list_snapshots(asked)
-        claims = _claims_of(view, replies)
-        believed = _believable(claims)
+        replies = await list_snapshots(self._context, self._swarm.transport, asked)
+        claims = claims_of(view, replies)
+        believed = believable(claims)
         standing = self._find_standing(first, believed, replies)
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
         if standing.round_number <= standing.timeline.first_round:
-            return await self._begin_timeline(standing.timeline, snapshots)
+            beginning = standing.timeline
+            wanted = SnapshotRef(self._stage, beginning.created_at_round, beginning.first_optimizer_step)
+            holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
+            # The coordinator gives the state that the run's first timeline begins with, and may come back.
+            if holders or beginning == first:
+                state = await self._fetch(wanted, holders) if beginning.first_optimizer_step else None
+                return Start(beginning, state, False, "nothing was computed since the run's beginning")
         self._wait_for_rivals(view, anybody_serves=bool(claims))
         return await self._rewind(standing, snapshots)
 
@@ -185,24 +193,15 @@ class Recovery:
             peer_id: [
                 SnapshotRef(*known)
                 for known in reply.snapshots
-                if _is_on_timeline(timeline_of(reply), known[1], timeline)
+                if is_on_timeline(timeline_of(reply), known[1], timeline)
             ]
             for peer_id, reply in replies.items()
         }
         # This peer may have moved here with the only snapshot that is left.
         snapshots[self._me] = [
-            known
-            for known, own in self._snapshots.snapshots()
-            if _is_on_timeline(own, known.created_at_round, timeline)
+            known for known, own in self._snapshots.snapshots() if is_on_timeline(own, known.created_at_round, timeline)
         ]
         return snapshots
-
-    async def _begin_timeline(self, timeline: Timeline, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> Start:
-        """Begin where the timeline began: no peer has computed anything since."""
-        wanted = SnapshotRef(self._stage, timeline.created_at_round, timeline.first_optimizer_step)
-        holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
-        state = await self._fetch(wanted, holders) if timeline.first_optimizer_step else None
-        return Start(timeline, state, False, "nothing was computed since the run's beginning")
 
     async def _rewind(self, standing: Standing, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> Start:
         """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
@@ -225,23 +224,6 @@ class Recovery:
         wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
         state = await self._fetch(wanted, rewind.holders) if rewind.optimizer_step else None
         return Start(timeline, state, True, rewind.reason)
-
-    async def _list_snapshots(self, peers: Sequence[str]) -> dict[str, ListSnapshotsReply]:
-        replies: dict[str, ListSnapshotsReply] = {}
-
-        async def ask(peer_id: str) -> None:
-            try:
-                reply = await self._swarm.transport.call(
-                    peer_id, ListSnapshotsCall(manifest=self._context.resolved.hash), timeout_s=CALL_TIMEOUT_S
-                )
-                replies[peer_id] = check_body(ListSnapshotsReply, reply.body)
-            except CallError as error:
-                log.info("snapshots_unknown peer=%s reason=%s: %s", peer_id, error.code, error)
-
-        async with anyio.create_task_group() as tasks:
-            for peer_id in sorted(set(peers) - {self._me}):
-                tasks.start_soon(ask, peer_id)
-        return replies
 
     def _rewind_call(self, timeline: Timeline, *, asks_only: bool) -> RewindCall:
         return RewindCall(
@@ -313,6 +295,43 @@ class Recovery:
                     tasks.start_soon(tell, peer_id)
             await anyio.sleep(PAUSE_S)
 
+    async def watch_run(self, rounds: RoundBook, is_behind: Callable[[], bool]) -> Timeline:
+        """Wait until the run has gone back and this peer has not heard of it. Returns the run's timeline.
+
+        The peer that takes a lost stage over tells all others, but it may die, or be cut off from some, before it has.
+        These meet nobody of their own round any more, and would wait for ever.
+
+        Args:
+            is_behind: whether other peers have named later rounds
+
+        Raises:
+            CallError: the run has gone on, and those of this stage that went on with it are gone
+        """
+        while True:
+            await self._context.changed.wait_for(is_behind)
+            present = rounds.current
+            await anyio.sleep(self._manifest.limits.announcement_s)
+            if rounds.current is not present or rounds.step.phase is not Phase.OPEN:
+                continue
+            view = await self._swarm.look(range(self._context.resolved.num_stages))
+            serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
+            try:
+                replies = await list_snapshots(self._context, self._swarm.transport, serving)
+                claims = believable(claims_of(view, replies))
+            except CallError as error:
+                log.info("standing_unknown reason=%s", error)
+                continue
+            own = present.step
+            standing = find_standing(own.timeline, claims.values())
+            if rounds.current is not present:
+                continue
+            if standing.timeline > own.timeline and standing.timeline.first_optimizer_step <= own.optimizer_step:
+                return standing.timeline
+            mates = [claim for claim in claims.values() if claim.stage == self._stage]
+            is_last = all(claim.round_number <= own.round_number for claim in mates)
+            if standing.timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:
+                raise CallError(f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}")
+
     async def watch_stages(self) -> int:
         """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
         patience_s = self._manifest.limits.announcement_s
@@ -339,46 +358,3 @@ class Recovery:
                     reported[stage] = mover.reason
                 if mover.peer_id == self._me:
                     return stage
-
-
-def _claims_of(view: SwarmView, replies: Mapping[str, ListSnapshotsReply]) -> dict[str, Claim]:
-    """The claims of all serving peers that replied.
-
-    Raises:
-        CallError: there are serving peers, and none of them replied
-    """
-    serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
-    claims = {
-        peer.peer_id: Claim(peer.stage, replies[peer.peer_id].round_number, timeline_of(replies[peer.peer_id]))
-        for peer in serving
-        if peer.peer_id in replies
-    }
-    if serving and not claims:
-        raise CallError(f"none of the {len(serving)} serving peers can be reached")
-    return claims
-
-
-def _believable(claims: Mapping[str, Claim]) -> dict[str, Claim]:
-    """The claims that are credible.
-
-    Raises:
-        CallError: there are claims, and none of them is credible
-    """
-    believed = credible(claims)
-    liars = claims.keys() - believed.keys()
-    if liars:
-        log.warning("claims_not_believed peers=%s", ",".join(sorted(liars)))
-    if claims and not believed:
-        raise CallError(f"the {len(claims)} serving peers claim to be in rounds that cannot be")
-    return believed
-
-
-def _is_on_timeline(own: Timeline, created_at_round: int, timeline: Timeline) -> bool:
-    """Whether a timeline may go on from weights that a peer on timeline `own` created in a round.
-
-    A peer that has not gone back yet holds weights that the timeline has given up. A peer that has gone back further
-    than most holds weights from before both.
-    """
-    return own == timeline or created_at_round <= max(
-        timeline.created_at_round, own.created_at_round if own > timeline else 0
-    )

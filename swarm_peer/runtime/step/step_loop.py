@@ -39,16 +39,14 @@ from swarm_peer.wire.records import MAX_REPORTS, RoundReport
 
 log = logging.getLogger(__name__)
 
-# Each peer tells so many peers of the next stage that the global batch is full. They tell their stage-mates at the
-# barrier.
+# Each peer tells so many peers of the next stage that the global batch is full; they tell others at the barrier.
 PEERS_TOLD = 4
 # Callers may be a round ahead for as long as the slowest hop takes. A peer that is behind for longer has missed news.
 BEHIND_S = 3.0
 # A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
 # peer may be behind that.
 MAX_ROUNDS_OF_REWIND = 2 * MAX_ROUNDS_AHEAD
-# Tries to catch up with stage-mates. A newcomer that is still behind afterwards serves all the same, and finds out at
-# the end of the round.
+# Tries to catch up. A newcomer that is still behind afterwards serves all the same, until the end of the round.
 CATCH_UP_TRIES = 4
 
 
@@ -148,13 +146,13 @@ class StepLoop:
         await self._begin_to_read(timeline.first_round, timeline, b"")
         self._begin_round(timeline.first_round, history_hash, timeline, b"")
 
-    async def join(self, donors: list[str]) -> None:
-        """Take over the newest state of stage-mates. Asks each of them once.
+    async def join(self, donors: list[str], min_round: int = 0) -> None:
+        """Take over the newest state of stage-mates, of that round or a later one. Asks each of them once.
 
         Raises:
             CallError: none of them gave it
         """
-        await self._catch_up_by_state(donors, min_round=0, tries=1)
+        await self._catch_up_by_state(donors, min_round, tries=1)
 
     async def catch_up(self, stage_mates: list[str]) -> None:
         """Greet the stage-mates, apply the updates that they made since this peer's state, and serve.
@@ -246,18 +244,21 @@ class StepLoop:
             if any(peer.round_number < call.first_round for peer in others):
                 raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
             if call.first_round > self.step.round_number + MAX_ROUNDS_OF_REWIND:
-                present = self.step.round_number
-                raise InvalidMessage(f"the run is in round {present} and cannot go on in {call.first_round}")
+                raise InvalidMessage(
+                    f"the run is in round {self.step.round_number} and cannot go on in {call.first_round}"
+                )
             if call.first_optimizer_step > self.step.optimizer_step:
                 made = self.step.optimizer_step
-                raise InvalidMessage(
-                    f"the run has made {made} updates and cannot go back to {call.first_optimizer_step}"
-                )
-            is_newer = self._rewind_to is None or call.first_round > self._rewind_to.first_round
-            if is_newer and not call.asks_only:
-                self._rewind_to = target
-                self._changed.notify()
+                raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
+            if not call.asks_only:
+                self.go_back(target)
         return Reply(RewindReply(round_number=self.step.round_number).model_dump())
+
+    def go_back(self, timeline: Timeline) -> None:
+        """Have `run` rewind to a newer timeline."""
+        if self._rewind_to is None or timeline.first_round > self._rewind_to.first_round:
+            self._rewind_to = timeline
+            self._changed.notify()
 
     async def _rewind(self) -> None:
         target = self._rewind_to
@@ -361,7 +362,6 @@ class StepLoop:
         Raises:
             CallError: nobody gave one
         """
-
         await self._downloads.take_newest(donors, min_round, self._take_over, tries)
 
     async def _take_over(self, state: StageState) -> None:
