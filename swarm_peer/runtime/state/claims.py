@@ -1,4 +1,4 @@
-"""What other peers claim of the run when they are asked for their snapshots, and which of that is believed."""
+"""Claims of other peers about the run: how they are asked for, and which of them are believed."""
 
 from __future__ import annotations
 
