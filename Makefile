@@ -7,7 +7,10 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help setup demo test unit simulation integration faults soak lint format clean
+# Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
+SEEDS ?= 30
+
+.PHONY: help setup demo test unit simulation tube integration faults soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,10 +33,14 @@ demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about t
 
 test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 tests/unit tests/simulation
+	$(BIN)/python tests/tube seeds
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation
+
+tube: $(VENV)/.installed-dev  ## Swarms in virtual time, with faults from seeds: SEEDS=30
+	$(BIN)/python tests/tube seeds --count $(SEEDS) --results runs/tube.jsonl
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest -n 2 tests/unit

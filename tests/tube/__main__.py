@@ -1,4 +1,4 @@
-"""Run seeds: `python tests/tube SEED` or `python tests/tube --first 0 --seeds 1000`."""
+"""The test tube's program: `python tests/tube SEED`, `python tests/tube seeds --count 1000`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have the same order everywhere
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
-from command import app  # noqa: E402
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have the same order everywhere
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+    from command import app
 
-app()
+    app()

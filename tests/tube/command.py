@@ -1,12 +1,16 @@
-"""The command line of the tube."""
+"""The command line of the tube: one seed, many seeds, and the smallest schedule that still fails."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from cyclopts import App
@@ -14,7 +18,13 @@ from schedule import Schedule
 from tqdm import tqdm
 from tube import Outcome, run_schedule
 
-app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds.")
+ROOT = Path(__file__).parents[2]
+SOURCES = ("swarm_peer", "coordinator", "tests/tube")
+# A process keeps what its schedules have left in caches.
+SEEDS_PER_PROCESS = 50
+SUMMED = ("steps", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s")
+
+app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
 
 
 @app.default
@@ -70,31 +80,78 @@ def shrunk(seed: str, numbers: Sequence[int] | None) -> list[int]:
 
 
 @app.command
-def seeds(*, first: int = 0, count: int = 30, processes: int = 2) -> None:
-    """Run many seeds, and sum up."""
-    failed: list[Outcome] = []
-    outcomes: list[Outcome] = []
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=50) as pool:
-        for outcome in tqdm(
-            pool.imap_unordered(_run_seed, map(str, range(first, first + count))), total=count, disable=None
-        ):
-            outcomes.append(outcome)
-            if outcome.violations:
-                failed.append(outcome)
-                print(f"{command_of(outcome.seed, None)}: {outcome.violations[0].splitlines()[0][:300]}", flush=True)
-    strikes: Counter[str] = Counter()
-    for outcome in outcomes:
-        strikes.update(outcome.strikes)
-    print(f"{len(outcomes)} seeds, {len(failed)} with violations")
-    print(f"{strikes.total()} faults that struck: {', '.join(f'{name} {n}' for name, n in strikes.most_common())}")
-    for name in ("steps", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s"):
-        values = [getattr(outcome, name) for outcome in outcomes]
-        print(f"{name}: {sum(values):.0f}, median {statistics.median(values):.1f}")
-    print(f"median faults that struck: {statistics.median(sum(o.strikes.values()) for o in outcomes):.0f}")
-    sys.exit(bool(failed))
+def seeds(*, first: int = 0, count: int = 30, processes: int = 2, results: Path | None = None) -> None:
+    """Run many seeds, and sum up. The first one is run twice: it must go the same way, event by event.
+
+    Args:
+        results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
+            has changed
+    """
+    kept = _read(results)
+    outcomes = [outcome for outcome in kept.values() if first <= int(outcome.seed) < first + count]
+    todo = [str(seed) for seed in range(first, first + count) if str(seed) not in kept]
+    for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):
+        outcomes.append(outcome)
+        if results is not None:
+            with results.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+        if outcome.violations:
+            print(f"{command_of(outcome.seed, None)}: {outcome.violations[0].splitlines()[0][:300]}", flush=True)
+    sys.exit(_sum_up(outcomes))
 
 
-def _run_seed(seed: str) -> Outcome:
+def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
+    spawn = multiprocessing.get_context("spawn")  # a fork would go on with the parent's caches
+    with ProcessPoolExecutor(processes, spawn, max_tasks_per_child=SEEDS_PER_PROCESS) as pool:
+        again = pool.submit(run_seed, todo[0]) if todo else None
+        for future in as_completed([pool.submit(run_seed, seed) for seed in todo]):
+            outcome = future.result()
+            if again is not None and outcome.seed == todo[0] and again.result().trace_hash != outcome.trace_hash:
+                outcome.violations.append(f"two runs differ: {outcome.trace_hash}, {again.result().trace_hash}")
+            yield outcome
+
+
+def run_seed(seed: str) -> Outcome:
+    """Run a seed; what comes of it is without its log."""
     outcome = run_schedule(Schedule.draw(seed))
     outcome.log = []
     return outcome
+
+
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(results: Path | None) -> dict[str, Outcome]:
+    """What is known of seeds from the file; a file of other code is begun anew."""
+    if results is None:
+        return {}
+    code = _code_hash()
+    lines = results.read_text().splitlines() if results.exists() else []
+    if not lines or json.loads(lines[0]) != {"code": code}:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps({"code": code}) + "\n")
+        return {}
+    names = {field.name for field in fields(Outcome)}
+    known = [json.loads(line) for line in lines[1:]]
+    return {entry["seed"]: Outcome(**{name: entry[name] for name in names}) for entry in known}
+
+
+def _sum_up(outcomes: Sequence[Outcome]) -> bool:
+    """Print a summary. Returns whether there was any violation."""
+    failed = [outcome for outcome in outcomes if outcome.violations]
+    strikes = sum((Counter(outcome.strikes) for outcome in outcomes), Counter[str]())
+    print(f"{len(outcomes)} seeds, {len(failed)} with violations")
+    for outcome in failed:
+        print(f"  {command_of(outcome.seed, None)}")
+    print(f"{strikes.total()} faults that struck: {', '.join(f'{name} {n}' for name, n in strikes.most_common())}")
+    print(f"faults in a schedule: median {statistics.median(sum(o.strikes.values()) for o in outcomes):.0f}")
+    for name in SUMMED:
+        values = [getattr(outcome, name) for outcome in outcomes]
+        print(f"{name}: {sum(values):.0f}, median {statistics.median(values):.1f}")
+    print(f"virtual hours: {sum(outcome.virtual_s for outcome in outcomes) / 3600:.1f}")
+    return bool(failed)

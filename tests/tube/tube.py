@@ -399,6 +399,9 @@ def run_schedule(schedule: Schedule) -> Outcome:
     random.seed(f"global {schedule.seed}")
     began_s = time.process_time()
     logger = logging.getLogger()
+    hivemind_logger = logging.getLogger("hivemind")
+    hivemind_logger.handlers.clear()  # it has one of its own, which prints
+    hivemind_logger.propagate = True
     outcome = Outcome(schedule.seed, [], "")
 
     async def main(loop: TubeLoop) -> Tube:
