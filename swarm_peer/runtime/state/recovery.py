@@ -25,7 +25,7 @@ from swarm_peer.policy.recovery import (
     find_standing_by_snapshots,
     missed,
 )
-from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
@@ -307,30 +307,41 @@ class Recovery:
         Raises:
             CallError: the run has gone on, and those of this stage that went on with it are gone
         """
+        patience_s = self._manifest.limits.announcement_s
         while True:
             await self._context.changed.wait_for(is_behind)
             present = rounds.current
-            await anyio.sleep(self._manifest.limits.announcement_s)
-            if rounds.current is not present or rounds.step.phase is not Phase.OPEN:
+            # At the end of a round some are further for a moment. Only a peer that is stuck is left behind.
+            await anyio.sleep(patience_s)
+            if rounds.current is not present or not is_behind():
                 continue
-            view = await self._swarm.look(range(self._context.resolved.num_stages))
-            serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
             try:
-                replies = await list_snapshots(self._context, self._swarm.transport, serving)
-                claims = believable(claims_of(view, replies))
+                standing, is_last = await self._compare(present.step)
             except CallError as error:
                 log.info("standing_unknown reason=%s", error)
                 continue
-            own = present.step
-            standing = find_standing(own.timeline, claims.values())
-            if rounds.current is not present:
-                continue
-            if standing.timeline > own.timeline and standing.timeline.first_optimizer_step <= own.optimizer_step:
-                return standing.timeline
-            mates = [claim for claim in claims.values() if claim.stage == self._stage]
-            is_last = all(claim.round_number <= own.round_number for claim in mates)
-            if standing.timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:
-                raise CallError(f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}")
+            await anyio.sleep(patience_s)
+            if rounds.current is present and rounds.step.phase is Phase.OPEN:
+                own, timeline = present.step, standing.timeline
+                if timeline > own.timeline and timeline.first_optimizer_step <= own.optimizer_step:
+                    return timeline
+                if timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:
+                    raise CallError(
+                        f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}"
+                    )
+
+    async def _compare(self, own: StepState) -> tuple[Standing, bool]:
+        """Where the run stands, and whether no stage-mate is further than this peer.
+
+        Raises:
+            CallError: nobody answers
+        """
+        view = await self._swarm.look(range(self._context.resolved.num_stages))
+        serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
+        replies = await list_snapshots(self._context, self._swarm.transport, serving)
+        claims = believable(claims_of(view, replies)).values()
+        is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
+        return find_standing(own.timeline, claims), is_last
 
     async def watch_stages(self) -> int:
         """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
