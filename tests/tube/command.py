@@ -14,6 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from cyclopts import App
+from planted import planted
 from schedule import Schedule
 from tqdm import tqdm
 from tube import Outcome, run_schedule
@@ -25,6 +26,7 @@ SEEDS_PER_PROCESS = 50
 SUMMED = ("steps", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s")
 
 app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
+app.command(planted)
 
 
 @app.default

@@ -82,6 +82,7 @@ async def empty_stage(tube: Tube, rng: random.Random) -> None:
     if victims and len(tube.peers()) - len(victims) >= tube.num_stages:
         for victim in victims:
             tube.struck("empty_stage", victim)
+            tube.gone(victim)
             victim.die()
             await anyio.sleep(rng.choice([0.0, 0.01, 1.0]))
         for victim in victims:
@@ -93,6 +94,7 @@ async def sigterm(tube: Tube, rng: random.Random) -> None:
     """A peer is told to leave, and has to be gone soon."""
     if victim := tube.expendable(rng):
         tube.struck("sigterm", victim)
+        tube.gone(victim)
         victim.ended.set()
         await anyio.sleep(rng.choice([5.0, 15.0, 40.0]))
         if victim.is_alive and not victim.has_ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,19 @@ from unittest.mock import patch
 import torch
 from loop import HOST
 
+import swarm_peer.runtime.peer as peer_module
+from coordinator.checkpoints.folder import CheckpointDamaged
+from coordinator.checkpoints.store import CheckpointStore
+from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.peer import Peer
-from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
@@ -57,18 +63,31 @@ class Records:
     """What was seen.
 
     Attributes:
-        microbatches: tokens (B, T+1) and names of samples, by id
-        shares: the microbatches that a peer brought to a round, by (stage, timeline, round, peer)
-        again: those in a peer's accumulator a second time, since a stage-mate that had counted them, too, has handed
-            its gradient over
+        microbatches: tokens (B, T+1), names of samples and the launcher's host, by id
+        counted: the samples that a life of a peer has counted, by (timeline, round, life)
+        brought: the microbatches that a peer had counted as it settled a round, by (stage, timeline, round, peer)
+        shares: those whose gradient was finite; twice, if a leaving peer had counted one, too
+        again: the microbatches that a leaving peer and the receiver of its gradient have both counted
         made: whose shares are in an update, by its place
+        averagings: the newest averaging round of a peer and its members, by (stage, timeline, round, peer)
+        votes: a peer's votes, by (stage, timeline, round, peer)
+        unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, peer)
+        histories: the history hash with which an averaging round began, by its stage, round, try and members
+        given: gradients of leaving peers that were added, by (stage, timeline, round, hash)
     """
 
-    microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...]]] = field(default_factory=dict)
+    microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], str]] = field(default_factory=dict)
+    counted: dict[tuple[int, int, Any], set[SampleId]] = field(default_factory=dict)
+    brought: dict[tuple[int, int, int, str], dict[bytes, int]] = field(default_factory=dict)
     shares: dict[tuple[int, int, int, str], list[bytes]] = field(default_factory=dict)
-    again: dict[Round, list[bytes]] = field(default_factory=dict)
+    again: dict[tuple[int, int, int, str], list[bytes]] = field(default_factory=dict)
     made: dict[Place, set[str]] = field(default_factory=dict)
     beginnings: dict[Place, Beginning] = field(default_factory=dict)
+    averagings: dict[tuple[int, int, int, str], tuple[int, set[str]]] = field(default_factory=dict)
+    votes: dict[tuple[int, int, int, str], list[Vote]] = field(default_factory=dict)
+    unheard: dict[tuple[int, int, int, str], set[str]] = field(default_factory=dict)
+    histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    given: set[tuple[int, int, int, bytes]] = field(default_factory=set)
     moves: int = 0
     rewinds: int = 0
     forks: int = 0
@@ -83,51 +102,150 @@ class Invariants:
         self._tube = tube
         self._resolved = resolved
         self.records = Records()
+        self._both: list[bytes] = []  # counted by the giver and the receiver of the gradient that is being added
+        # By the ledger's id: with the ledger, so that the id stays its own, the samples counted on its grounds.
+        self._of_ledger: dict[int, tuple[Any, set[SampleId]]] = {}
         self._reference = [StageTrainer(resolved, spec, blank=True) for spec in resolved.specs]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the context is open, look at what peers do."""
         with (
-            _around_now(GradientHandover, "_add", self._handed_over),
             _after(MicrobatchLauncher, "_claim", self._claimed),
+            _before(MicrobatchLauncher, "_count", self._counted),
+            _before(GradientHandover, "_add", self._adding),
+            _after(GradientHandover, "_add", self._added),
             _before(StageGroup, "settle", self._settling),
             _around(StageGroup, "_average", self._averaged),
+            _around(StageGroup, "_ask_vote", self._asked),
             _around(StepLoop, "_commit", self._committed),
             _after(StepLoop, "_begin_round", self._begun),
             _around(Peer, "_move", self._moved),
+            _after(Peer, "_describe", self._described),
+            self._watching_orders(),
         ):
             yield
 
     # --- what is seen
 
     def _claimed(self, launcher: Any, batch: Any, present: Any) -> None:
-        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples))
+        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples, HOST.get().name))
 
-    def _handed_over(self, call: Any, handover: Any, data: Any, message: Any, entered: Round) -> None:
-        both = [each for each, _ in message.counted if each in entered.counted]
-        call(data, message, entered)
-        self.records.again.setdefault(entered, []).extend(both)
+    def _counted(
+        self,
+        launcher: Any,
+        round_number: int,
+        samples: Sequence[SampleId] = (),
+        claimed: int = 0,
+        loss_sum: float = 0.0,
+    ) -> None:
+        """A peer counts a sample once, for as long as it goes on from the same ledger."""
+        _, known = self._of_ledger.setdefault(id(launcher._leases._ledger), (launcher._leases._ledger, set()))
+        if twice := known.intersection(samples):
+            self._tube.violation(f"{HOST.get()} counts {len(twice)} samples twice, such as {sorted(twice)[:2]}")
+        known.update(samples)
+        place = (launcher._rounds.step.timeline.first_round, round_number, launcher._me)
+        self.records.counted.setdefault(place, set()).update(samples)
+
+    def _adding(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
+        self._both = [each for each, _ in call.counted if each in entered.counted]
+
+    def _added(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
+        """A leaving peer's gradient is added once, by whomever."""
+        key = (handover._stage, entered.step.timeline.first_round, entered.number, call.sha256)
+        if key in self.records.given:
+            self._tube.violation(f"{HOST.get()} adds a gradient of round {entered.number} that was added before")
+        self.records.given.add(key)
+        self.records.again.setdefault((*key[:3], handover._transport.peer_id), []).extend(self._both)
+
+    def _described(self, peer: Any) -> None:
+        """A peer that says it serves has weights."""
+        replica = peer._replica
+        if peer._lifecycle.state is PeerState.SERVING and replica is not None and not replica.has_weights:
+            self._tube.violation(f"{HOST.get()} announces that it serves stage {replica.stage}, and has no weights")
+
+    def _watching_orders(self) -> Any:
+        """A peer obeys the newest term that it has heard of."""
+        original = peer_module.wait_for_assignment
+
+        @functools.wraps(original)
+        async def wrapped(*, fetch: Any, **options: Any) -> Any:
+            heard: dict[Term, Any] = {}
+
+            async def fetch_and_note() -> Any:
+                found = await fetch()
+                heard.update(found)
+                return found
+
+            assignment = await original(fetch=fetch_and_note, **options)
+            newest = max(heard)
+            if assignment not in heard[newest].assignments:
+                self._tube.violation(f"{HOST.get()} obeys an order that is not of term {newest.number}, the newest")
+            return assignment
+
+        return patch.object(peer_module, "wait_for_assignment", wrapped)
 
     def _settling(self, group: Any, ending: Any, gradients: Any, samples: int) -> None:
         step = ending.step
         place = (group._stage, step.timeline.first_round, step.round_number, group._me)
-        again = self.records.again.get(ending, [])
-        self.records.shares[place] = [*ending.counted, *again] if samples else []
+        self.records.brought[place] = dict(ending.counted)
+        self.records.shares[place] = [*ending.counted, *self.records.again.get(place, ())] if samples else []
+        names = Counter(
+            (author, name)
+            for each in ending.counted
+            for _, samples_of, author in [self.records.microbatches[each]]
+            for name in samples_of
+        )
+        if names and max(names.values()) > 1:
+            self._tube.violation(f"{HOST.get()} brings samples to round {ending.number} under two names")
+        if group._stage == 0:
+            counted = self.records.counted.get((*place[1:3], group._progress.author), set())
+            if lost := counted - {name for _, name in names}:
+                self._tube.violation(f"{HOST.get()} has counted {len(lost)} samples that its gradient does not hold")
 
     async def _averaged(
         self, call: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any
     ) -> tuple[Any, Any]:
+        step = ending.step
+        mine = (group._stage, step.timeline.first_round, step.round_number, group._me)
+        self.records.averagings[mine] = attempt, set(members)
         vote, result = await call(ending, gradients, attempt, members)
+        self.records.votes.setdefault(mine, []).append(vote)
+        if vote.checksum is not None and len(members) > 1:
+            key = (*mine[:3], attempt, tuple(sorted(members.items())))
+            if self.records.histories.setdefault(key, step.history_hash) != step.history_hash:
+                self._tube.violation(f"{HOST.get()} averages round {step.round_number} with peers of other weights")
         if vote.checksum is not None:
-            step = ending.step
             own = len(members) == 1 or attempt >= self._resolved.manifest.averaging.max_tries
             place = (group._stage, step.timeline.first_round, step.round_number + 1, vote.checksum)
             self.records.made[place] = {group._me} if own else set(members)
         return vote, result
 
+    async def _asked(
+        self, call: Any, group: Any, peer_id: str, round_number: int, attempt: int, votes: dict[str, Vote]
+    ) -> None:
+        try:
+            await call(peer_id, round_number, attempt, votes)
+        finally:
+            if peer_id not in votes:
+                mine = (group._stage, group._rounds.step.timeline.first_round, round_number, group._me)
+                self.records.unheard.setdefault(mine, set()).add(peer_id)
+
+    def _check_votes(self, mine: tuple[int, int, int, str], checksum: str) -> None:
+        """A result is committed when all members have voted for it; after the last try, when all have voted."""
+        attempt, members = self.records.averagings[mine]
+        is_last = attempt >= self._resolved.manifest.averaging.max_tries
+        for other in members - self.records.unheard.get(mine, set()):
+            votes = [vote for vote in self.records.votes.get((*mine[:3], other), []) if vote.attempt >= attempt]
+            if not votes or not (is_last or any(vote.checksum == checksum for vote in votes)):
+                self._tube.violation(f"{HOST.get()} commits round {mine[2]} of stage {mine[0]} against another's vote")
+
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
+        mine = (stage, step.timeline.first_round, step.round_number, loop._group._me)
+        self._check_votes(mine, settlement.history_hash)
+        if late := loop._rounds.current.counted.keys() - self.records.brought[mine]:
+            self._tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         await call(settlement)
         place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
@@ -222,6 +340,30 @@ class Invariants:
                 )
                 return
 
+    def check_checkpoint(self, store: CheckpointStore) -> None:
+        """The newest checkpoint that is called good can be read, and holds what the run has had."""
+        try:
+            checkpoint = store.newest(self._resolved.manifest)
+        except UserError:
+            return  # all are damaged, and it says so
+        for stage in range(0 if checkpoint is None else len(self._reference)):
+            assert checkpoint is not None
+            try:
+                saved = checkpoint.load_stage(stage)
+            except CheckpointDamaged as error:
+                self._tube.violation(f"a checkpoint that is called good cannot be read: {error.reason}")
+                return
+            if not any(
+                (of_stage, digest) == (stage, saved.history_hash)
+                and beginning.timeline.creation_round(number) == saved.created_at_round
+                and beginning.optimizer_step == checkpoint.optimizer_step
+                and _same(beginning.state, dict(saved.tensors))
+                for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
+            ):
+                self._tube.violation(
+                    f"the checkpoint of step {checkpoint.optimizer_step} holds weights that stage {stage} never had"
+                )
+
     def check_samples(self) -> None:
         """No sample counts twice on the way to the newest weights of stage 0.
 
@@ -234,7 +376,8 @@ class Invariants:
             newest = max(ends, key=lambda place: (place[2], place[1]))
             names: Counter[SampleId] = Counter()
             for ids in self._history(newest):
-                for each in set(ids):
+                # Stage 0 counts a microbatch once. At a later one, failed hops may have had it counted by two peers.
+                for each in ids if stage == 0 else set(ids):
                     names.update(self.records.microbatches[each][1])
             twice = [name for name, count in names.items() if count > 1]
             self.records.doubled += len(twice)
@@ -297,16 +440,6 @@ def _after(owner: type, name: str, look: Callable[..., None]) -> Any:
         result = original(self, *args, **options)
         look(self, *args, **options)
         return result
-
-    return patch.object(owner, name, wrapped)
-
-
-def _around_now(owner: type, name: str, call: Callable[..., Any]) -> Any:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any) -> Any:
-        return call(functools.partial(original, self), self, *args)
 
     return patch.object(owner, name, wrapped)
 

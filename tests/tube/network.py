@@ -284,7 +284,7 @@ class TubeNetwork:
             self.cut(connection, "connection lost before the reply")
             return
         if tampering is not None and tampering.kind == "garbage":
-            answer = tampering.garble(answer)
+            answer = tampering.garble(answer, call.op)
         if callee.is_alive:
             reply = _pack(answer)
             self.transmit(callee, caller, len(reply), lambda: self._reply(call, reply))
@@ -336,8 +336,11 @@ class Tampering:
         self.times -= 1
         return True
 
-    def garble(self, answer: Frame) -> Frame:
-        """A reply that can be told to be none: fields that do not fit, tensors too short, or values not finite."""
+    def garble(self, answer: Frame, op: str) -> Frame:
+        """A reply that can be told to be none: fields that do not fit, tensors too short, or values not finite.
+
+        Chunks of states have hashes, so theirs may be any values.
+        """
         kind = self.rng.randrange(3)
         if kind == 0 or (not answer.tensors and not answer.body):
             return Frame(answer.type, 0, "", {"garbage": True}, answer.tensors)
@@ -347,6 +350,9 @@ class Tampering:
             return Frame(
                 answer.type, 0, "", answer.body, tuple(tensor[: len(tensor) // 2] for tensor in answer.tensors)
             )
+        if op == "state_chunk":
+            wrong = (bytes([tensor[0] ^ 1]) + bytes(tensor[1:]) for tensor in answer.tensors)
+            return Frame(answer.type, 0, "", answer.body, tuple(map(memoryview, wrong)))
         not_finite = b"\xff" * max(map(len, answer.tensors))  # NaN in all of our number formats
         return Frame(
             answer.type, 0, "", answer.body, tuple(memoryview(not_finite)[: len(tensor)] for tensor in answer.tensors)

@@ -123,8 +123,12 @@ class Tube:
         self._numbers = itertools.count()
         self._lives: dict[str, int] = {}
         self._committed: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
+        self._faults: anyio.CancelScope | None = None
+        self._stores: list[FailingStore] = []
+        self.world.on_violation = self._cut_short
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
-        self._departures: list[tuple[float, int]] = []  # when a peer of a stage was gone or out of reach
+        # When a peer of a stage was gone, or of any stage (None) out of reach.
+        self._departures: list[tuple[float, int | None]] = []
 
     # --- what faults and invariants ask
 
@@ -134,6 +138,11 @@ class Tube:
 
     def violation(self, what: str) -> None:
         self.world.violation(what)
+
+    def _cut_short(self) -> None:
+        """After the first violation, nothing more is to be seen."""
+        if self._faults is not None:
+            self._faults.cancel()
 
     def committed(self, stage: int, round_number: int) -> None:
         self.world.note("commit", stage, round_number)
@@ -170,13 +179,13 @@ class Tube:
         """A peer that moves leaves others in its stage, unless one of them has gone a short time ago."""
         others = [host for host in self.peers() if self.stage_of(host) == stage and serving(host)]
         now = self.world.loop.time()
-        gone = any(at_s > now - looked_s for at_s, _ in self._departures)
+        gone = any(at_s > now - looked_s and of_stage in (None, stage) for at_s, of_stage in self._departures)
         if not others and not gone:
             self.violation(f"a move has emptied stage {stage}")
 
     def gone(self, host: Host) -> None:
         """Note that others may count upon a host that is not there."""
-        self._departures.append((self.world.loop.time(), self.stage_of(host) or 0))
+        self._departures.append((self.world.loop.time(), self.stage_of(host)))
 
     async def next_callee(self, op: str | None) -> Host:
         """Wait for the next call of an operation. Returns the peer that it has come to."""
@@ -207,7 +216,9 @@ class Tube:
         host = self._make_host(name, 1.0, 0.0)
         output = self._folder / name
         output.mkdir(exist_ok=True)
-        plan = CheckpointPlan(FailingStore(self, str(self._folder / f"{name}-checkpoints")), 5)
+        store = FailingStore(self, str(self._folder / f"{name}-checkpoints"))
+        self._stores.append(store)
+        plan = CheckpointPlan(store, 5)
         standby = name != "c0" or self._lives[name] > 0
         host.start(partial(run_coordinator, host, self._run_key, self.resolved, output, plan, standby))
         return host
@@ -237,7 +248,7 @@ class Tube:
         links = [self.world.network.link(source, target) for source, target in pairs]
         for link in links:
             link.blocked += 1
-        self._departures.append((self.world.loop.time() + seconds, 0))
+        self._departures.append((self.world.loop.time() + seconds, None))
         await anyio.sleep(seconds)
         for link in links:
             link.blocked -= 1
@@ -258,6 +269,7 @@ class Tube:
             self.start_peer(rng)
             await anyio.sleep(rng.choice([0.0, 0.3, 2.0]))
         async with anyio.create_task_group() as tasks:
+            self._faults = tasks.cancel_scope
             tasks.start_soon(self._collect_garbage)
             for event in self.schedule.events:
                 tasks.start_soon(self._strike, event)
@@ -267,8 +279,13 @@ class Tube:
                     future.set_exception(Unstruck())
             tasks.cancel_scope.deadline = self.world.loop.time() + 60.0
         self._faults_are_over = True
-        await self._recover()
-        await self._end()
+        if not self.world.violations:
+            await self._recover()
+        if not self.world.violations:
+            await self._end()
+        for host in self.world.alive():
+            host.die()
+        await anyio.sleep(1.0)
 
     async def _collect_garbage(self) -> None:
         while True:
@@ -346,6 +363,8 @@ class Tube:
             host.die()
         await anyio.sleep(150.0)
         self.invariants.check_samples()
+        for store in self._stores:
+            self.invariants.check_checkpoint(store)
         gc.collect()
         await anyio.sleep(1.0)
         mine = asyncio.current_task()
@@ -380,8 +399,11 @@ class FailingStore(CheckpointStore):
             case "torn":
                 address = super().save(*args)
                 tear(Path(address))
+                self._tube.invariants.check_checkpoint(self)
                 return address
-        return super().save(*args)
+        address = super().save(*args)
+        self._tube.invariants.check_checkpoint(self)
+        return address
 
 
 def tear(folder: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import random
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from loop import HOST, TubeLoop
@@ -36,6 +37,7 @@ class World:
         self.violations: list[str] = []
         self.log: list[str] = []
         self.network = TubeNetwork(self)
+        self.on_violation: Callable[[], None] = lambda: None
         self._digest = hashlib.sha256()
         self.num_events = 0
 
@@ -64,6 +66,7 @@ class World:
             what += "\n" + "".join(traceback.format_exception(error)[-30:])
         self.note("violation", what.splitlines()[0])
         self.violations.append(what)
+        self.on_violation()
 
     def alive(self) -> list[Host]:
         return [host for host in self.hosts if host.is_alive]

@@ -1,0 +1,474 @@
+"""Defects that are planted into the real code, one at a time, to see whether the tube notices them.
+
+To add a defect, write one more function: it returns what patches the mistake in, and its docstring says what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from schedule import Schedule
+from tube import Outcome, run_schedule
+
+import coordinator.checkpoints.folder as folder_module
+import coordinator.checkpoints.store as store_module
+import swarm_peer.runtime.peer as peer_module
+import swarm_peer.runtime.state.transfer as transfer_module
+import swarm_peer.runtime.step.averaging as averaging_module
+from swarm_peer.errors import CallError
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
+from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.view import PeerState
+from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state.joining import StateDownloads
+from swarm_peer.runtime.state.recovery import Recovery
+from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
+from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.settlement import StageGroup
+from swarm_peer.runtime.step.step_loop import StepLoop
+
+Defect = Callable[[], AbstractContextManager[Any]]
+
+DEFECTS: dict[str, Defect] = {}
+
+
+def defect(plant: Defect) -> Defect:
+    """Register a defect under its function's name."""
+    DEFECTS[plant.__name__] = plant
+    return plant
+
+
+def _wrapped(owner: Any, name: str, call: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Have `call(original, *args)` in place of a method or function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return call(original, *args, **options)
+
+    return patch.object(owner, name, wrapped)
+
+
+def _all(*patches: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    for each in patches:
+        stack.enter_context(each)
+    return stack
+
+
+# --- samples
+
+
+@defect
+def failure_counted() -> Any:
+    """The launcher counts a microbatch that has failed, and launches it again."""
+
+    async def launch_again(original: Any, launcher: Any, batch: Any, present: Any, error: CallError) -> None:
+        launcher._count(present.number, batch.samples)
+        await original(launcher, batch, present, error)
+
+    return _wrapped(MicrobatchLauncher, "_launch_again", launch_again)
+
+
+@defect
+def failure_launched_twice() -> Any:
+    """The launcher launches a microbatch that has failed twice: as it was, and as a new one of the same samples."""
+
+    async def launch_again(original: Any, launcher: Any, batch: Any, present: Any, error: CallError) -> None:
+        launcher._waiting.append(replace(batch, claimed=None, id=b""))
+        await original(launcher, batch, present, error)
+
+    return _wrapped(MicrobatchLauncher, "_launch_again", launch_again)
+
+
+@defect
+def name_forgotten_at_retry() -> Any:
+    """A microbatch gets a new id at each launch, so that peers which have counted it do not recognise it."""
+
+    def claim(original: Any, launcher: Any, batch: Any, present: Any) -> None:
+        original(launcher, batch, present)
+        batch.id = launcher._context.random.token(16)
+
+    return _wrapped(MicrobatchLauncher, "_claim", claim)
+
+
+@defect
+def lease_granted_to_all() -> Any:
+    """A stage-0 peer grants a slice although another peer that is alive leases it."""
+
+    def grant(original: Any, ledger: Any, slice_id: Any, peer: str, live_peers: Any) -> Grant:
+        granted: Grant = original(ledger, slice_id, peer, {peer})
+        return granted
+
+    return _wrapped(SampleLedger, "grant", grant)
+
+
+@defect
+def leases_end_at_once() -> Any:
+    """The leases of a stage-0 peer that is out of reach are free at once."""
+    return _wrapped(SliceLeases, "_live", lambda _, leases: {leases._me, *leases._present()})
+
+
+@defect
+def ledger_forgets_a_count() -> Any:
+    """At the end of a round, the samples that this peer itself has counted do not get into its ledger."""
+
+    def credible(original: Any, leases: Any, author: Any, ranges: Any, **options: Any) -> Any:
+        return () if author == leases._progress.author else original(leases, author, ranges, **options)
+
+    return _wrapped(SliceLeases, "_credible", credible)
+
+
+@defect
+def samples_survive_rewind() -> Any:
+    """Samples that were drawn before a rewind are trained on after it: the generation of the leases stays."""
+
+    async def begin(original: Any, leases: Any, *args: Any) -> None:
+        generation = leases.generation
+        await original(leases, *args)
+        leases.generation = generation
+
+    return _wrapped(SliceLeases, "begin", begin)
+
+
+@defect
+def replies_forgotten() -> Any:
+    """A peer computes a microbatch again that it has counted, when its reply was lost."""
+    return patch.object(StageExecutor, "counted_reply", lambda executor, entered, microbatch_id: None)
+
+
+@defect
+def repeated_call_not_held() -> Any:
+    """A microbatch that comes again while it runs does not wait for the first one's result."""
+
+    async def run_once(original: Any, server: Any, microbatch: Any, hidden: Any, deadline: float) -> Any:
+        if microbatch.mode != "train":
+            return await original(server, microbatch, hidden, deadline)
+        async with server._admission.enter(microbatch.round_number) as entered:
+            known = server._executor.counted_reply(entered, microbatch.id)
+            return known or await server._executor.run(entered, microbatch, hidden, deadline)
+
+    return _wrapped(StageServer, "_run_once", run_once)
+
+
+# --- rounds
+
+
+@defect
+def past_round_admits() -> Any:
+    """A peer takes in microbatches of a round that it has closed, as if they were of the present one."""
+
+    async def reach(original: Any, admission: Any, round_number: int) -> Any:
+        present = admission._rounds.current
+        return present if round_number < present.number else await original(admission, round_number)
+
+    return _wrapped(RoundAdmission, "reach", reach)
+
+
+@defect
+def weights_not_compared() -> Any:
+    """A microbatch goes on though the weights have changed under it: neither pass looks at their version."""
+
+    def forward(original: Any, executor: Any, entered: Any, *args: Any) -> Any:
+        version = executor._trainer.weights_version
+        stale = SimpleNamespace(step=SimpleNamespace(weights_version=version), number=entered.number)
+        return original(executor, stale, *args)
+
+    def backward(original: Any, trainer: Any, forward_pass: Any, *args: Any) -> Any:
+        forward_pass._weights_version = trainer.weights_version
+        return original(trainer, forward_pass, *args)
+
+    return _all(_wrapped(StageExecutor, "_forward", forward), _wrapped(StageTrainer, "backward", backward))
+
+
+@defect
+def barrier_does_not_wait() -> Any:
+    """A peer ends the round while microbatches are inside: those counted after that are not in its gradient."""
+
+    async def drained(admission: Any) -> None:
+        return None
+
+    return patch.object(RoundAdmission, "drained", drained)
+
+
+@defect
+def history_not_compared() -> Any:
+    """At the barrier, a peer takes all stage-mates to hold its own weights."""
+
+    async def gather_ready(original: Any, group: Any, ending: Any, attempt: int) -> Any:
+        members = await original(group, ending, attempt)
+        own = {"history_hash": ending.step.history_hash, "weights_digest": ending.weights_digest}
+        return {peer: reply.model_copy(update=own) for peer, reply in members.items()}
+
+    return _wrapped(StageGroup, "_gather_ready", gather_ready)
+
+
+@defect
+def vote_skipped() -> Any:
+    """Each peer commits its own result at once, without asking how the others voted."""
+
+    async def gather_votes(group: Any, ending: Any, attempt: int, peers: set[str]) -> Any:
+        return {group._me: ending.vote}
+
+    return patch.object(StageGroup, "_gather_votes", gather_votes)
+
+
+@defect
+def partial_average_applied() -> Any:
+    """If a member does not average its parts in time, the others keep theirs and call the round done."""
+
+    def init(original: Any, runner: Any, *args: Any, **options: Any) -> None:
+        original(runner, *args, **options)
+        del runner.tensor_part_container.register_failed_reducer
+
+    return _wrapped(_ExactAllReduce, "__init__", init)
+
+
+@defect
+def shares_not_weighed() -> Any:
+    """The averages are means over peers, and not over samples."""
+
+    def make(*, shares: Any, **options: Any) -> AllReduce:
+        return AllReduce(shares=dict.fromkeys(shares, 1), **options)
+
+    return patch.object(averaging_module, "AllReduce", make)
+
+
+@defect
+def accumulator_not_emptied() -> Any:
+    """A peer's gradients of a round are still in its accumulator in the next one."""
+
+    async def commit(original: Any, loop: Any, settlement: Any) -> None:
+        kept = loop._trainer.gradient_sums()
+        await original(loop, settlement)
+        loop._trainer.add_gradients(*kept)
+
+    return _wrapped(StepLoop, "_commit", commit)
+
+
+@defect
+def old_gradients_join() -> Any:
+    """A peer that takes over a stage-mate's state keeps the gradients that it has accumulated."""
+
+    async def take_over(original: Any, loop: Any, state: Any) -> None:
+        kept = loop._trainer.gradient_sums()
+        await original(loop, state)
+        loop._trainer.add_gradients(*kept)
+
+    return _wrapped(StepLoop, "_take_over", take_over)
+
+
+@defect
+def gradient_handed_over_twice() -> Any:
+    """The receiver of a leaving peer's gradient does not recognise a repeated commit, and refuses it."""
+
+    async def commit_once(original: Any, handover: Any, caller: str, call: Any) -> Any:
+        known = handover._rounds.find(call.round_number)
+        if known is not None:
+            known.committed.clear()
+        return await original(handover, caller, call)
+
+    return _wrapped(GradientHandover, "_commit_once", commit_once)
+
+
+@defect
+def gradient_in_doubt_offered_again() -> Any:
+    """A leaving peer offers its gradient to others though the first receiver may have added it."""
+
+    async def commit(original: Any, handover: Any, *args: Any) -> None:
+        try:
+            await original(handover, *args)
+        except Exception as error:
+            raise error if isinstance(error, CallError) else CallError(str(error)) from error
+
+    return _wrapped(GradientHandover, "_commit", commit)
+
+
+# --- states
+
+
+@defect
+def serves_before_it_has_weights() -> Any:
+    """A peer announces that it serves, and gets its state after that."""
+
+    async def join(original: Any, peer: Any, replica: Any) -> Any:
+        peer._lifecycle.enter(PeerState.SERVING)
+        await peer._directory.announce()
+        return await original(peer, replica)
+
+    return _wrapped(Peer, "_join", join)
+
+
+@defect
+def momentum_not_loaded() -> Any:
+    """A peer that takes over a state begins with an optimizer's state of zeros."""
+
+    async def take_over(original: Any, loop: Any, state: Any) -> None:
+        weights = set(loop._trainer.module.state_dict())
+        tensors = {
+            name: tensor if name in weights else torch.zeros_like(tensor) for name, tensor in state.tensors.items()
+        }
+        await original(loop, replace(state, tensors=tensors))
+
+    return _wrapped(StepLoop, "_take_over", take_over)
+
+
+@defect
+def update_not_applied() -> Any:
+    """A newcomer enters the updates that it missed into its history, and does not apply them."""
+
+    async def update_after(original: Any, downloads: Any, *args: Any) -> Any:
+        update = await original(downloads, *args)
+        return replace(update, tensors={name: torch.zeros_like(value) for name, value in update.tensors.items()})
+
+    return _wrapped(StateDownloads, "update_after", update_after)
+
+
+@defect
+def updates_missed() -> Any:
+    """A newcomer does not apply the updates that its stage-mates made while it downloaded their state."""
+
+    async def catch_up(loop: Any, stage_mates: list[str]) -> None:
+        await loop._gossip.greet(loop._stage, stage_mates)
+        loop._rounds.enter(Phase.OPEN)
+
+    return patch.object(StepLoop, "catch_up", catch_up)
+
+
+@defect
+def chunk_not_checked() -> Any:
+    """A downloaded chunk is taken without a look at its hash."""
+
+    async def fetch_chunk(_: Any, transport: Any, donor: str, call: Any, chunk: Any, tensor_name: str) -> memoryview:
+        reply = await transport.call(donor, call, timeout_s=transfer_module.CALL_TIMEOUT_S)
+        if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
+            raise transfer_module.InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
+        data: memoryview = reply.tensors[0]
+        return data
+
+    return _wrapped(transfer_module, "_fetch_chunk", fetch_chunk)
+
+
+@defect
+def snapshot_of_another_step() -> Any:
+    """A snapshot is kept under the number of the round after its own."""
+
+    async def store_snapshot(original: Any, store: Any, stage: int, state: Any) -> None:
+        await original(store, stage, replace(state, round_number=state.round_number + 1))
+
+    return _wrapped(SnapshotStore, "store_snapshot", store_snapshot)
+
+
+@defect
+def half_checkpoint_good() -> Any:
+    """A checkpoint counts as good without a look at the sizes and hashes of its files."""
+
+    def open_unchecked(original: Any, files: Any, folder: str, *args: Any) -> Any:
+        path = f"{folder}/{folder_module.CONTENTS}"
+        if not files.exists(path):
+            return original(files, folder, *args)
+        contents = folder_module.Contents.model_validate_json(files.read(path, folder_module.MAX_JSON_BYTES))
+        with patch.object(files, "describe", lambda path: contents.files[path.rpartition("/")[2]]):
+            return original(files, folder, *args)
+
+    return _wrapped(store_module, "open_checkpoint", open_unchecked)
+
+
+# --- the swarm
+
+
+@defect
+def older_term_obeyed() -> Any:
+    """A peer obeys the orders of all coordinators, also those whose term is over."""
+
+    async def wait(original: Any, *, fetch: Any, **options: Any) -> Any:
+        async def fetch_all() -> Any:
+            found = await fetch()
+            if not found:
+                return found
+            orders = tuple(order for term in sorted(found) for order in found[term].assignments)
+            newest = max(found)
+            return {newest: found[newest].model_copy(update={"assignments": orders})}
+
+        return await original(fetch=fetch_all, **options)
+
+    return _wrapped(peer_module, "wait_for_assignment", wait)
+
+
+@defect
+def takeover_unasked() -> Any:
+    """A peer takes a stage over without asking whether others still see peers in it."""
+
+    async def check_loss(recovery: Any, timeline: Any) -> None:
+        return None
+
+    return patch.object(Recovery, "_check_loss", check_loss)
+
+
+@defect
+def last_peer_moves() -> Any:
+    """A peer moves though nobody else serves its stage: neither the order nor the move is checked."""
+
+    async def may_leave(peer: Any, replica: Any) -> bool:
+        peer._lifecycle.enter(PeerState.DRAINING)
+        await peer._directory.announce()
+        return True
+
+    async def wait(original: Any, *, view: Any, **options: Any) -> Any:
+        somebody = SimpleNamespace(peer_id="")
+
+        def crowded() -> Any:
+            return SimpleNamespace(serving=lambda stage: [somebody], num_stages=view().num_stages)
+
+        return await original(view=crowded, **options)
+
+    return _all(patch.object(Peer, "_may_leave", may_leave), _wrapped(peer_module, "wait_for_assignment", wait))
+
+
+# --- the command
+
+
+def run_planted(name: str, seed: str) -> Outcome:
+    """Run a seed with a defect."""
+    with DEFECTS[name]():
+        return run_schedule(Schedule.draw(seed))
+
+
+def planted(*names: str, first: int = 0, most: int = 500) -> None:
+    """Look for the first seed that finds each planted defect, and does not fail without it.
+
+    Args:
+        names: defects; all of them by default
+        first: the first seed
+        most: seeds to try
+    """
+    sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
+    for name in names or DEFECTS:
+        tried = 0
+        for seed in map(str, range(first, first + most)):
+            tried += 1
+            found = run_planted(name, seed).violations
+            if not found:
+                continue
+            if seed not in sound:
+                sound[seed] = "\n".join(run_schedule(Schedule.draw(seed)).violations[:1])
+            if not sound[seed]:
+                print(f"{name}: seed {seed} ({tried} tried): {found[0].splitlines()[0][:300]}", flush=True)
+                break
+            print(f"{name}: seed {seed} fails without it, too: {sound[seed].splitlines()[0][:200]}", flush=True)
+        else:
+            print(f"{name}: not found in {tried}", flush=True)
