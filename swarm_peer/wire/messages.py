@@ -65,9 +65,11 @@ class MicrobatchCall(RoundCall):
 
     Attributes:
         length: T; a query may be shorter than the run's sequences
+        timeline: first round of the timeline that the caller is on; None for queries
     """
 
     op: Literal["microbatch"] = "microbatch"
+    timeline: RoundNumber | None = None
     mode: Mode
     microbatch: MicrobatchId
     num_samples: int = Field(ge=1, lt=2**20)

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -23,6 +24,7 @@ from swarm_peer.errors import (
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.gossip import Gossip
@@ -650,6 +652,22 @@ async def test_a_closed_round_ends_the_tries(swarm, pair):
     assert caught.value.round_number == 3
     assert len(swarm.network.calls) == 1
     assert last.trainer.num_samples == first.trainer.num_samples == 0
+
+
+@pytest.mark.parametrize(("its", "behind"), [(4, "caller"), (12, "callee")])
+async def test_a_round_of_the_same_number_on_another_timeline_is_another_round(swarm, pair, its, behind):
+    """Both parts of a run that was cut in two may come to it, with different weights."""
+    first, last = pair
+    begin_round(last.rounds, 16, timeline=Timeline(8, 3, 3), weights_version=last.trainer.weights_version)
+    microbatch = replace(make_microbatch(round_number=16), timeline=its)
+    first.open(16)
+    with pytest.raises(RoundClosed) as caught:
+        await first.run(microbatch)
+    assert caught.value.round_number == 16 + (behind == "caller"), "it names a later round to whoever is behind"
+    assert last.admission.is_behind == (behind == "callee")
+    assert last.trainer.num_samples == 0
+    await first.run(replace(microbatch, timeline=8))
+    assert last.trainer.num_samples == SAMPLES
 
 
 async def test_a_microbatch_that_waits_while_a_rewind_changes_the_weights_is_not_counted(swarm, pair):

@@ -251,6 +251,14 @@ async def test_a_peer_that_was_not_told_goes_back_with_the_others(swarm, watchin
     assert await watching.see() == Timeline(51, 40, 40)
 
 
+async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, watching):
+    """The run was cut in two, and both parts went on. Rounds never go back, and those of the other part are used up."""
+    for peer_id, stage in (("a", 0), ("c", 2)):
+        await swarm.add(peer_id, stage, round_number=46, timeline=Timeline(45, 40, 40))
+    with pytest.raises(CallError, match="the run has gone back to 40 updates without it"):
+        await watching.see()
+
+
 async def test_a_stage_that_the_run_has_left_behind_notices(swarm, watching):
     """The stage-mate that was further has died, and nobody of the round that this peer is in is left."""
     for peer_id, stage, round_number in (("a", 0, 48), ("c", 2, 49), ("m", 1, 47)):

@@ -214,7 +214,7 @@ class MicrobatchLauncher:
         outcome = "counted"
         try:
             async with self._admission.enter(present.number) as entered:
-                microbatch = _microbatch(batch.id, batch.tokens_BS, present.number, "train")
+                microbatch = _microbatch(batch.id, batch.tokens_BS, present, "train")
                 result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
                 if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
                     self._count(present.number, batch.samples, loss_sum=result.loss_sum)
@@ -271,7 +271,7 @@ class MicrobatchLauncher:
         async def evaluate(tokens_BS: torch.Tensor) -> None:
             try:
                 async with room, self._admission.enter(present.number) as entered:
-                    microbatch = _microbatch(self._context.random.token(16), tokens_BS, present.number, "evaluate")
+                    microbatch = _microbatch(self._context.random.token(16), tokens_BS, present, "evaluate")
                     result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
                 losses.append((len(tokens_BS), result.loss_sum))
             except CallError as error:
@@ -297,5 +297,6 @@ class MicrobatchLauncher:
         self._context.changed.notify()
 
 
-def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, round_number: int, mode: Mode) -> Microbatch:
-    return Microbatch(microbatch_id, round_number, mode, len(tokens_BS), encode_tokens(tokens_BS))
+def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, present: Round, mode: Mode) -> Microbatch:
+    timeline, tokens = present.step.timeline.first_round, encode_tokens(tokens_BS)
+    return Microbatch(microbatch_id, present.number, mode, len(tokens_BS), tokens, timeline=timeline)

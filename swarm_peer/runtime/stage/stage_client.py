@@ -41,6 +41,7 @@ class Microbatch:
         mode: train, evaluate, score or predict; see MicrobatchCall
         tokens: encoded (B, T+1), or (B, T) to predict
         length: T of a query that is shorter than the run's sequences; None for the run's own length
+        timeline: first round of the timeline that it was launched on; None for queries
     """
 
     id: bytes
@@ -49,6 +50,7 @@ class Microbatch:
     num_samples: int
     tokens: memoryview
     length: int | None = None
+    timeline: int | None = None
 
     @property
     def is_query(self) -> bool:
@@ -189,6 +191,7 @@ class StageClient:
             round_number=microbatch.round_number,
             stage=self.stage,
             microbatch=microbatch.id,
+            timeline=microbatch.timeline,
             mode=microbatch.mode,
             num_samples=microbatch.num_samples,
             length=microbatch.length or self._manifest.data.sequence_length,

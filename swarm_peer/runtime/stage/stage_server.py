@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import anyio
 
-from swarm_peer.errors import Busy, CallTimeout, InvalidMessage
+from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import MAX_LOGITS_BYTES, QUERIES, Body, MicrobatchCall, MicrobatchReply
@@ -52,7 +53,7 @@ class StageServer:
         self._progress.merge(call.counts)
         self._check_sizes(call, tensors)
         microbatch = Microbatch(
-            call.microbatch, call.round_number, call.mode, call.num_samples, tensors[0], call.length
+            call.microbatch, call.round_number, call.mode, call.num_samples, tensors[0], call.length, call.timeline
         )
         hidden = None if call.stage == 0 else tensors[1]
         outcome = "failed"
@@ -91,6 +92,7 @@ class StageServer:
             return await self._query(microbatch, hidden, deadline)
         if microbatch.mode != "train":
             async with self._admission.enter(microbatch.round_number) as entered:
+                self._check_timeline(microbatch, entered)
                 return await self._executor.run(entered, microbatch, hidden, deadline)
         # The same microbatch can come again while it runs, from a caller that lost its connection.
         while (other := self._running.get(microbatch.id)) is not None:
@@ -99,12 +101,30 @@ class StageServer:
         try:
             async with self._admission.enter(microbatch.round_number) as entered:
                 self._metrics.in_flight.set(self._admission.admitted)
+                self._check_timeline(microbatch, entered)
                 known = self._executor.counted_reply(entered, microbatch.id)
                 return known or await self._executor.run(entered, microbatch, hidden, deadline)
         finally:
             self._metrics.in_flight.set(self._admission.admitted)
             del self._running[microbatch.id]
             done.set()
+
+    def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
+        """Refuse a microbatch of another timeline.
+
+        After the run was cut in two, both parts may be in a round of the same number, with different weights. Whoever
+        is on the older timeline is told of the next round, as if it were behind: so it looks where the run stands.
+        """
+        own, its = entered.step.timeline.first_round, microbatch.timeline
+        if its in (None, own):
+            return
+        assert its is not None
+        if own < its:
+            self._admission.saw_round(entered.number + 1)
+        text = (
+            f"in round {entered.number}, the caller is on the timeline from round {its}, this peer on that from {own}"
+        )
+        raise RoundClosed(text, entered.number + (its < own))
 
     def _check_sizes(self, call: MicrobatchCall, tensors: Sequence[memoryview]) -> None:
         if call.num_samples > self._manifest.training.microbatch_size:

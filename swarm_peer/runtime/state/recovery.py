@@ -305,7 +305,7 @@ class Recovery:
             is_behind: whether other peers have named later rounds
 
         Raises:
-            CallError: the run has gone on, and those of this stage that went on with it are gone
+            CallError: the run has gone on without this peer, and it has to join anew
         """
         patience_s = self._manifest.limits.announcement_s
         while True:
@@ -323,8 +323,10 @@ class Recovery:
             await anyio.sleep(patience_s)
             if rounds.current is present and rounds.step.phase is Phase.OPEN:
                 own, timeline = present.step, standing.timeline
-                if timeline > own.timeline and timeline.first_optimizer_step <= own.optimizer_step:
+                if timeline > own.timeline and timeline.first_round > own.round_number:
                     return timeline
+                if timeline > own.timeline:  # the run was cut in two, and both parts went on
+                    raise CallError(f"the run has gone back to {timeline.first_optimizer_step} updates without it")
                 if timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:
                     raise CallError(
                         f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}"
