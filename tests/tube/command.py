@@ -83,7 +83,7 @@ def shrunk(seed: str, numbers: Sequence[int] | None) -> list[int]:
 
 @app.command
 def seeds(*, first: int = 0, count: int = 30, processes: int = 2, results: Path | None = None) -> None:
-    """Run many seeds, and sum up. The first one is run twice: it must go the same way, event by event.
+    """Run many seeds, and sum up. The first one of each batch is run twice: it must go the same way, event by event.
 
     Args:
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
@@ -104,13 +104,16 @@ def seeds(*, first: int = 0, count: int = 30, processes: int = 2, results: Path 
 
 def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
     spawn = multiprocessing.get_context("spawn")  # a fork would go on with the parent's caches
-    with ProcessPoolExecutor(processes, spawn, max_tasks_per_child=SEEDS_PER_PROCESS) as pool:
-        again = pool.submit(run_seed, todo[0]) if todo else None
-        for future in as_completed([pool.submit(run_seed, seed) for seed in todo]):
-            outcome = future.result()
-            if again is not None and outcome.seed == todo[0] and again.result().trace_hash != outcome.trace_hash:
-                outcome.violations.append(f"two runs differ: {outcome.trace_hash}, {again.result().trace_hash}")
-            yield outcome
+    size = SEEDS_PER_PROCESS * processes
+    for batch in (todo[begin : begin + size] for begin in range(0, len(todo), size)):
+        # New processes for each batch: the executor's own max_tasks_per_child may hang in Python 3.11.
+        with ProcessPoolExecutor(processes, spawn) as pool:
+            again = pool.submit(run_seed, batch[0])
+            for future in as_completed([pool.submit(run_seed, seed) for seed in batch]):
+                outcome = future.result()
+                if outcome.seed == batch[0] and again.result().trace_hash != outcome.trace_hash:
+                    outcome.violations.append(f"two runs differ: {outcome.trace_hash}, {again.result().trace_hash}")
+                yield outcome
 
 
 def run_seed(seed: str) -> Outcome:

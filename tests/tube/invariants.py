@@ -73,7 +73,8 @@ class Records:
         votes: a peer's votes, by (stage, timeline, round, peer)
         unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, peer)
         histories: the history hash with which an averaging round began, by its stage, round, try and members
-        given: gradients of leaving peers that were added, by (stage, timeline, round, hash)
+        given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
+        givers: who has given each transfer
     """
 
     microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], str]] = field(default_factory=dict)
@@ -87,7 +88,8 @@ class Records:
     votes: dict[tuple[int, int, int, str], list[Vote]] = field(default_factory=dict)
     unheard: dict[tuple[int, int, int, str], set[str]] = field(default_factory=dict)
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    given: set[tuple[int, int, int, bytes]] = field(default_factory=set)
+    given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
+    givers: dict[bytes, str] = field(default_factory=dict)
     moves: int = 0
     rewinds: int = 0
     forks: int = 0
@@ -113,6 +115,7 @@ class Invariants:
         with (
             _after(MicrobatchLauncher, "_claim", self._claimed),
             _before(MicrobatchLauncher, "_count", self._counted),
+            _before(GradientHandover, "handle_commit", self._given),
             _before(GradientHandover, "_add", self._adding),
             _after(GradientHandover, "_add", self._added),
             _before(StageGroup, "settle", self._settling),
@@ -147,12 +150,16 @@ class Invariants:
         place = (launcher._rounds.step.timeline.first_round, round_number, launcher._me)
         self.records.counted.setdefault(place, set()).update(samples)
 
+    def _given(self, handover: Any, caller: str, call: Any, tensors: Any) -> None:
+        self.records.givers[call.transfer] = caller
+
     def _adding(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
         self._both = [each for each, _ in call.counted if each in entered.counted]
 
     def _added(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
-        """A leaving peer's gradient is added once, by whomever."""
-        key = (handover._stage, entered.step.timeline.first_round, entered.number, call.sha256)
+        """A leaving peer's gradient is added once, by whomever; who has nothing else may give it on."""
+        giver = self.records.givers[call.transfer]
+        key = (handover._stage, entered.step.timeline.first_round, entered.number, giver, call.sha256)
         if key in self.records.given:
             self._tube.violation(f"{HOST.get()} adds a gradient of round {entered.number} that was added before")
         self.records.given.add(key)
