@@ -69,13 +69,20 @@ class MicrobatchCall(RoundCall):
     """
 
     op: Literal["microbatch"] = "microbatch"
-    timeline: RoundNumber | None = None
     mode: Mode
+    timeline: RoundNumber | None
     microbatch: MicrobatchId
     num_samples: int = Field(ge=1, lt=2**20)
     length: int = Field(ge=1, le=2**20)
     timeout_s: float = Field(gt=0, le=86400, allow_inf_nan=False)
     counts: SignedCounts = ()
+
+    @field_validator("timeline")
+    @classmethod
+    def _all_but_queries_have_one(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is None and info.data.get("mode", QUERIES[0]) not in QUERIES:
+            raise ValueError("only queries are of any timeline")
+        return value
 
     @field_validator("mode")
     @classmethod

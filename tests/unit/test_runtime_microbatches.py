@@ -233,7 +233,7 @@ def tokens(seed=0):
 
 
 def make_microbatch(seed=0, round_number=0, mode="train"):
-    return Microbatch(bytes([seed]) * 16, round_number, mode, SAMPLES, encode_tokens(tokens(seed)))
+    return Microbatch(bytes([seed]) * 16, round_number, mode, SAMPLES, encode_tokens(tokens(seed)), timeline=0)
 
 
 def reference(manifest, seeds=(0,)):
@@ -436,6 +436,7 @@ def make_call(swarm, number=0, **change):
         "round_number": 0,
         "stage": 1,
         "microbatch": bytes([number]) * 16,
+        "timeline": 0,
         "mode": "train",
         "num_samples": SAMPLES,
         "length": LENGTH,

@@ -123,6 +123,7 @@ class Fixture:
             "mode": "score",
             "stage": stage,
             "microbatch": bytes(16),
+            "timeline": None,
             "num_samples": SAMPLES,
             "length": LENGTH,
             "timeout_s": 20.0,
@@ -218,8 +219,20 @@ async def test_the_runs_codecs_are_used(codec):
         (0, {"counts": (("x", b"y"),) * 1025}, (encode_tokens(tokens()),), InvalidMessage, "counts"),
         (1, {}, (encode_tokens(tokens()),), InvalidMessage, "were expected"),
         (1, {"length": 3}, (encode_tokens(tokens()[:, :4]), hidden()), InvalidMessage, "were expected"),
-        (1, {"mode": "train", "length": 3}, (encode_tokens(tokens()[:, :4]), hidden(3)), InvalidMessage, "3 tokens"),
-        (1, {"mode": "evaluate", "length": 3}, (encode_tokens(tokens()[:, :4]), hidden(3)), InvalidMessage, "3 tok"),
+        (
+            1,
+            {"mode": "train", "length": 3, "timeline": 0},
+            (encode_tokens(tokens()[:, :4]), hidden(3)),
+            InvalidMessage,
+            "3 tokens",
+        ),
+        (
+            1,
+            {"mode": "evaluate", "length": 3, "timeline": 0},
+            (encode_tokens(tokens()[:, :4]), hidden(3)),
+            InvalidMessage,
+            "3 tok",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")

@@ -166,6 +166,7 @@ CALL = MicrobatchCall(
     round_number=4,
     stage=1,
     microbatch=b"i" * 16,
+    timeline=0,
     mode="train",
     num_samples=2,
     length=8,
@@ -224,6 +225,8 @@ def test_bodies_survive_the_wire():
         {"counts": (("a", b"e" * (MAX_COUNT_BYTES + 1)),)},
         {"counts": (("a", b""),) * 1025},
         {"counts": 5},
+        {"timeline": None},
+        {"timeline": -1},
     ],
     ids=lambda change: str(change)[:40],
 )
