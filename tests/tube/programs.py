@@ -49,7 +49,6 @@ async def run_peer(host: Host, run_key: Identity, resolved: ResolvedManifest, st
         transport=host.open_transport(),
         device=torch.device("cpu"),
         device_thread=host.device,  # type: ignore[arg-type]
-        counted=host.world.counted,  # type: ignore[attr-defined]
     )
     await host.peer.run(first_stage, host.ended)
 

@@ -98,7 +98,7 @@ class Peer:
         self.transport = swarm.network.transport(peer_id)
         self.donor = GivenStates(context, self.trainer, self.device_thread, store)
         self.told = []  # rewinds
-        self.denies = ""  # why it would not go back
+        self.denies = None  # why it would not go back
         self.enter(round_number, timeline)
         access = SimpleNamespace(transport=self.transport, view=swarm.view, look=swarm.look)
         self.recovery = Recovery(
@@ -152,7 +152,7 @@ class Peer:
         if op == "rewind":
             call = check_body(RewindCall, body)
             if call.asks_only:
-                if self.denies:
+                if self.denies is not None:
                     raise NotServing(self.denies)
                 return Reply(RewindReply(round_number=self.donor.current.round_number).model_dump())
             self.told.append(
@@ -380,6 +380,14 @@ async def test_a_stage_is_taken_over_only_if_most_others_have_lost_it_too(swarm,
         with pytest.raises(CallError, match="of 3 peers would not go back: stage 1 has not lost its peers"):
             await newcomer.recovery.find_start()
     assert not any(peer.told for peer in swarm.peers.values()), "nobody has gone back yet"
+
+
+async def test_a_refusal_without_a_reason_is_a_refusal(swarm):
+    newcomer = await newcomer_to_a_lost_stage(swarm)
+    for peer_id in "ac":
+        swarm.peers[peer_id].denies = ""
+    with pytest.raises(CallError, match="2 of 2 peers would not go back"):
+        await newcomer.recovery.find_start()
 
 
 async def test_a_run_does_not_begin_anew_because_nobody_could_be_reached(swarm):

@@ -116,9 +116,8 @@ class StageServer:
         is on the older timeline is told of the next round, as if it were behind: so it looks where the run stands.
         """
         own, its = entered.step.timeline.first_round, microbatch.timeline
-        if its in (None, own):
+        if its is None or its == own:
             return
-        assert its is not None
         if own < its:
             self._admission.saw_round(entered.number + 1)
         text = (

@@ -31,7 +31,7 @@ from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
+from swarm_peer.runtime.state.claims import CALL_TIMEOUT_S, believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -39,7 +39,6 @@ from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 5.0
 # Pause between reminders to peers that have not gone back yet.
 PAUSE_S = 2.0
 # A new timeline begins so many rounds above the highest round known, so that a peer that is ahead of that is behind the
@@ -245,13 +244,13 @@ class Recovery:
             CallError: at least half of those that answer would not go back
         """
         call = self._rewind_call(timeline, asks_only=True)
-        answers: dict[str, str] = {}  # the reasons of those that would not; else empty
+        answers: dict[str, str | None] = {}  # why a peer would not; None if it would
 
         async def ask(peer_id: str) -> None:
             try:
                 reply = await self._swarm.transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
                 check_body(RewindReply, reply.body)
-                answers[peer_id] = ""
+                answers[peer_id] = None
             except (CallTimeout, PeerUnreachable):
                 return
             except CallError as error:
@@ -261,7 +260,7 @@ class Recovery:
             for peer in self._swarm.view().peers:
                 if peer.stage != self._stage and peer.state is PeerState.SERVING:
                     tasks.start_soon(ask, peer.peer_id)
-        refusals = sorted(reason for reason in answers.values() if reason)
+        refusals = sorted(reason for reason in answers.values() if reason is not None)
         if refusals and 2 * len(refusals) >= len(answers):
             raise CallError(f"{len(refusals)} of {len(answers)} peers would not go back: {refusals[0]}")
 
