@@ -10,10 +10,10 @@ DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
 SEEDS ?= 30
 
-.PHONY: help setup demo test unit simulation tube integration faults soak lint format clean
+.PHONY: help setup demo test test-all unit simulation tube integration faults soak lint format clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.installed  ## Make .venv with everything that running needs
 
@@ -29,12 +29,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
-	$(BIN)/swarm-coordinator local configs/demo.yaml --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
+	$(BIN)/swarm-coordinator local demo --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
 
 test: lint  ## Lint, types and all tests but the slow ones
-	$(BIN)/python -m pytest -n 2 tests/unit tests/simulation
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
 	$(BIN)/python tests/tube seeds
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
+
+test-all: test  ## The slow tests as well
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m slow --deselect tests/faults/test_rebalancing.py tests
+	$(BIN)/python -m pytest tests/faults/test_rebalancing.py
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation
@@ -43,10 +47,10 @@ tube: $(VENV)/.installed-dev  ## Swarms in virtual time, with faults from seeds:
 	$(BIN)/python tests/tube seeds --count $(SEEDS) --results runs/tube.jsonl
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
-	$(BIN)/python -m pytest -n 2 tests/unit
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
 
 integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
-	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 tests/integration
+	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/integration
 
 faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail, slow ones included
 	$(BIN)/python -m pytest tests/faults

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from swarm import LiveSwarm, new_peer, run_swarm
 
+from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, train
 from coordinator.run.service import resolve_manifest
-from swarm_peer.config import load_manifest
 from swarm_peer.model.resolved import ResolvedManifest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"

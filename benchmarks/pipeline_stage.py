@@ -17,8 +17,8 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
+from coordinator.config_files import load_manifest
 from coordinator.run.baseline import STREAM_ID, microbatches_of
-from swarm_peer.config import load_manifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.data.slices import sample_stream

@@ -20,15 +20,17 @@ from statistics import mean, median
 import anyio
 
 from coordinator.checkpoints.fetching import open_transport
+from coordinator.config_files import load_manifest
 from coordinator.query.live_model import LiveModel
-from coordinator.run.local import LOOPBACK, LocalPeers
+from coordinator.run.local_peers import LOOPBACK, LocalPeers
 from coordinator.run.service import RunOptions, RunService
 from coordinator.watch.observer import observer_directory, open_node
-from swarm_peer.config import RunManifest, load_manifest
+from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.slices import validation_samples
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 
 PEERS_BY_STAGE = [2, 2]
@@ -81,7 +83,7 @@ async def measure(service: RunService, dht: SwarmDHT, output: Path, phases: int,
 async def run(manifest: RunManifest, output: Path, phases: int, phase_s: float) -> None:
     """Start a swarm and measure it."""
     async with (
-        open_node(output / "identity", (), (LOOPBACK,)) as dht,
+        open_node(output / "identity", Entrance(), (LOOPBACK,)) as dht,
         LocalPeers(dht.addresses, PEERS_BY_STAGE, output).running(),
     ):
         service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=output))

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 
 from swarm import LiveSwarm, SwarmStopped, new_peer, run_swarm
 
+from coordinator.config_files import load_manifest
 from coordinator.run.service import resolve_manifest
-from swarm_peer.config import load_manifest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 SETTINGS = (

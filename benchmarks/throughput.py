@@ -44,7 +44,8 @@ from typing import TypedDict
 import torch
 from processes import PROCESS_POLL_S, ROOT, adopt_orphans, cpu_seconds, running
 
-from swarm_peer.config import RunManifest, load_manifest
+from coordinator.config_files import load_manifest
+from swarm_peer.config import RunManifest
 
 PEERS_BY_STAGE = (2, 2)
 # More than any measurement waits for: runs are stopped, they do not end.

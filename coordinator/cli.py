@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from cyclopts import App
+from collections.abc import Callable
 
 from coordinator.commands.export import export
+from coordinator.commands.invites import invite, invites, revoke
 from coordinator.commands.live import end, evaluate, sample, status
 from coordinator.commands.plan import plan
 from coordinator.commands.runs import baseline, local, serve
 from coordinator.commands.simulate import simulate
-from swarm_peer import __version__
-from swarm_peer.cli import run_app
+from swarm_peer.cli import make_app, run_app
 
-app = App(name="swarm-coordinator", version=__version__, help_format="plaintext")
-for command in (serve, local, status, end, plan, evaluate, sample, baseline, export, simulate):
-    app.command(command)
+# Of each command, in the order of use.
+EXAMPLES: dict[Callable[..., None], str] = {
+    local: "swarm-coordinator local demo --peers 2,2",
+    serve: "swarm-coordinator serve demo\nswarm-coordinator serve gpt2-124m --set training.steps=500",
+    invite: "swarm-coordinator invite --label alice --expires 7d",
+    invites: "swarm-coordinator invites runs/demo",
+    revoke: "swarm-coordinator revoke alice",
+    status: "swarm-coordinator status\nswarm-coordinator status runs/demo --json",
+    sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100",
+    evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
+    export: "swarm-coordinator export --output my-model",
+    end: "swarm-coordinator end --identity-path runs/demo/identity",
+    plan: "swarm-coordinator plan gpt2-124m --peers volunteers --tokens 300e9",
+    baseline: "swarm-coordinator baseline demo --steps 30 --output runs/baseline",
+    simulate: "swarm-coordinator simulate --stages 4 --peers 40 --hours 6",
+}
+
+app = make_app("swarm-coordinator", "More of each command:\n  swarm-coordinator serve --help")
+for command, example in EXAMPLES.items():
+    app.command(command, help_epilogue="Example:\n  " + example.replace("\n", "\n  "))
 
 run = run_app(app)
 

@@ -18,7 +18,6 @@ with open('/src/pyproject.toml', 'rb') as file:
     ;;
 project)
     /opt/swarm/bin/pip install --no-deps /src
-    cp -r /src/configs /opt/swarm/configs
     ;;
 *)
     echo "install.sh: $1 is neither dependencies nor project" >&2

@@ -7,23 +7,50 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from math import inf
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, ConsumeMultipleError, CycloptsError, MissingArgumentError, Parameter
 from pydantic import ValidationError
 
 from swarm_peer import __version__
+from swarm_peer.addresses import check_own_addresses, check_peer_addresses
 from swarm_peer.config import PeerOptions, describe
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 
-app = App(name="swarm-peer", version=__version__, help_format="plaintext")
+
+def make_app(name: str, examples: str) -> App:
+    """A program, with what its help says of defaults and at its end."""
+    return App(
+        name=name,
+        version=f"{name} {__version__}",
+        help_format="plaintext",
+        help_epilogue=examples,
+        default_parameter=Parameter(show_default=_shown_default),
+    )
+
+
+def _shown_default(value: object) -> str | None:
+    """A default as it would be typed; None, which shows nothing, where it says nothing either."""
+    if value is None or value is False or value in ((), inf):
+        return None
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+app = make_app(
+    "swarm-peer",
+    """Example, with the address that swarm-coordinator prints:
+  swarm-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...""",
+)
 
 
 @app.default
-def main(options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
+def main(*, options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     """Join a training run and serve one stage of its model, until Ctrl+C or the run's end."""
     configure_logging(options.log_level)
     _exit_on_sigterm()
+    check_peer_addresses(options.initial_peers)
+    check_own_addresses(options.host_maddrs, options.announce_maddrs)
     from swarm_peer.runtime.startup import run_peer
 
     run_peer(options)
@@ -48,21 +75,46 @@ def run_app(application: App) -> Callable[[], None]:
     """A console entry point: an error that the user can mend is one line on stderr and exit code 2, no traceback."""
 
     def run() -> None:
+        name = application.name[0]
         try:
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         except (UserError, CycloptsError, ValidationError) as error:
-            # The check that failed says more than Cyclopts does: which value is wrong, and what to do.
-            cause = error.__cause__ if isinstance(error, CycloptsError) and error.__cause__ else error
-            text = describe(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())
-            print(f"{application.name[0]}: {text}", file=sys.stderr)
+            print(f"{name}: {_explain(name, error)}", file=sys.stderr)
             sys.exit(2)
         except SwarmError as error:
-            print(f"{application.name[0]}: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
             sys.exit(130 if isinstance(error, Interrupted) else 1)
         except KeyboardInterrupt:
             sys.exit(130)
 
     return run
+
+
+def _explain(program: str, error: UserError | CycloptsError | ValidationError) -> str:
+    """An error that the user can mend, in one line."""
+    # The check that failed says more than Cyclopts does: which value is wrong, and what to do.
+    cause = error.__cause__ if isinstance(error, CycloptsError) else error
+    if isinstance(cause, ValidationError):
+        return describe(cause, name=_option)
+    if isinstance(error, CycloptsError):
+        command = " ".join((program, *(error.command_chain or ())))
+        return f"{_explain_parsing(error)}; see {command} --help"
+    return " ".join(str(error).split())
+
+
+def _explain_parsing(error: CycloptsError) -> str:
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.name
+        if isinstance(error, ConsumeMultipleError) or error.keyword is not None:
+            return f"{error.keyword or name} needs a value"
+        about = " ".join((error.argument.parameter.help or "").split()).rstrip(".")
+        return f"{name} is missing" + (f" ({about[:1].lower()}{about[1:]})" if about else "")
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _option(place: tuple[int | str, ...]) -> str:
+    """The option that a place in PeerOptions is."""
+    return f"--{place[0]}".replace("_", "-")
 
 
 run = run_app(app)

@@ -10,23 +10,29 @@ import hashlib
 import json
 import math
 import reprlib
+from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-import yaml
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 from typing_extensions import assert_never
-
-from swarm_peer.errors import UserError
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+# The headings of --help, in their order.
+RUN, NETWORK, CHECKPOINTS, MACHINE, LOGS = (
+    Parameter(group=Group.create_ordered(heading))
+    for heading in ("The run", "Network", "Checkpoints", "This machine", "Logs and metrics")
+)
+
+
 # Options that take several addresses one after the other.
-Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 
 
 def looks_like_a_path(name: str) -> bool:
@@ -247,6 +253,8 @@ class RunManifest(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
     """name of the run: a-z, 0-9 and -"""
     seed: int = Field(0, ge=0, lt=2**63)
+    admission: Literal["invite", "open"] = "invite"
+    """who may take part: peers with an invite, or everybody who knows an address"""
     model: ModelSection
     stages: StagesSection
     data: DataSection
@@ -277,98 +285,109 @@ class RunManifest(Section):
         return hashlib.sha256(self.canonical_json()).hexdigest()[:32]
 
 
+# Names of peers are shown on other people's screens.
+PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
+
+
 class PeerOptions(Section):
     """How one peer takes part; each field is an option of swarm-peer."""
 
-    initial_peers: Addresses = Field(min_length=1)
-    """Addresses of any peers of the run, as the coordinator prints them."""
-    stage: str = "auto"
+    initial_peers: Annotated[Addresses, RUN] = Field(min_length=1)
+    """Addresses of any peers of the run, as the coordinator prints them, or an invite; @FILE for a file of them."""
+    stage: Annotated[str, RUN] = "auto"
     """Pipeline stage to serve: a number, or auto for the neediest one."""
-    run_id: str | None = None
+    run_id: Annotated[str | None, RUN] = None
     """Which run to join, where the addresses lead to several (the coordinator's key)."""
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto for the first GPU if there is one."""
-    host_maddrs: Addresses = ("/ip4/0.0.0.0/tcp/0",)
-    """Multiaddresses to listen on."""
-    announce_maddrs: Addresses = ()
-    """Multiaddresses that other peers dial, if they differ from those it listens on (port forwarding)."""
-    identity_path: Path | None = None
-    """File of the private key, created if it is missing; if not given, each start has a new identity."""
-    metrics_port: int | None = Field(None, ge=0, le=65535)
-    """Port for Prometheus metrics; 0 for any free port; no metrics if not given."""
-    cache_dir: Path | None = None
-    """Where datasets and tokenizers are cached."""
-    data_dir: Path | None = None
+    data_dir: Annotated[Path | None, RUN] = None
     """Folder that the run may read local data files from; none if not given."""
-    max_memory: ByteSize | None = None
-    """Memory that training may use, such as 8GiB; all of the device's memory if not given."""
-    grace_s: float = Field(20.0, gt=0)
-    """Seconds to finish and hand over its work when told to leave; spot instances have 30."""
-    threads: int | None = Field(None, ge=1)
+    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0/tcp/0",)
+    """Addresses to listen on, as IP:PORT or multiaddresses; port 0 takes a free one."""
+    announce_maddrs: Annotated[Addresses, NETWORK] = ()
+    """Addresses that other peers dial, as HOST:PORT or multiaddresses, if they differ (port forwarding)."""
+    name: Annotated[str | None, RUN] = Field(None, max_length=32, pattern=PEER_NAME)
+    """Name by which people recognise the peer: letters, digits and . _ @ + -"""
+    identity_path: Annotated[Path | None, NETWORK] = None
+    """File of the private key, created if it is missing; if not given, one of this user's, which no other peer uses."""
+    device: Annotated[str, MACHINE] = "auto"
+    """cpu, cuda, cuda:N, or auto for the first GPU if there is one."""
+    max_memory: Annotated[ByteSize | None, MACHINE] = None
+    """Memory that training may use, in bytes or such as 8GiB; all of the device's memory if not given."""
+    threads: Annotated[int | None, MACHINE] = Field(None, ge=1)
     """CPU threads that torch computes with; torch's own choice if not given."""
-    preemption_notice: Literal["none", "aws", "gcp", "azure"] = "none"
+    cache_dir: Annotated[Path | None, MACHINE] = None
+    """Folder where datasets and tokenizers are cached; Hugging Face's own if not given."""
+    grace_s: Annotated[float, MACHINE] = Field(20.0, gt=0)
+    """Seconds to finish and hand over its work when told to leave; spot instances have 30."""
+    preemption_notice: Annotated[Literal["none", "aws", "gcp", "azure"], MACHINE] = "none"
     """Cloud provider; the peer leaves when it gives notice that it takes this spot instance away."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    metrics_port: Annotated[int | None, LOGS] = Field(None, ge=0, le=65535)
+    """TCP port for Prometheus metrics; 0 for any free port; no metrics if not given."""
+    metrics_host: Annotated[Name, LOGS] = "127.0.0.1"
+    """Address that the metrics port listens on; 0.0.0.0 shows the metrics to everybody who reaches this machine."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], LOGS] = "info"
     """Least severe log line to print."""
 
     @field_validator("stage")
     @classmethod
     def _stage_is_number_or_auto(cls, value: str) -> str:
         if value != "auto" and not value.isdecimal():
-            raise ValueError(f"stage={value!r} is neither a number nor auto")
+            raise ValueError(f"expected a number or auto, got {value!r}")
+        return value
+
+    @field_validator("data_dir")
+    @classmethod
+    def _data_dir_is_there(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.is_dir():
+            raise ValueError(f"there is no folder {value}: correct the path, or leave it out")
         return value
 
 
-def describe(error: ValidationError) -> str:
-    """A pydantic error as one line: for each mistake its place, what is wrong, and the value."""
+def dotted(place: tuple[int | str, ...]) -> str:
+    """A place in a file as people write it: training.steps."""
+    return ".".join(str(key) for key in place)
+
+
+def describe(
+    error: ValidationError,
+    model: type[BaseModel] | None = None,
+    name: Callable[[tuple[int | str, ...]], str] = dotted,
+) -> str:
+    """A pydantic error as one line: for each mistake its place, what is wrong, and the value.
+
+    Args:
+        model: that was to be made; its keys are suggested for unknown ones
+        name: how to write a place
+    """
     parts = []
-    for item in error.errors():
-        where = ".".join(str(key) for key in item["loc"]) or "manifest"
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            message = "unknown key: remove it or correct its spelling"
-        elif item["type"] == "missing":
-            message = "missing: add it"
-        elif not isinstance(item["input"], dict):
-            message += f" (got {reprlib.repr(item['input'])})"  # bounded in depth: it may come from a peer
-        parts.append(f"{where}: {message}")
+    errors = error.errors()
+    for item in errors:
+        place, value, kind = item["loc"], item["input"], item["type"]
+        if kind == "too_short" and value and len(errors) > 1:
+            continue  # it counts without the values that have errors of their own
+        message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
+        if kind == "extra_forbidden":
+            near = get_close_matches(str(place[-1]), _keys_beside(model, place), n=1)
+            message += f" ({near[0]}?)" if near else ""
+        # Our own validators name the values that matter.
+        elif kind not in ("missing", "value_error") and not isinstance(value, dict) and value != []:
+            message += f" (got {reprlib.repr(value)})"  # bounded in depth: it may come from a peer
+        parts.append(f"{name(place)}: {message}" if place else message)
     return "; ".join(parts)
 
 
-def load_manifest(path: Path, overrides: tuple[str, ...] = ()) -> RunManifest:
-    """Read a run's YAML file.
-
-    Args:
-        path: a file such as configs/demo.yaml
-        overrides: settings `a.b=value` that replace those of the file; each value is YAML
-
-    Raises:
-        UserError: the file is missing or no YAML, or its keys are unknown, missing or contradictory
-    """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise UserError(f"cannot read the run's configuration {path}: {error.strerror}; check the path") from error
-    try:
-        data = yaml.safe_load(text)
-        if not isinstance(data, dict):
-            raise UserError(f"{path}: expected a mapping of sections (model, stages, data, ...), got {data!r:.60}")
-        for setting in overrides:
-            _override(data, setting)
-        return RunManifest.model_validate(data)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
-    except ValidationError as error:
-        raise UserError(f"{path}: {describe(error)}") from error
+_MESSAGES = {
+    "extra_forbidden": "unknown key: remove it or correct its spelling",
+    "missing": "missing: add it",
+    "byte_size": "expected a size such as 8GiB",
+    "too_short": "needs more values",
+}
 
 
-def _override(data: dict[str, Any], setting: str) -> None:
-    key, separator, value = setting.partition("=")
-    if not separator:
-        raise UserError(f"--set {setting!r}: expected KEY=VALUE, such as training.steps=100")
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
-            raise UserError(f"--set {setting!r}: {parent!r} is no section")
-    data[leaf] = yaml.safe_load(value)
+def _keys_beside(model: type[BaseModel] | None, place: tuple[int | str, ...]) -> list[str]:
+    """The keys that a model knows where it found an unknown one."""
+    for key in (key for key in place[:-1] if isinstance(key, str)):
+        field = model.model_fields.get(key) if model is not None else None
+        annotation = field.annotation if field is not None else None
+        kinds = (annotation, *get_args(annotation))
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []

@@ -4,12 +4,13 @@ SwarmError
 ├── UserError               an option or a setting cannot work: one line, exit code 2
 ├── Interrupted             a signal ended it before its work was done: exit code 130
 └── CallError               a call to another peer failed
-    ├── Busy                the peer is full                    -> try another peer now
+    ├── Busy                it is full, or does not know us yet -> try another peer now
     ├── RoundClosed         the peer has ended this round       -> stop: count the microbatch in a later round
     ├── NotServing          wrong stage, joining or draining    -> try another peer, avoid this one
     ├── PeerUnreachable     no connection, or it broke          -> try another peer, avoid this one
     ├── CallTimeout         no reply before the deadline        -> try another peer, avoid this one
     ├── InvalidMessage      the peer sent an invalid message    -> try another peer, avoid this one
+    ├── NotAdmitted         the callee does not accept the pass -> try another peer, avoid this one
     └── HopFailed           a later stage could not be reached  -> try again, the peer itself is well
 """
 
@@ -36,7 +37,7 @@ class CallError(SwarmError):
 
 
 class Busy(CallError):
-    """The callee holds as many microbatches as it may."""
+    """The callee holds as many microbatches as it may, or does not know yet that the caller may send it any."""
 
     code = "busy"
     avoid = False
@@ -81,6 +82,12 @@ class InvalidMessage(CallError):
     code = "invalid"
 
 
+class NotAdmitted(CallError):
+    """The callee does not let the caller take part in the run: it has no pass, or one that is not valid any more."""
+
+    code = "not_admitted"
+
+
 class HopFailed(CallError):
     """The callee could not reach a later stage; it is well itself."""
 
@@ -98,6 +105,7 @@ ERROR_BY_CODE: dict[str, type[CallError]] = {
         PeerUnreachable,
         CallTimeout,
         InvalidMessage,
+        NotAdmitted,
         HopFailed,
     )
 }

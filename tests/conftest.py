@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from programs import Processes
 # A busy machine is no failure, and what fails once must fail again.
 settings.register_profile("swarm", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("swarm")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def state_of_no_user(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Peers that tests start keep nothing in the home of whoever runs the tests."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 def pytest_sessionfinish() -> None:

@@ -18,6 +18,9 @@ class GivenStates:
     """The state server of one replica, whose rounds are what a test says, and the snapshots of its peer.
 
     Attributes of the snapshot store can be had from it directly.
+
+    Attributes:
+        strangers: callers that take no part in the run
     """
 
     def __init__(self, context, trainer, device_thread, store=None):
@@ -26,8 +29,14 @@ class GivenStates:
             stage=trainer.spec.index, trainer=trainer, device_thread=device_thread, rounds=self.rounds
         )
         self.server = StateServer(context=context, core=self.core)
-        self.store = store or SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
+        self.strangers = set()
+        self.store = store or SnapshotStore(
+            clock=context.clock, threads=context.threads, storage=context.storage, is_member=self.is_member
+        )
         self.store.sources = {trainer.spec.index: self.server}
+
+    async def is_member(self, caller):
+        return caller not in self.strangers
 
     def __getattr__(self, name):
         return getattr(self.store, name)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from coordinator.checkpoints.fetching import fetch_states, open_transport
+from coordinator.checkpoints.fetching import fetch_snapshots, open_transport
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.errors import UserError
 from swarm_peer.model.export import check_folder, export_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
+from swarm_peer.runtime.data.allowed_files import ANYWHERE, check_tokenizer
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.state.index import StageState
 
@@ -36,29 +37,45 @@ def export_checkpoint(url: str, optimizer_step: int | None, folder: Path, cache_
     return checkpoint.optimizer_step
 
 
-def export_run(initial_peers: Sequence[str], run_id: str | None, folder: Path, cache_dir: Path | None = None) -> int:
-    """Write the model of a live run, as it is at the beginning of a round; returns its optimizer step.
+def export_run(
+    initial_peers: Sequence[str],
+    run_id: str | None,
+    folder: Path,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = None,
+) -> int:
+    """Write the model of a live run, by the newest snapshot of all its stages; returns its optimizer step.
+
+    Args:
+        data_dir: folder of this machine that the run may have its tokenizer read from
 
     Raises:
         UserError: nobody answers, there is no such run, or the folder is in use
-        SwarmError: a stage's peers did not give its state
+        SwarmError: there is no such snapshot yet, or its peers did not give it
     """
     check_folder(folder)
     resolved, states = observe_run(initial_peers, run_id, _fetch)
-    export_states(resolved, states, folder, cache_dir)
+    export_states(resolved, states, folder, cache_dir, data_dir)
     return states[0].optimizer_step
 
 
 async def _fetch(run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
     resolved = ResolvedManifest.of(run.manifest)
     async with open_transport(run.dht, run.metrics) as transport:
-        return resolved, await fetch_states(transport, run.directory, resolved)
+        return resolved, await fetch_snapshots(transport, run.directory, resolved)
 
 
 def export_states(
-    resolved: ResolvedManifest, states: Iterable[StageState], folder: Path, cache_dir: Path | None = None
+    resolved: ResolvedManifest,
+    states: Iterable[StageState],
+    folder: Path,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = ANYWHERE,
 ) -> None:
     """Write the model that the states of all stages make. One state at a time is in memory with its optimizer's part.
+
+    Args:
+        data_dir: the tokenizer is read from there, or from a hub
 
     Raises:
         UserError: the folder is in use, or states and manifest do not belong together
@@ -68,16 +85,19 @@ def export_states(
         weights |= {name: value for name, value in state.tensors.items() if is_weight(name)}
     export_model(resolved, weights, folder)
     if resolved.manifest.data.tokenizer != "bytes":
-        _save_tokenizer(resolved, folder, cache_dir)
+        _save_tokenizer(resolved, folder, cache_dir, data_dir)
 
 
-def _save_tokenizer(resolved: ResolvedManifest, folder: Path, cache_dir: Path | None) -> None:
+def _save_tokenizer(resolved: ResolvedManifest, folder: Path, cache_dir: Path | None, data_dir: Path | None) -> None:
     """Write the tokenizer beside the model, for AutoTokenizer. A model without it is better than none."""
     from transformers import AutoTokenizer
 
     data = resolved.manifest.data
     try:
+        check_tokenizer(data, data_dir)
         load_tokenizer(data, resolved.vocab_size, cache_dir)
-        AutoTokenizer.from_pretrained(os.path.expanduser(data.tokenizer), cache_dir=cache_dir).save_pretrained(folder)
+        source = os.path.expanduser(data.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(source, cache_dir=cache_dir, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
     except (UserError, OSError) as error:
         log.warning("tokenizer_not_saved folder=%s reason=%s", folder, error)

@@ -1,4 +1,7 @@
-"""The whole model of a live run: all stages' states at the beginning of one round, from peers that serve them."""
+"""The whole model of a live run: all stages' states at the beginning of one round, from peers that serve them.
+
+Peers give their newest states to members of the run alone, coordinators among them, and snapshots to everybody.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import anyio
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
+from swarm_peer.policy.recovery import SnapshotRef, choose_rewind
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD, Position, position_of
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -21,6 +25,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateIndexCall
@@ -35,7 +40,7 @@ MODEL_TRIES = 8
 
 def open_transport(dht: SwarmDHT, metrics: PeerMetrics) -> AbstractAsyncContextManager[P2PTransport]:
     """A transport for downloading states."""
-    return P2PTransport.open(dht.p2p, max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics)
+    return P2PTransport.open(dht.p2p, passes=dht.passes, max_payload_bytes=4 * STATE_CHUNK_BYTES, metrics=metrics)
 
 
 async def fetch_states(
@@ -87,9 +92,7 @@ def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin:
     Args:
         states: that peers have given so far
     """
-    stages = [view.serving(stage) for stage in range(view.num_stages)]
-    announced = [median_low(map(position_of, peers)) for peers in stages if peers]
-    newest = max(announced, default=Position(0, 0))
+    newest = _newest(view)
     given = [
         Position(state.round_number, state.optimizer_step)
         for state in states
@@ -97,6 +100,55 @@ def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin:
     ]
     round_number, optimizer_step = max([newest, *given])
     return min(round_number + max(min(margin, num_updates - optimizer_step), 0), MAX_ROUND)
+
+
+def _newest(view: SwarmView) -> Position:
+    """How far the run has come, by the median peer of each stage."""
+    stages = [view.serving(stage) for stage in range(view.num_stages)]
+    announced = [median_low(map(position_of, peers)) for peers in stages if peers]
+    return max(announced, default=Position(0, 0))
+
+
+async def fetch_snapshots(
+    transport: Transport, directory: Directory, resolved: ResolvedManifest, rng: random.Random | None = None
+) -> list[StageState]:
+    """Download the newest snapshot of each stage, all of the same weights. Peers give them to anybody.
+
+    Args:
+        rng: chooses among the peers that hold one
+
+    Raises:
+        SwarmError: there are none of all stages, or peers did not give them
+    """
+    stages = range(resolved.num_stages)
+    view = await directory.refresh(stages)
+    replies = await list_snapshots(resolved.hash, transport, [peer.peer_id for peer in view.peers])
+    held = {peer_id: [SnapshotRef(*known) for known in reply.snapshots] for peer_id, reply in replies.items()}
+    states = []
+    for stage in stages:
+        chosen = choose_rewind(held, len(stages), stage, _newest(view).optimizer_step, from_scratch=-1)
+        if chosen.optimizer_step is None:
+            every = resolved.manifest.recovery.snapshot_every
+            raise SwarmError(
+                f"peers hold no snapshots of all stages ({chosen.reason}): they take them every "
+                f"recovery.snapshot_every={every} optimizer steps; wait for that, or export a checkpoint"
+            )
+        call = StateIndexCall(manifest=resolved.hash, of_stage=stage, created_at_round=chosen.created_at_round)
+        max_bytes, step = max_state_bytes(resolved, stage), chosen.optimizer_step
+        try:
+            states.append(
+                await fetch_state(
+                    transport,
+                    chosen.holders,
+                    call,
+                    max_bytes=max_bytes,
+                    optimizer_step=step,
+                    rng=rng or random.Random(),
+                )
+            )
+        except CallError as error:
+            raise SwarmError(f"no peer gave its snapshot of stage {stage} after {step} updates: {error}") from error
+    return states
 
 
 async def _fetch_stage(

@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+from coordinator.commands.options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
+from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import Addresses
+from swarm_peer.config import CHECKPOINTS, RUN
 from swarm_peer.errors import UserError
 
 
 def export(
+    run: RunFolder = None,
+    /,
     *,
-    output: Path,
-    checkpoint: str | None = None,
-    initial_peers: Addresses = (),
-    step: int | None = None,
-    run_id: str | None = None,
-    cache_dir: Path | None = None,
+    output: Annotated[Path, RUN],
+    checkpoint: Annotated[str | None, CHECKPOINTS] = None,
+    step: Annotated[int | None, CHECKPOINTS, NotNegative] = None,
+    initial_peers: RunPeers = (),
+    run_id: RunId = None,
+    data_dir: Annotated[Path | None, RUN] = None,
+    cache_dir: CacheDir = None,
 ) -> None:
-    """Write the model of a checkpoint, or of a live run as it is now, as a folder that Hugging Face transformers loads.
+    """Write the model of a checkpoint or of a live run, as a folder that Hugging Face transformers loads.
+
+    Of a live run it is the newest snapshot that its peers keep of all stages.
 
     Args:
         output: Folder of the model, and of its tokenizer.
-        checkpoint: Folder or URL (such as s3://bucket/run) of a run's checkpoints, or of one of them.
-        initial_peers: Instead of a checkpoint, addresses of any peers of a live run.
+        checkpoint: Instead of a live run, folder or URL (such as s3://bucket/run) of checkpoints, or of one of them.
         step: Which checkpoint, by its optimizer step; the newest good one if not given.
-        run_id: Which live run, where the addresses lead to several.
-        cache_dir: Where tokenizers are cached.
+        data_dir: Folder of this machine that a live run may have its tokenizer read from.
     """
     configure_logging("warning")
-    if (checkpoint is None) == (not initial_peers):
-        raise UserError("export needs --checkpoint DIR_OR_URL or --initial-peers ADDRESS, and one of them only")
+    if checkpoint is not None and (initial_peers or run is not None):
+        raise UserError(f"--checkpoint {checkpoint}: it is exported instead of a live run; name one of them only")
     if step is not None and checkpoint is None:
-        raise UserError(f"--step {step}: a live run has its newest weights only; leave it out, or give --checkpoint")
+        raise UserError(f"--step {step}: a live run gives its newest snapshot only; leave it out, or give --checkpoint")
+    check_peer_addresses(initial_peers)
 
     from coordinator.checkpoints.export import export_checkpoint, export_run
 
     if checkpoint is not None:
         optimizer_step = export_checkpoint(checkpoint, step, output, cache_dir)
     else:
-        optimizer_step = export_run(initial_peers, run_id, output, cache_dir)
+        from coordinator.run.found_runs import addresses_of_run
+
+        optimizer_step = export_run(addresses_of_run(run, initial_peers), run_id, output, cache_dir, data_dir)
     print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")

@@ -9,79 +9,87 @@ from math import inf
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from coordinator.commands.options import Json, NotNegative, Positive
+from coordinator.commands.options import CacheDir, Count, Json, NotNegative, Positive, RunFolder, RunId, RunPeers
+from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import Addresses
+from swarm_peer.config import NETWORK, RUN, Addresses
 from swarm_peer.errors import UserError
 
+# A heading of --help.
+TEXT = Parameter(group=Group.create_ordered("The text"))
 
-def status(*, initial_peers: Addresses, run_id: str | None = None, json_: Json = False) -> None:
-    """Show stages, peers, step, loss and throughput of a live run.
 
-    Args:
-        initial_peers: Addresses of any peers of the run.
-        run_id: Which run, where the addresses lead to several.
-    """
+def status(
+    run: RunFolder = None, /, *, initial_peers: RunPeers = (), run_id: RunId = None, json_: Json = False
+) -> None:
+    """Show stages, optimizer step, loss, throughput and all peers of a live run."""
     configure_logging("warning")
+    check_peer_addresses(initial_peers)
     from rich.console import Console
 
-    from coordinator.watch.live import run_table
+    from coordinator.run.found_runs import addresses_of_run
+    from coordinator.watch.live import peers_table, run_table
     from coordinator.watch.observer import look_once, observe_run
     from coordinator.watch.summary import summarise
 
-    watch = observe_run(initial_peers, run_id, look_once)
+    watch = observe_run(addresses_of_run(run, initial_peers), run_id, look_once)
     if json_:
         print(json.dumps(summarise(watch)))
     else:
         Console().print(run_table(watch))
+        Console().print(peers_table(watch))
 
 
-def end(*, initial_peers: Addresses, identity_path: Path) -> None:
+def end(*, identity_path: Annotated[Path, RUN], initial_peers: Annotated[Addresses, NETWORK] = ()) -> None:
     """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
 
     Args:
-        initial_peers: Addresses of any peers of the run.
         identity_path: The run's key: OUTPUT/identity where its coordinator ran.
+        initial_peers: Addresses of any peers of the run; those that are kept beside its key if not given.
     """
     configure_logging("warning")
+    check_peer_addresses(initial_peers)
     if not identity_path.is_file():
         raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
 
+    from coordinator.run.found_runs import addresses_of_run
     from coordinator.watch.observer import end_run
 
-    end_run(initial_peers, identity_path, lambda left: print(f"{left} peers left", flush=True))
+    addresses = addresses_of_run(None if initial_peers else identity_path.parent, initial_peers)
+    end_run(addresses, identity_path, lambda left: print(f"{left} peers left", flush=True))
     print("The run has ended.")
 
 
 def evaluate(
+    run: RunFolder = None,
+    /,
     *,
-    initial_peers: Addresses,
-    run_id: str | None = None,
-    samples: Annotated[int | None, Positive] = None,
-    files: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative="")] = (),
-    data_dir: Path | None = None,
-    cache_dir: Path | None = None,
+    samples: Annotated[Count | None, RUN, Positive] = None,
+    files: Annotated[tuple[Path, ...], RUN, Parameter(consume_multiple=1, negative="")] = (),
+    data_dir: Annotated[Path | None, RUN] = None,
+    initial_peers: RunPeers = (),
+    run_id: RunId = None,
+    cache_dir: CacheDir = None,
     json_: Json = False,
 ) -> None:
     """Evaluate a live run's model through its pipeline, which trains on: loss and perplexity of held-out text.
 
     Args:
-        initial_peers: Addresses of any peers of the run.
-        run_id: Which run, where the addresses lead to several.
         samples: How many, of the run's sequence length; as many as the run's own validation takes if not given.
         files: Text files to evaluate on, instead of what the run has held out.
-        data_dir: Folder that a run over local files may have its held-out text read from, on this machine.
-        cache_dir: Where datasets and tokenizers are cached.
+        data_dir: Folder of this machine that the run may have its held-out text and its tokenizer read from.
     """
     configure_logging("warning")
+    check_peer_addresses(initial_peers)
 
     from coordinator.query.queries import draw_samples, evaluate_run
+    from coordinator.run.found_runs import addresses_of_run
 
     draw = partial(draw_samples, num_samples=samples, files=files, data_dir=data_dir, cache_dir=cache_dir)
-    result = evaluate_run(initial_peers, run_id, draw)
+    result = evaluate_run(addresses_of_run(run, initial_peers), run_id, draw)
     if json_:
         print(json.dumps(asdict(result)))
         return
@@ -93,15 +101,18 @@ def evaluate(
 
 
 def sample(
+    run: RunFolder = None,
+    /,
     *,
-    initial_peers: Addresses,
-    prompt: str,
-    run_id: str | None = None,
-    tokens: Annotated[int, Positive] = 200,
-    temperature: Annotated[float, Parameter(validator=Number(gte=0, lt=inf))] = 0.8,
-    top_k: Annotated[int, NotNegative] = 40,
-    seed: int | None = None,
-    cache_dir: Path | None = None,
+    prompt: Annotated[str, TEXT],
+    tokens: Annotated[Count, TEXT, Positive] = 200,
+    temperature: Annotated[float, TEXT, Parameter(validator=Number(gte=0, lt=inf))] = 0.8,
+    top_k: Annotated[int, TEXT, NotNegative] = 40,
+    seed: Annotated[int | None, TEXT] = None,
+    data_dir: Annotated[Path | None, RUN] = None,
+    initial_peers: RunPeers = (),
+    run_id: RunId = None,
+    cache_dir: CacheDir = None,
 ) -> None:
     """Have a live run's model continue a prompt, through its pipeline, which trains on.
 
@@ -109,20 +120,21 @@ def sample(
     sequence length, goes through the pipeline again.
 
     Args:
-        initial_peers: Addresses of any peers of the run.
         prompt: Text to continue.
-        run_id: Which run, where the addresses lead to several.
         tokens: How many to generate.
         temperature: 0 takes the likeliest token each time; higher values more of the others.
         top_k: Draw among this many likeliest tokens; 0 for all.
         seed: For the same text again, of the same weights; another one each time if not given.
-        cache_dir: Where tokenizers are cached.
+        data_dir: Folder of this machine that the run may have its tokenizer read from.
     """
     configure_logging("warning")
+    check_peer_addresses(initial_peers)
 
     from coordinator.query.queries import sample_run
     from coordinator.query.sampling import Sampling
+    from coordinator.run.found_runs import addresses_of_run
 
     sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    sample_run(initial_peers, run_id, prompt, sampling, partial(print, end="", flush=True), cache_dir)
+    addresses = addresses_of_run(run, initial_peers)
+    sample_run(addresses, run_id, prompt, sampling, partial(print, end="", flush=True), cache_dir, data_dir)
     print()

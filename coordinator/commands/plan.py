@@ -7,44 +7,53 @@ from math import inf
 from pathlib import Path
 from typing import Annotated
 
-from coordinator.commands.options import Json, NotNegative, Overrides, Positive
+from cyclopts import Group, Parameter
+
+from coordinator.commands.options import Config, Count, Json, NotNegative, Overrides, Positive
+from coordinator.config_files import load_manifest
+from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import Addresses, load_manifest
+from swarm_peer.config import RUN, Addresses
 from swarm_peer.errors import UserError
+
+# Headings of --help.
+PEERS, LIVE_PEERS = (
+    Parameter(group=Group.create_ordered(heading)) for heading in ("Peers", "Or the peers of a live run")
+)
 
 
 def plan(
-    config: Path | None = None,
+    config: Config | None = None,
+    /,
     *,
-    peers: Path | None = None,
-    initial_peers: Addresses = (),
-    run_id: str | None = None,
-    stages: Annotated[int | None, Positive] = None,
-    tokens: Annotated[int | None, Positive] = None,
-    dollars_per_hour: Annotated[float | None, NotNegative] = None,
-    dollars_per_gb: Annotated[float | None, NotNegative] = None,
-    upload_mbps: Annotated[float, Positive] = inf,
-    download_mbps: Annotated[float, Positive] = inf,
-    latency_ms: Annotated[float, NotNegative] = 0.0,
-    memory_gb: Annotated[float, Positive] = inf,
     set_: Overrides = (),
+    stages: Annotated[Count | None, RUN, Positive] = None,
+    tokens: Annotated[Count | None, RUN, Positive] = None,
+    peers: Annotated[Path | None, PEERS] = None,
+    dollars_per_hour: Annotated[float | None, PEERS, NotNegative] = None,
+    dollars_per_gb: Annotated[float | None, PEERS, NotNegative] = None,
+    initial_peers: Annotated[Addresses, LIVE_PEERS] = (),
+    run_id: Annotated[str | None, LIVE_PEERS] = None,
+    upload_mbps: Annotated[float, LIVE_PEERS, Positive] = inf,
+    download_mbps: Annotated[float, LIVE_PEERS, Positive] = inf,
+    latency_ms: Annotated[float, LIVE_PEERS, NotNegative] = 0.0,
+    memory_gb: Annotated[float, LIVE_PEERS, Positive] = inf,
     json_: Json = False,
 ) -> None:
     """Predict what a run would do with certain peers: how many stages, who serves which, tokens/s, days, price.
 
     Args:
-        config: The run's YAML file; with --initial-peers, the live run's manifest if not given.
-        peers: YAML file that describes peers, such as configs/peers/volunteers.yaml.
+        stages: Number of stages to plan for; if not given the fastest, or that of the live run.
+        tokens: Tokens to train on, such as 300e9; those of the configuration if not given.
+        peers: YAML file that describes peers, or one that comes with Swarm: volunteers or spot-t4.
+        dollars_per_hour: Price of an hour of each peer in dollars, whatever the file says.
+        dollars_per_gb: Price of each gigabyte that a peer sends in dollars, whatever the file says.
         initial_peers: Addresses of any peers of a live run, to plan with its peers at the speed that they measured.
         run_id: Which live run, where the addresses lead to several.
-        stages: Number of stages to plan for; if not given the fastest, or that of the live run.
-        tokens: To train on; those of the configuration if not given.
-        dollars_per_hour: Price of each peer, whatever the file says.
-        dollars_per_gb: Price of each gigabyte that a peer sends, whatever the file says.
-        upload_mbps: What each peer of the live run sends, megabits per second.
-        download_mbps: What each peer of the live run receives.
-        latency_ms: Round trip between peers of the live run.
-        memory_gb: Memory of each peer of the live run that training may use.
+        upload_mbps: What each of them sends, in megabits per second; no limit if not given.
+        download_mbps: What each of them receives, in megabits per second; no limit if not given.
+        latency_ms: Round trip between them, in milliseconds.
+        memory_gb: Memory of each of them that training may use, in gigabytes; no limit if not given.
     """
     configure_logging("warning")
     _check_sources(config, peers, initial_peers, set_)
@@ -67,8 +76,7 @@ def plan(
     assert manifest is not None
     if peers is not None:
         groups += load_peers(peers, manifest.model.precision)
-    groups = with_prices(groups, dollars_per_hour, dollars_per_gb)
-    report = make_report(manifest, groups, stages, tokens)
+    report = make_report(manifest, with_prices(groups, dollars_per_hour, dollars_per_gb), stages, tokens)
     if json_:
         print(json.dumps(report))
     else:
@@ -78,6 +86,7 @@ def plan(
 def _check_sources(
     config: Path | None, peers: Path | None, initial_peers: tuple[str, ...], overrides: tuple[str, ...]
 ) -> None:
+    check_peer_addresses(initial_peers)
     if config is None and not initial_peers:
         raise UserError("plan needs a run's YAML file, or --initial-peers ADDRESS of a live run")
     if config is None and overrides:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from coordinator.commands.options import Flat, LogLevel, LogTo, Overrides, load_and_resolve
+from cyclopts import Parameter
+
+from coordinator.commands.options import (
+    CacheDir,
+    Config,
+    Count,
+    Flat,
+    LogLevel,
+    LogTo,
+    Overrides,
+    Positive,
+    load_and_resolve,
+)
 from coordinator.run.options import CheckpointOptions, LocalCheckpointOptions, NodeOptions
 from coordinator.watch.loggers import check_installed, open_loggers
+from swarm_peer.addresses import check_own_addresses, check_peer_addresses
 from swarm_peer.cli import configure_logging
+from swarm_peer.config import MACHINE, RUN
 from swarm_peer.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,31 +33,32 @@ if TYPE_CHECKING:
 
 
 def serve(
-    config: Path,
+    config: Config,
+    /,
     *,
-    output: Path | None = None,
-    node: Annotated[NodeOptions, Flat] = NodeOptions(),  # noqa: B008 (frozen)
-    cache_dir: Path | None = None,
-    checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
-    standby: bool = False,
-    rebalance: bool = True,
-    min_replicas: int = 1,
-    log_to: LogTo = (),
+    output: Annotated[Path | None, RUN] = None,
     set_: Overrides = (),
+    standby: Annotated[bool, RUN, Parameter(negative="")] = False,
+    rebalance: Annotated[bool, RUN] = True,
+    min_replicas: Annotated[int, RUN, Positive] = 1,
+    node: Annotated[NodeOptions, Flat] = NodeOptions(),  # noqa: B008 (frozen)
+    checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
+    cache_dir: CacheDir = None,
+    log_to: LogTo = (),
     log_level: LogLevel = "info",
 ) -> None:
     """Begin a run, or carry on with it: publish its manifest, watch it, save its model at the end.
 
     Args:
-        config: The run's YAML file.
         output: Folder of metrics.jsonl, the run's key and the model; runs/NAME if not given.
-        cache_dir: Where tokenizers are cached.
         standby: Watch the coordinator of a run that is under way, and take over when it falls silent.
         rebalance: Move peers that joined with --stage auto to where the run needs them.
         min_replicas: Peers that each stage keeps while one of its own moves elsewhere.
     """
     configure_logging(log_level)
     check_installed(log_to)
+    check_peer_addresses(node.initial_peers)
+    check_own_addresses(node.host_maddrs, node.announce_maddrs)
     resolved = load_and_resolve(config, set_, cache_dir)
 
     from coordinator.checkpoints.writer import plan_checkpoints
@@ -62,47 +78,59 @@ def serve(
 
 
 def local(
-    config: Path,
+    config: Config,
+    /,
     *,
-    peers: str,
-    output: Path,
-    steps: int | None = None,
-    device: str = "cpu",
-    cache_dir: Path | None = None,
-    sample: int = 0,
-    checkpoints: Annotated[LocalCheckpointOptions, Flat] = LocalCheckpointOptions(),  # noqa: B008 (frozen)
-    log_to: LogTo = (),
+    peers: Annotated[str | None, RUN] = None,
+    output: Annotated[Path | None, RUN] = None,
+    steps: Annotated[Count | None, RUN, Positive] = None,
     set_: Overrides = (),
+    sample: Annotated[int, RUN] = 0,
+    restart: Annotated[bool, RUN] = True,
+    checkpoints: Annotated[LocalCheckpointOptions, Flat] = LocalCheckpointOptions(),  # noqa: B008 (frozen)
+    device: Annotated[str, MACHINE] = "cpu",
+    cache_dir: CacheDir = None,
+    log_to: LogTo = (),
     log_level: LogLevel = "warning",
 ) -> None:
     """Run coordinator and peers on this machine, until the run has its steps and its model is saved.
 
     Args:
-        config: The run's YAML file.
-        peers: Peers of each stage, such as 2,2.
-        output: Folder of metrics.jsonl, the peers' logs and the model.
+        peers: Peers of each stage, such as 2,1 for two stages; two of each if not given.
+        output: Folder of metrics.jsonl, the peers' logs and the model; runs/NAME-DATE-TIME if not given.
         steps: Optimizer steps, if other than in the file.
-        device: Device of the peers.
-        cache_dir: Where datasets and tokenizers are cached.
         sample: Tokens to generate with the model at the end.
+        restart: Start another peer in the place of one that dies.
+        device: Device of the peers.
     """
     configure_logging(log_level)
-    try:
-        peers_by_stage = [int(number) for number in peers.split(",")]
-    except ValueError as error:
-        raise UserError(f"--peers {peers}: expected a number for each stage, such as 2,2") from error
     check_installed(log_to)
+    peers_by_stage = _parse_peers(peers) if peers is not None else None
     manifest = load_and_resolve(config, set_, cache_dir, steps).manifest
+    output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from coordinator.checkpoints.writer import plan_checkpoints
     from coordinator.run.local import run_local
     from coordinator.run.service import RunOptions
     from swarm_peer.runtime.data.slices import validation_samples
+    from swarm_peer.runtime.host.preparation import choose_device
 
-    validation_samples(manifest, 1, cache_dir)  # complains here rather than in a peer's log
+    # These complain here rather than in a peer's log.
+    choose_device(device)
+    validation_samples(manifest, 1, cache_dir)
     plan = plan_checkpoints(manifest, output, checkpoints)
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir)
-    _print_result(run_local(manifest, peers_by_stage, device, options, log_to), sample, cache_dir)
+    service = run_local(
+        manifest, peers_by_stage or [2] * manifest.stages.count, device, options, log_to, restart=restart
+    )
+    _print_result(service, sample, cache_dir)
+
+
+def _parse_peers(peers: str) -> list[int]:
+    try:
+        return [int(number) for number in peers.split(",")]
+    except ValueError as error:
+        raise UserError(f"--peers {peers}: expected a number for each stage, such as 2,2") from error
 
 
 def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) -> None:
@@ -118,24 +146,23 @@ def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) 
 
 
 def baseline(
-    config: Path,
+    config: Config,
+    /,
     *,
-    output: Path,
-    steps: int | None = None,
-    device: str = "auto",
-    cache_dir: Path | None = None,
-    threads: int | None = None,
-    log_to: LogTo = (),
+    output: Annotated[Path, RUN],
+    steps: Annotated[Count | None, RUN, Positive] = None,
     set_: Overrides = (),
+    device: Annotated[str, MACHINE] = "auto",
+    threads: Annotated[int | None, MACHINE, Positive] = None,
+    cache_dir: CacheDir = None,
+    log_to: LogTo = (),
 ) -> None:
     """Train the same manifest in this one process without any network: the reference for every claim.
 
     Args:
-        config: The run's YAML file.
         output: Folder of metrics.jsonl and the model.
         steps: Optimizer steps, if other than in the file.
         device: cpu, cuda, cuda:N, or auto.
-        cache_dir: Where datasets and tokenizers are cached.
         threads: CPU threads; torch's choice if not given.
     """
     configure_logging("warning")

@@ -7,21 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+from cyclopts import Group, Parameter
+
 from coordinator.commands.options import Flat, Json
 from coordinator.simulator.options import ArrivalOptions, MicrobatchOptions, SimulationOptions, StageOptions
 from coordinator.simulator.world import Population
 from swarm_peer.errors import UserError
 
+# Headings of --help.
+STAGES, ARRIVALS, POPULATION, SIMULATION, MICROBATCHES = (
+    Parameter(group=Group.create_ordered(heading))
+    for heading in ("Stages", "Peers that come and go", "Their machines", "The simulation", "At --level microbatch")
+)
+
 
 def simulate(
     *,
-    stages: Annotated[StageOptions, Flat],
-    arrivals: Annotated[ArrivalOptions, Flat] = ArrivalOptions(),  # noqa: B008 (frozen)
-    seed: int = 0,
-    population: Annotated[Population, Flat] = Population(),  # noqa: B008 (frozen)
-    simulation: Annotated[SimulationOptions, Flat] = SimulationOptions(),  # noqa: B008 (frozen)
-    microbatches: Annotated[MicrobatchOptions, Flat] = MicrobatchOptions(),  # noqa: B008 (frozen)
-    figure: Path | None = None,
+    stages: Annotated[StageOptions, Flat, STAGES],
+    arrivals: Annotated[ArrivalOptions, Flat, ARRIVALS] = ArrivalOptions(),  # noqa: B008 (frozen)
+    seed: Annotated[int, ARRIVALS] = 0,
+    population: Annotated[Population, Flat, POPULATION] = Population(),  # noqa: B008 (frozen)
+    simulation: Annotated[SimulationOptions, Flat, SIMULATION] = SimulationOptions(),  # noqa: B008 (frozen)
+    microbatches: Annotated[MicrobatchOptions, Flat, MICROBATCHES] = MicrobatchOptions(),  # noqa: B008 (frozen)
+    figure: Annotated[Path | None, SIMULATION] = None,
     json_: Json = False,
 ) -> None:
     """Simulate a swarm whose peers come and go, with the policies that run live.

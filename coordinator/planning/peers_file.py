@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from coordinator.config_files import PEERS, find_file, read_yaml
 from coordinator.planning.gpus import find_gpu
 from swarm_peer.config import Section, describe
 from swarm_peer.errors import UserError
@@ -89,23 +89,21 @@ class PeersFile(Section):
 
 
 def load_peers(path: Path, precision: Precision) -> list[PeerGroup]:
-    """Read a file such as configs/peers/volunteers.yaml.
+    """Read a file such as configs/peers/volunteers.yaml, or one that comes with Swarm, such as volunteers.
 
     Raises:
         UserError: it is missing, no YAML, holds unknown, missing or contradictory keys, or an unknown GPU
     """
     try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"--peers: cannot read {path}: {error.strerror}; check the path") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"--peers: {path} is no valid YAML: {' '.join(str(error).split())}") from error
+        content = read_yaml(find_file(path, PEERS))
+    except UserError as error:
+        raise UserError(f"--peers: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"--peers: {path}: expected `peers:` and a list of groups, got {content!r:.60}")
     try:
         return distinct([section.group(precision) for section in PeersFile.model_validate(content).peers])
     except ValidationError as error:
-        raise UserError(f"--peers: {path}: {describe(error)}") from error
+        raise UserError(f"--peers: {path}: {describe(error, PeersFile)}") from error
     except UserError as error:
         raise UserError(f"--peers: {path}: {error}") from error
 

@@ -40,7 +40,7 @@ PATIENCE_S = 300.0
 QUERY_PAUSE_S = 0.5
 # How long the peers of a run may stay out of sight at first: announcements come every few seconds.
 FIND_PEERS_S = 30.0
-# Queries that a stage-0 peer takes at once; see MAX_QUERIES in runtime/stage/stage_server.py.
+# Queries that a stage-0 peer takes of one caller at once; see MAX_QUERIES_OF_ONE in runtime/stage/stage_server.py.
 QUERIES_PER_PEER = 2
 # Passes over the samples: where the run went on meanwhile, those of the older rounds are evaluated again.
 EVALUATION_PASSES = 3

@@ -17,7 +17,7 @@ from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.data.allowed_files import forbidden_path
+from swarm_peer.runtime.data.allowed_files import check_tokenizer, forbidden_path
 from swarm_peer.runtime.data.slices import samples_of, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 
@@ -51,7 +51,7 @@ def draw_samples(
 
     Args:
         num_samples: as many as the run's own validation takes if None
-        data_dir: folder of this machine that the run may have its held-out text read from
+        data_dir: folder of this machine that the run may have its held-out text and its tokenizer read from
         cache_dir: where datasets and tokenizers are cached
 
     Raises:
@@ -59,6 +59,7 @@ def draw_samples(
     """
     num_samples = num_samples or manifest.training.validation_samples
     if files:
+        check_tokenizer(manifest.data, data_dir)
         if (samples := samples_of(manifest, read_text_files(files), num_samples, cache_dir)) is None:
             length = manifest.data.sequence_length
             raise UserError(f"--files have fewer tokens than one sample of {length + 1}: name more text")
@@ -91,8 +92,12 @@ def sample_run(
     sampling: Sampling,
     write: Callable[[str], None],
     cache_dir: Path | None = None,
+    data_dir: Path | None = None,
 ) -> None:
     """Write a prompt and what a live run's model makes of it, piece by piece as it comes.
+
+    Args:
+        data_dir: folder of this machine that the run may have its tokenizer read from
 
     Raises:
         UserError: nobody answers, or there is no such run
@@ -100,6 +105,7 @@ def sample_run(
     """
 
     async def work(model: LiveModel) -> None:
+        check_tokenizer(model.resolved.manifest.data, data_dir)
         tokenizer = load_tokenizer(model.resolved.manifest.data, model.resolved.vocab_size, cache_dir)
         tokens = tokenizer.encode(prompt) or [tokenizer.separator_id]
         text = TextStream(tokenizer, tokens)

@@ -45,7 +45,9 @@ def generate(resolved: ResolvedManifest, model_folder: Path, num_tokens: int, ca
     cast(Callable[[], None], disable_progress_bar)()  # transformers declares no types here
     manifest = resolved.manifest
     tokenizer = load_tokenizer(manifest.data, resolved.vocab_size, cache_dir)
-    model = cast("GenerativePreTrainedModel", AutoModelForCausalLM.from_pretrained(model_folder))
+    model = cast(
+        "GenerativePreTrainedModel", AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=False)
+    )
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
     longest = resolved.config.max_position_embeddings - prompt.shape[1]
     torch.manual_seed(manifest.seed)

@@ -9,22 +9,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.network.dht import check_peer_address, is_tcp_address
+from swarm_peer.runtime.network.addresses import is_tcp_address
+from swarm_peer.runtime.network.dht import check_peer_address
 
 log = logging.getLogger(__name__)
 
 # Enough to find the run again: some peers are gone when a coordinator comes back, and others cannot be dialled.
 MAX_KNOWN = 32
-# In the run's folder.
+# In the run's folder: where its coordinator listens, and where its peers do.
+COORDINATOR = "coordinator"
 PEERS = "peers"
 
 
-def write_addresses(path: Path, addresses: Sequence[str]) -> None:
-    """Replace the addresses in a file at once: a reader finds all of the new ones, or all of the old ones."""
+def write_addresses(path: Path, addresses: Sequence[str], *, is_secret: bool = False) -> None:
+    """Replace the addresses in a file at once: a reader finds all of the new ones, or all of the old ones.
+
+    Args:
+        is_secret: an invite is among them, so nobody but the file's owner may read it
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.touch(0o600 if is_secret else 0o666)
     partial.write_text("\n".join(addresses) + "\n")
     partial.replace(path)
+
+
+def read_known(path: Path) -> list[str]:
+    """The addresses in a file of the run's folder, those that are malformed left out; none if it is not there.
+
+    Raises:
+        UserError: the file cannot be read
+    """
+    try:
+        lines = path.read_text().split()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}, the addresses of the run's peers: {error}") from error
+    return [line for line in lines if _is_address(line)]
 
 
 class KnownPeers:
@@ -35,18 +57,8 @@ class KnownPeers:
         self._kept: set[str] = set()
 
     def read(self) -> list[str]:
-        """The addresses that were kept, those that are malformed left out.
-
-        Raises:
-            UserError: the file cannot be read
-        """
-        try:
-            lines = self._path.read_text().split()
-        except FileNotFoundError:
-            return []
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {self._path}, the addresses of the run's peers: {error}") from error
-        return [line for line in lines if _is_address(line)]
+        """The addresses that were kept, as read_known reads them."""
+        return read_known(self._path)
 
     def keep(self, addresses: Sequence[str]) -> None:
         """Keep some of these, at random. If there are none, the former ones stay: peers may be out of sight."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from swarm_peer.config import Addresses
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from swarm_peer.config import CHECKPOINTS, LOGS, NETWORK, Addresses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,20 +17,22 @@ class NodeOptions:
     """Where a coordinator listens, which peers it joins, and where it makes itself known; options of `serve`.
 
     Attributes:
-        host_maddrs: Multiaddresses to listen on.
-        announce_maddrs: Multiaddresses that peers shall dial, where they differ.
-        initial_peers: Peers of this run, to carry on with it from another machine.
+        host_maddrs: Addresses to listen on, as IP:PORT or multiaddresses.
+        announce_maddrs: Addresses that peers shall dial, as HOST:PORT or multiaddresses, where they differ.
+        initial_peers: Addresses of peers of this run, to carry on with it from another machine.
         identity_path: The run's key, made if missing; OUTPUT/identity if not given. Its holder directs the run.
         address_file: File to write this coordinator's addresses to.
-        metrics_port: Port for Prometheus; 0 takes a free one; none if not given.
+        metrics_port: TCP port for Prometheus metrics; 0 for any free port; no metrics if not given.
+        metrics_host: Address that this port listens on; 0.0.0.0 shows the metrics to everybody who reaches the machine.
     """
 
-    host_maddrs: Addresses = ("/ip4/0.0.0.0/tcp/31337",)
-    announce_maddrs: Addresses = ()
-    initial_peers: Addresses = ()
-    identity_path: Path | None = None
-    address_file: Path | None = None
-    metrics_port: int | None = None
+    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0/tcp/31337",)
+    announce_maddrs: Annotated[Addresses, NETWORK] = ()
+    initial_peers: Annotated[Addresses, NETWORK] = ()
+    identity_path: Annotated[Path | None, NETWORK] = None
+    address_file: Annotated[Path | None, NETWORK] = None
+    metrics_port: Annotated[int | None, LOGS, Parameter(validator=Number(gte=0, lte=65535))] = None
+    metrics_host: Annotated[str, LOGS] = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +46,14 @@ class CheckpointOptions:
         resume: Checkpoint folder or URL to go on from: its newest good one, or one of them.
     """
 
-    checkpoints: str | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 3
-    resume: str | None = None
+    checkpoints: Annotated[str | None, CHECKPOINTS] = None
+    checkpoint_every: Annotated[int | None, CHECKPOINTS, Parameter(validator=Number(gte=0))] = None
+    keep_checkpoints: Annotated[int, CHECKPOINTS, Parameter(validator=Number(gte=1))] = 3
+    resume: Annotated[str | None, CHECKPOINTS] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCheckpointOptions(CheckpointOptions):
     """As of any run, but without checkpoints if nothing is said."""
 
-    checkpoint_every: int | None = 0
+    checkpoint_every: Annotated[int | None, CHECKPOINTS, Parameter(validator=Number(gte=0))] = 0

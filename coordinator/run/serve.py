@@ -15,6 +15,7 @@ from anyio import to_thread
 
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.addresses import PEERS, KnownPeers, write_addresses
+from coordinator.run.invites import InviteBook, coordinator_invite
 from coordinator.run.options import NodeOptions
 from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
 from coordinator.watch.live import LiveView
@@ -25,8 +26,9 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.metrics import serve_metrics
 from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.addresses import is_loopback
 from swarm_peer.runtime.network.assignments import find_end
-from swarm_peer.runtime.network.bootstrap import parse_manifest, read_addresses
+from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
 from swarm_peer.runtime.network.dht import NobodyAnswers, SwarmDHT
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
@@ -52,7 +54,7 @@ def run_serve(
         key_path = node.identity_path or options.output / "identity"
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
-        addresses = read_addresses(node.initial_peers)
+        addresses = read_entrance(node.initial_peers).addresses
         run_loop(_join_and_serve, resolved, node, options, addresses, key_path, log_to)
 
 
@@ -70,11 +72,14 @@ async def _join_and_serve(
     begins = not addresses and not is_resumed
     must_be_known = options.standby or (begins and _has_begun(options.output))
 
+    run_key = Identity.load_or_create(key_path)
+    is_private = resolved.manifest.admission == "invite"
+    invite = coordinator_invite(run_key) if is_private else None
+
     def open_own(addresses: Sequence[str]) -> AbstractAsyncContextManager[SwarmDHT]:
-        return open_node(own_path, addresses, node.host_maddrs, node.announce_maddrs)
+        return open_node(own_path, Entrance(tuple(addresses), invite), node.host_maddrs, node.announce_maddrs)
 
     async with _open_where_it_was(options.output, open_own) if begins else open_own(addresses) as dht:
-        run_key = Identity.load_or_create(key_path)
         await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
         await _serve_on(dht, run_key, resolved, node, options, log_to)
 
@@ -94,16 +99,23 @@ async def _serve_on(
         LiveView(manifest.training.steps) as live,
     ):
 
+        def way_in() -> list[str]:
+            if manifest.admission == "open":
+                return list(dht.addresses)
+            reachable = [address for address in dht.addresses if not is_loopback(address)]
+            return [InviteBook(options.output).standing(run_key, reachable or dht.addresses).text()]
+
         def on_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
-            live.print(f"Peers join with:\n\n  swarm-peer --stage auto --initial-peers {' '.join(dht.addresses)}\n")
+            live.print(f"Peers join with:\n\n  swarm-peer --stage auto --initial-peers {' '.join(way_in())}\n")
             if node.address_file is not None:
-                write_addresses(node.address_file, dht.addresses)
+                write_addresses(node.address_file, way_in(), is_secret=manifest.admission == "invite")
 
         events = RunEvents(on_ready=on_ready, on_update=live.update, on_line=on_line)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
         if node.metrics_port is not None:
-            log.info("metrics_served port=%d", serve_metrics(service.metrics.registry, node.metrics_port))
+            port = serve_metrics(service.metrics.registry, node.metrics_host, node.metrics_port)
+            log.info("metrics_served host=%s port=%d", node.metrics_host, port)
         await _serve(service, options.plan)
 
 
@@ -114,7 +126,6 @@ def _lock(output: Path) -> IO[str]:
         UserError: another one holds it, or the folder cannot be written to
     """
     try:
-        output.mkdir(parents=True, exist_ok=True)
         file = (output / ".lock").open("w")
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +20,17 @@ from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
-from coordinator.run.addresses import KnownPeers
+from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
+from coordinator.run.invites import InviteBook
 from coordinator.run.rebalancer import Rebalancer
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, MetricsLine
 from coordinator.watch.observer import end_run_for, observe, observer_directory
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable, SwarmError, UserError
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, PeerUnreachable, SwarmError, UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
@@ -44,7 +45,15 @@ from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import ListSnapshotsCall
-from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord, Record, TimelineRecord, timeline_key
+from swarm_peer.wire.passes import RevocationsRecord, revocations_key
+from swarm_peer.wire.records import (
+    MANIFESTS_KEY,
+    MAX_MANIFEST_BYTES,
+    ManifestRecord,
+    Record,
+    TimelineRecord,
+    timeline_key,
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +73,22 @@ def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> Re
     model = resolve_model(manifest.model, cache_dir)
     resolved = ResolvedManifest.of(manifest.model_copy(update={"model": model}))
     load_tokenizer(manifest.data, resolved.vocab_size, cache_dir)
+    num_bytes = len(resolved.manifest.canonical_json())
+    if num_bytes > MAX_MANIFEST_BYTES:
+        raise UserError(f"the manifest has {num_bytes} bytes; at most {MAX_MANIFEST_BYTES} fit: shorten model.config")
     return resolved
 
 
 def check_output(output: Path) -> None:
-    """Check that no run has ended in this folder.
+    """Make the folder of a run, and check that none has ended there.
 
     Raises:
-        UserError: one has
+        UserError: one has, or the folder cannot be made
     """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     if (output / "model").exists():
         raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
 
@@ -153,6 +169,7 @@ class RunService:
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
+        self._invites = InviteBook(options.output)
 
     @property
     def model_folder(self) -> Path:
@@ -170,6 +187,7 @@ class RunService:
             SwarmError: libp2p's daemon has died, or the run was ended before its model was saved
         """
         check_output(self._options.output)
+        self._dht.keep_run(self._run_id, self.manifest)
         with (
             closing(MetricsFile(self._options.output, self._options.resume)) as metrics_file,
             tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as scratch,
@@ -198,13 +216,18 @@ class RunService:
 
     async def _resume(self, checkpoint: Checkpoint, transport: Transport, known_round: int, folder: Path) -> Timeline:
         clock, threads = self._context.clock, self._context.threads
-        snapshots = SnapshotStore(clock=clock, threads=threads, storage=FolderStorage(folder))
+
+        async def is_member(caller: str) -> bool:
+            return False  # there is nothing here but snapshots, which are for everybody
+
+        snapshots = SnapshotStore(clock=clock, threads=threads, storage=FolderStorage(folder), is_member=is_member)
         return await resume(checkpoint, transport, self.manifest, known_round, snapshots, threads)
 
     async def _begin(self, transport: Transport, tasks: TaskGroup) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""
         await self._publish_run()
         tasks.start_soon(self._keep_published)
+        write_addresses(self._options.output / COORDINATOR, self._dht.addresses)
         self._events.on_ready()
         tasks.start_soon(self._directory.run_polling, range(self.resolved.num_stages))
         lease_s = self.manifest.limits.announcement_s
@@ -229,17 +252,48 @@ class RunService:
 
     async def _look_at_run(self, metrics_file: MetricsFile, coordination: Coordination) -> None:
         """Take in what the DHT says now, write it down, and move peers if this coordinator is the one that acts."""
+        with self._going_on("observe"):
+            await self._write_lines(metrics_file)
+        self._known_peers.keep(self._directory.addresses())
+        with self._going_on("invites"):
+            await self._keep_invites()
+        self.watch.observe_coordinator(coordination.newest)
+        with self._going_on("rebalance"):
+            await self._rebalance(coordination)
+        with self._going_on("show"):
+            self.metrics.update(self.watch)
+            self._events.on_update(self.watch)
+
+    @contextmanager
+    def _going_on(self, work: str) -> Iterator[None]:
+        """Count and log a defect of this program, and go on: what one look meets would end each standby as well."""
+        try:
+            yield
+        except (SwarmError, OSError):
+            raise
+        except Exception:
+            self.metrics.look_defects.labels(work).inc()
+            log.exception("look_failed work=%s", work)
+
+    async def _write_lines(self, metrics_file: MetricsFile) -> None:
         for line in await self._observe():
             if 0 < metrics_file.optimizer_step < line["optimizer_step"] - 1:
                 missing = f"{metrics_file.optimizer_step + 1} to {line['optimizer_step'] - 1}"
                 log.warning("lines_missing optimizer_steps=%s reason=no peer tells of them any more", missing)
             if metrics_file.write(line):
                 self._events.on_line(line)
-        self._known_peers.keep(self._directory.addresses())
-        self.watch.observe_coordinator(coordination.newest)
-        await self._rebalance(coordination)
-        self.metrics.update(self.watch)
-        self._events.on_update(self.watch)
+
+    async def _keep_invites(self) -> None:
+        """Write down who has come by which invite, and tell everybody what the operator has revoked since."""
+        passes = self._dht.passes
+        if not passes.is_open:
+            peers = {peer.peer_id for peer in self.watch.view.peers}  # observers come by invites as well
+            self._invites.keep_members({ticket: peers.intersection(seen) for ticket, seen in passes.members().items()})
+            try:
+                if passes.learn(self._invites.envelope()):
+                    await self._tell_revocations()
+            except InvalidMessage as error:
+                log.warning("revocations_not_read reason=%s", error)
 
     async def _observe(self) -> list[MetricsLine]:
         try:
@@ -311,6 +365,11 @@ class RunService:
         await self._store_for_run(timeline_key(self._run_id), timeline)
         manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
         await self._store_for_run(MANIFESTS_KEY, manifest)
+        await self._tell_revocations()
+
+    async def _tell_revocations(self) -> None:
+        if told := self._dht.passes.revocations:
+            await self._store_for_run(revocations_key(self._run_id), RevocationsRecord(revocations=told))
 
     async def _store_for_run(self, key: str, record: Record) -> None:
         await self._dht.store(key, record, self._run_id, RUN_LIFETIME_S, signer=self._run_key)
@@ -318,6 +377,7 @@ class RunService:
     async def _keep_published(self) -> None:
         while True:
             await anyio.sleep(PUBLISH_RUN_S)
+            await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
             await self._publish_run()
 
     async def _export(self, transport: Transport) -> bool:

@@ -17,12 +17,12 @@ def draw(results: Mapping[str, FlowResult], path: Path) -> None:
     """Draw throughput and optimum above, and their ratio below.
 
     Raises:
-        UserError: matplotlib is not installed
+        UserError: matplotlib is not installed, or the file cannot be written
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("--figure needs matplotlib: pip install 'swarm[figures]'") from error
+        raise UserError("--figure needs matplotlib: pip install 'swarm-train[figures]'") from error
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -41,7 +41,10 @@ def draw(results: Mapping[str, FlowResult], path: Path) -> None:
     below.set_ylabel("share of the optimum")
     below.set_xlabel("hours")
     below.set_ylim(0, 1.02)
-    figure.savefig(path, dpi=80)
+    try:
+        figure.savefig(path, dpi=80)
+    except OSError as error:
+        raise UserError(f"--figure {path}: cannot write there ({error.strerror}); name another file") from error
 
 
 def _means(series: Series, edges: list[float]) -> list[float]:

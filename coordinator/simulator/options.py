@@ -18,12 +18,12 @@ class StageOptions:
 
     Attributes:
         num_stages: Pipeline stages.
-        stage_costs: One for each stage; all 1 if not given.
-        stage_memory_gb: Memory that a peer needs to serve each stage; no limit if not given.
-        state_gb: Weights and optimizer state of a stage, which a newcomer or mover downloads.
+        stage_costs: Work of a sample in each stage, relative to the others; all 1 if not given.
+        stage_memory_gb: Gigabytes of memory that a peer needs to serve each stage; no limit if not given.
+        state_gb: Gigabytes of weights and optimizer state of a stage, which a newcomer or mover downloads.
         overhead_s: Seconds that joining or moving takes besides.
         min_replicas: Peers that go on serving a stage when one of them moves away.
-        make_before_break: Movers serve their former stage while they download, which no live peer does yet.
+        make_before_break: Movers serve their former stage while they download.
     """
 
     num_stages: Annotated[int, Parameter(name="--stages")]
@@ -32,7 +32,7 @@ class StageOptions:
     state_gb: float = 1.0
     overhead_s: float = 5.0
     min_replicas: int = 1
-    make_before_break: bool = False
+    make_before_break: Annotated[bool, Parameter(negative="")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class ArrivalOptions:
     Attributes:
         trace: File of time_ms,add|remove,machine or date, time, live count of machines; one is drawn if not given.
         num_peers: How many peers a drawn trace has, on the average.
-        hours: How long a drawn trace lasts.
-        mean_lifetime_s: Mean lifetime of the peers of a drawn trace.
+        hours: How long a drawn trace lasts, in hours.
+        mean_lifetime_s: Mean lifetime of the peers of a drawn trace, in seconds.
     """
 
     trace: Path | None = None
@@ -63,7 +63,7 @@ class MicrobatchOptions:
         capacity: Microbatches that a peer of a later stage holds at once before it is busy; any number if not given.
         activation_bytes: Bytes of a microbatch from one stage to the next, and as many back.
         global_batch: Microbatches of a round, at whose end all is drained; without it, all goes on for ever.
-        averaging_s: From the last gradient of a round until the next one begins; nothing is computed meanwhile.
+        averaging_s: Seconds from the last gradient of a round until the next one begins; nothing is computed meanwhile.
     """
 
     routing: RoutingName = "iwrr"

@@ -59,7 +59,8 @@ def read_trace(path: Path, rng: random.Random) -> Trace:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--trace {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"--trace: cannot read {path}: {reason}; check the path") from error
     changes: list[tuple[float, bool, str]] = []
     counts: list[tuple[float, int]] = []
     for number, line in enumerate(lines, 1):

@@ -8,6 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from coordinator.watch.run_watch import RunWatch
 
@@ -84,6 +85,27 @@ def run_table(watch: RunWatch) -> Table:
             f"{sum(peer.samples_per_s for peer in peers) * manifest.data.sequence_length:,.0f}",
             str(max((peer.optimizer_step for peer in peers), default="-")),
         )
+    return table
+
+
+def peers_table(watch: RunWatch) -> Table:
+    """All peers by stage, each by its name and the end of its id."""
+    table = Table(expand=True)
+    for column in ("peer", "stage", "state", "tokens/s announced", "queue", "step"):
+        table.add_column(column, justify="left" if column == "peer" else "right")
+    table.add_column("note")
+    manifest = watch.manifest
+    for stage in range(manifest.stages.count):
+        for peer in sorted(watch.view.in_stage(stage), key=lambda peer: (peer.name, peer.peer_id)):
+            table.add_row(
+                f"{peer.name} {peer.peer_id[-8:]}".strip(),
+                str(stage),
+                peer.state.value,
+                f"{peer.samples_per_s * manifest.data.sequence_length:,.0f}",
+                str(peer.queue),
+                str(peer.optimizer_step),
+                Text(peer.note),  # another's words, in which rich must see no markup
+            )
     return table
 
 

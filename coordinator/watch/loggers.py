@@ -169,7 +169,7 @@ def check_installed(names: Iterable[LoggerName]) -> None:
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # a mere folder of that name is none: wandb makes one
-            raise UserError(f"--log-to {name} needs a package that is not installed: pip install 'swarm[{name}]'")
+            raise UserError(f"--log-to {name} needs a package that is not installed: pip install 'swarm-train[{name}]'")
 
 
 @contextlib.contextmanager

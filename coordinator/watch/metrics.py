@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.view import PeerState
@@ -25,6 +25,9 @@ class CoordinatorMetrics:
         self._peers = gauge("stage_peers", "Peers of a stage", "stage", "state")
         self.moves = gauge("moves", "Moves between stages that this coordinator has assigned")
         self._samples_per_s = gauge("stage_samples_per_second", "Announced throughput of a stage's peers", "stage")
+        self.look_defects = Counter(
+            "swarm_run_look_defects", "Looks that failed by a defect of this program", ["work"], registry=registry
+        )
         self._queue = gauge("stage_queue_microbatches", "Microbatches that a stage's peers hold", "stage")
 
     def update(self, watch: RunWatch) -> None:

@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
 
+from coordinator.run.invites import coordinator_invite
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
@@ -26,7 +27,7 @@ from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
-from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.wire.identity import Identity
@@ -45,7 +46,10 @@ END_LIFETIME_S = 3600.0
 
 
 def open_node(
-    identity_path: Path, initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str] = ()
+    identity_path: Path,
+    entrance: Entrance,
+    host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str] = (),
 ) -> AbstractAsyncContextManager[SwarmDHT]:
     """Join a DHT, or begin one, with the identity in a file, which is made if it is missing.
 
@@ -53,7 +57,8 @@ def open_node(
         UserError: see SwarmDHT.open
     """
     return SwarmDHT.open(
-        initial_peers=initial_peers,
+        initial_peers=entrance.addresses,
+        invite=entrance.invite,
         host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs,
         identity=Identity.load_or_create(identity_path),
@@ -63,14 +68,14 @@ def open_node(
 
 
 @asynccontextmanager
-async def temporary_node(addresses: Sequence[str], host_maddr: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[SwarmDHT]:
-    """Join the DHT of these addresses (from read_addresses), with an identity of its own that is then forgotten.
+async def temporary_node(entrance: Entrance, host_maddr: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[SwarmDHT]:
+    """Join a DHT, or begin one, with an identity of its own that is then forgotten.
 
     Raises:
         UserError: nobody answers
     """
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        async with open_node(Path(folder) / "identity", addresses, (host_maddr,)) as dht:
+        async with open_node(Path(folder) / "identity", entrance, (host_maddr,)) as dht:
             yield dht
 
 
@@ -102,17 +107,19 @@ def observe_run(initial_peers: Sequence[str], run_id: str | None, work: Callable
     """Join the DHT of a live run for as long as `work` takes.
 
     Args:
-        initial_peers: addresses of any of its peers, or files of addresses
+        initial_peers: addresses of any of its peers, an invite, or files of them
         run_id: which run, where the addresses lead to several
 
     Raises:
         UserError: nobody answers, or there is no such run
     """
-    addresses = read_addresses(initial_peers)
+    return _observe(read_entrance(initial_peers), run_id, work)
 
+
+def _observe(entrance: Entrance, run_id: str | None, work: Callable[[LiveRun], Awaitable[T]]) -> T:
     async def find_and_work() -> T:
-        async with temporary_node(addresses) as dht:
-            found_id, manifest = await find_manifest(dht, addresses, run_id)
+        async with temporary_node(entrance) as dht:
+            found_id, manifest = await find_manifest(dht, entrance, run_id)
             metrics = PeerMetrics()
             directory = observer_directory(manifest, dht, metrics)
             run = LiveRun(run_id=found_id, manifest=manifest, dht=dht, directory=directory, metrics=metrics)
@@ -142,7 +149,8 @@ def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable
         UserError: nobody answers, there is no such run, or some of its peers do not go
     """
     run_key = Identity.load_or_create(identity_path)
-    observe_run(initial_peers, run_key.peer_id, lambda run: _end(run, run_key, on_left))
+    entrance = replace(read_entrance(initial_peers), invite=coordinator_invite(run_key))
+    _observe(entrance, run_key.peer_id, lambda run: _end(run, run_key, on_left))
 
 
 async def _end(run: LiveRun, run_key: Identity, on_left: Callable[[int], None]) -> None:

@@ -36,6 +36,7 @@ def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
     """One peer of a stage, as it announced itself last."""
     return {
         "peer": peer.peer_id,
+        "name": peer.name,
         "state": peer.state.value,
         "optimizer_step": peer.optimizer_step,
         "note": peer.note,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
+from swarm_peer.model.gradient_norm import MAX_GRADIENT_NORM, check_norm, limit_norm, total_norm
 from swarm_peer.model.optimizer import (
     learning_rate,
     load_optimizer_state,
@@ -163,10 +164,10 @@ class StageTrainer:
             grad_BTD: gradient of `forward_pass.output`; None for the last stage
 
         Returns:
-            gradient of the pass's hidden_BTD; None for the first stage
+            gradient of the pass's hidden_BTD, at most as large as the stage before accepts; None for the first stage
 
         Raises:
-            InvalidMessage: the gradient's shape or type does not fit; the pass can still go backward
+            InvalidMessage: the gradient's shape, type or size does not fit; the pass can still go backward
             RoundClosed: the weights have changed since the forward pass
         """
         assert forward_pass._result is not None, "a forward pass goes backward once"
@@ -177,10 +178,12 @@ class StageTrainer:
                 f"{self.optimizer_step}"
             )
         result = forward_pass._result
+        largest_norm = MAX_GRADIENT_NORM * self.loss_scale * len(result)
         if grad_BTD is None:
             root_gradient = torch.full_like(result, self.loss_scale)
         else:
             check_float(grad_BTD, result.shape, "gradient")
+            check_norm(grad_BTD, largest_norm)
             root_gradient = grad_BTD.detach().to(self.device, result.dtype)
         forward_pass._result = None
         try:
@@ -190,7 +193,10 @@ class StageTrainer:
             self.discard_gradients()
             raise
         self.num_samples += len(result)
-        return None if forward_pass._hidden_BTD is None else forward_pass._hidden_BTD.grad
+        if forward_pass._hidden_BTD is None:
+            return None
+        assert forward_pass._hidden_BTD.grad is not None
+        return limit_norm(forward_pass._hidden_BTD.grad, largest_norm)
 
     @torch.no_grad()
     def evaluate(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> Tensor:
@@ -261,7 +267,7 @@ class StageTrainer:
         self.discard_gradients()
         due = self.strategy.end_round(mean_gradients)
         gradients = [g.to(self.device, torch.float32, copy=True) for g in (mean_gradients if due is None else due)]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
         # Where all samples were lost, the mean is zero.
         skipped = not bool(norm.isfinite()) or not bool(norm)

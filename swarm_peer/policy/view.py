@@ -58,6 +58,7 @@ class PeerView:
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         announced: serial number of the announcement
         incarnation: which life of the peer this is (see Life)
+        name: by which people recognise it; empty if it has none
     """
 
     peer_id: str
@@ -76,11 +77,22 @@ class PeerView:
     moved_from: int = UNDECIDED
     announced: int = 0
     incarnation: int = 0
+    name: str = ""
 
     @property
     def life(self) -> Life:
         """The peer in this life."""
         return Life(self.peer_id, self.incarnation)
+
+
+def fault_of(peer: PeerView, num_stages: int) -> str | None:
+    """Why no peer of a run with so many stages can be as this one announces itself; None if one can."""
+    stages = range(UNDECIDED, num_stages)
+    if peer.stage not in stages or peer.moved_from not in stages:
+        return f"stage {peer.stage}, moved from {peer.moved_from}; the run has stages 0 to {num_stages - 1}"
+    if peer.stage == UNDECIDED and peer.state in (PeerState.SERVING, PeerState.DRAINING):
+        return f"{peer.state.value}, and no stage"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

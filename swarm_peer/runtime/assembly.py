@@ -148,7 +148,9 @@ class Assembly:
         snapshot_keeper = SnapshotKeeper(
             context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.peer.snapshots
         )
-        server = StageServer(context=context, core=core, progress=progress)
+        server = StageServer(
+            context=context, core=core, progress=progress, view=lambda: directory.view, serves=directory.serves
+        )
         calls = server.calls | group.calls | averager.calls | swarm.gossip.calls
         calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)
         return ReplicaParts(

@@ -7,7 +7,7 @@ import logging
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, UserError
+from swarm_peer.errors import CallError, NotAdmitted, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
@@ -20,6 +20,7 @@ from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.replica import StageReplica, check_data
 from swarm_peer.runtime.stage.device_thread import DeviceThread
@@ -78,7 +79,10 @@ class Peer:
             describe_self=self._describe,
             device=str(device),
         )
-        snapshots = SnapshotStore(clock=context.clock, threads=context.threads, storage=context.storage)
+        self._members = RunMembers(context=context, directory=self._directory, dht=dht)
+        snapshots = SnapshotStore(
+            clock=context.clock, threads=context.threads, storage=context.storage, is_member=self._members.include
+        )
         self._parts = PeerParts(
             context=context,
             device=device,
@@ -102,6 +106,7 @@ class Peer:
             peer_id=self._me,
             stage=UNDECIDED,
             state=lifecycle.state,
+            name=self._options.name or "",
             movable=self._movable,
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
@@ -125,17 +130,29 @@ class Peer:
             await ended.wait()
             self._lifecycle.end()
 
-        await self._transport.serve(self._parts.dispatcher, self._directory.drop)
+        await self._transport.serve(self._parts.dispatcher, self._directory.drop, self._members.known)
         try:
             async with anyio.create_task_group() as tasks:
                 for watch in (end, self._dht.watch, self._watch_event_loop, self._leave_on_notice, self._look_for_end):
                     tasks.start_soon(watch)
+                tasks.start_soon(self._look_for_revocations)
                 self._replica = await StageReplica.open(self._parts, stage, self._counted)
                 while (next_stage := await self._stay()) is not None:
                     await self._begin_stay(next_stage)
                 tasks.cancel_scope.cancel()
         finally:
             self._device_thread.stop()
+
+    async def _look_for_revocations(self) -> None:
+        """Learn what the run's operator revokes; raise UserError if this peer may not take part any more."""
+        passes = self._dht.passes
+        while not passes.is_open:
+            await self._dht.learn_revocations(self._context.run_id)
+            try:
+                passes.check_own(self._me)
+            except NotAdmitted as error:
+                raise UserError(str(error)) from None
+            await anyio.sleep(self._context.resolved.manifest.limits.announcement_s)
 
     async def _stay(self) -> int | None:
         """Serve the stage of the present replica until this peer leaves it, and close the replica.

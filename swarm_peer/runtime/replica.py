@@ -113,9 +113,10 @@ class StageReplica:
 
     @property
     def stages_of_interest(self) -> Sequence[int]:
-        """The stages whose peers it must know: its own, the next, and stage 0, which counts; stage 0: all."""
+        """The stages whose peers it must know: its own, those around it, and stage 0, which counts; stage 0: all."""
         count = self._manifest.stages.count
-        return range(count) if self.stage == 0 else sorted({0, self.stage, min(self.stage + 1, count - 1)})
+        around = {self.stage - 1, self.stage, min(self.stage + 1, count - 1)}
+        return range(count) if self.stage == 0 else sorted({0} | around)
 
     def stage_mates(self) -> list[str]:
         """Ids of the other peers in view that serve this stage."""
@@ -154,6 +155,7 @@ class StageReplica:
             if start is not None and start.rewound:
                 tasks.start_soon(parts.recovery.have_all_go_back, start.timeline)
             tasks.start_soon(parts.snapshot_keeper.run)
+            tasks.start_soon(parts.state_server.run)
             tasks.start_soon(self._follow_run, left_behind)
             if parts.launcher is not None:
                 tasks.start_soon(parts.launcher.run)

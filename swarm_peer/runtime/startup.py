@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -18,12 +19,13 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.host.preparation import choose_device
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
-from swarm_peer.runtime.network.bootstrap import find_manifest, read_addresses
+from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
@@ -52,37 +54,42 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
     """
     metrics = PeerMetrics()
     if options.metrics_port is not None:
-        log.info("metrics_served port=%d", serve_metrics(metrics.registry, options.metrics_port))
+        port = serve_metrics(metrics.registry, options.metrics_host, options.metrics_port)
+        log.info("metrics_served host=%s port=%d", options.metrics_host, port)
     device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    addresses = read_addresses(options.initial_peers)
-    with scratch_folder() as folder:
+    entrance = read_entrance(options.initial_peers)
+    with scratch_folder() as folder, ExitStack() as opened:
         spare_imports()
-        run_loop(_run, options, metrics, device, addresses, folder, counted)
+        identity_path = options.identity_path or opened.enter_context(free_identity(state_folder(), folder))
+        run_loop(_run, options, metrics, device, entrance, folder, identity_path, counted)
 
 
 async def _run(
     options: PeerOptions,
     metrics: PeerMetrics,
     device: torch.device,
-    addresses: list[str],
+    entrance: Entrance,
     folder: Path,
+    identity_path: Path,
     counted: CountedHook | None,
 ) -> None:
     """Join the DHT and the run, and serve one stage after the other."""
-    identity_path = options.identity_path or folder / "identity"
     identity = Identity.load_or_create(identity_path)
     async with SwarmDHT.open(
-        initial_peers=addresses,
+        initial_peers=entrance.addresses,
+        invite=entrance.invite,
         host_maddrs=options.host_maddrs,
         announce_maddrs=options.announce_maddrs,
         identity=identity,
         identity_path=identity_path,
         metrics=metrics,
     ) as dht:
+        if entrance.invite is not None:
+            dht.passes.keep_in(KeptFile(state_folder() / f"revocations-{entrance.invite.run_id}"))
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses))
-        run_id, manifest = await find_manifest(dht, addresses, options.run_id)
+        run_id, manifest = await find_manifest(dht, entrance, options.run_id)
         threads = SystemThreads()
         # Slow work happens in threads: this process is a node of the DHT already.
         resolved = await threads.run(ResolvedManifest.of, manifest)
@@ -103,7 +110,9 @@ async def _run(
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
         ended = anyio.Event()
         async with (
-            P2PTransport.open(dht.p2p, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics) as transport,
+            P2PTransport.open(
+                dht.p2p, passes=dht.passes, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics
+            ) as transport,
             signals_set(ended),
         ):
             device_thread = DeviceThread(clock=context.clock, threads=threads, metrics=metrics)

@@ -54,6 +54,8 @@ def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor
     expected = encoded_bytes(shape, codec)
     if len(data) != expected:
         raise InvalidMessage(f"tensor of {len(data)} bytes; {expected} are right for shape {tuple(shape)} as {codec}")
+    if not expected:  # torch makes nothing of no bytes
+        return torch.empty(tuple(shape))
     if codec == "blockwise_8bit":
         tensor = _decode_8bit(data, shape)
     else:
@@ -76,8 +78,10 @@ def decode_tokens(data: memoryview, shape: Sequence[int], vocab_size: int) -> to
     """
     if len(data) != 4 * math.prod(shape):
         raise InvalidMessage(f"{len(data)} bytes of tokens; {4 * math.prod(shape)} are right for shape {tuple(shape)}")
+    if not data:
+        return torch.empty(tuple(shape), dtype=torch.int64)
     tokens = torch.frombuffer(data, dtype=torch.int32).view(tuple(shape)).long()
-    if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+    if not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
         raise InvalidMessage(f"token ids outside of the vocabulary of {vocab_size}")
     return tokens
 

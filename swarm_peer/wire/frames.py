@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.wire.packing import unpack
 
 PREFIX = struct.Struct("!IQ")
 # The largest part of a header is the progress counts of some hundred stage-0 peers.
@@ -29,6 +30,7 @@ class FrameType(IntEnum):
     REPLY = 1
     ERROR = 2
     CANCEL = 3
+    HELLO = 4  # the caller's pass: the first frame of each stream
 
 
 @dataclass(slots=True)
@@ -48,16 +50,16 @@ class Frame:
         return bytes(PREFIX.pack(len(header), sum(sizes)) + header)
 
 
-def parse_lengths(prefix: bytes, max_payload_bytes: int) -> tuple[int, int]:
+def parse_lengths(prefix: bytes, max_payload_bytes: int, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[int, int]:
     """The lengths of header and payload, checked before anything is allocated.
 
     Raises:
         InvalidMessage: one of them is too long
     """
     header_bytes, payload_bytes = PREFIX.unpack(prefix)
-    if header_bytes > MAX_HEADER_BYTES or payload_bytes > max_payload_bytes:
+    if header_bytes > max_header_bytes or payload_bytes > max_payload_bytes:
         raise InvalidMessage(
-            f"frame of {header_bytes} + {payload_bytes} bytes; at most {MAX_HEADER_BYTES} + {max_payload_bytes} go"
+            f"frame of {header_bytes} + {payload_bytes} bytes; at most {max_header_bytes} + {max_payload_bytes} go"
         )
     return header_bytes, payload_bytes
 
@@ -66,15 +68,11 @@ def parse_frame(header: bytes, payload: memoryview) -> Frame:
     """Build a frame from its two parts; the tensors are views of the payload.
 
     Raises:
-        InvalidMessage: the header is malformed, or its sizes do not add up to the payload
+        InvalidMessage: the header is malformed or too large to build, or its sizes do not add up to the payload
     """
-    try:
-        fields = msgpack.unpackb(header, use_list=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessage(f"header is no msgpack: {error}") from error
-    match fields:
+    match unpack(header, "header"):
         case [int() as kind, int() as call_id, str() as op, dict() | None as body, tuple() as sizes] if (
-            0 <= kind <= FrameType.CANCEL
+            0 <= kind <= FrameType.HELLO
             and len(sizes) <= MAX_TENSORS
             and all(isinstance(size, int) and size >= 0 for size in sizes)
             and sum(sizes) == len(payload)

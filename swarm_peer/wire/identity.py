@@ -79,15 +79,17 @@ class Identity:
         except OSError as error:
             raise UserError(f"cannot write the identity {path}: {error.strerror}; name another path") from error
 
+    def private_bytes(self) -> bytes:
+        """The private key itself, 32 bytes."""
+        return self._key.private_bytes_raw()
+
     def sign(self, data: bytes) -> bytes:
         """The signature of `data`, 64 bytes."""
         return self._key.sign(data)
 
 
 @lru_cache(maxsize=4096)
-def _public_key(peer_id: str) -> Ed25519PublicKey | None:
-    if len(peer_id) > _MAX_PEER_ID_CHARS:
-        return None
+def _decoded_key(peer_id: str) -> Ed25519PublicKey | None:
     try:
         data = base58.b58decode(peer_id)
         if len(data) != len(_PEER_ID_PREFIX) + 32 or not data.startswith(_PEER_ID_PREFIX):
@@ -95,6 +97,11 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return Ed25519PublicKey.from_public_bytes(data[len(_PEER_ID_PREFIX) :])
     except ValueError:
         return None
+
+
+def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+    # Before it is remembered: others choose what is asked.
+    return None if len(peer_id) > _MAX_PEER_ID_CHARS else _decoded_key(peer_id)
 
 
 def is_peer_id(text: str) -> bool:

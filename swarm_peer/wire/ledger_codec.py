@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange
-from swarm_peer.policy.data.sample_ledger import MAX_PASSES, MAX_SLICES, MAX_WINDOWS, SampleLedger
+from swarm_peer.policy.data.sample_ledger import MAX_PASSES, MAX_SLICES, MAX_SPARE_FACTS, MAX_WINDOWS, SampleLedger
+from swarm_peer.wire.packing import unpack
 
 # Enough for a pass of a million finished slices, at ten bytes each.
 MAX_LEDGER_BYTES = 16 << 20
@@ -33,7 +34,7 @@ def _check_range(item: WindowRange) -> WindowRange:
 # Fields of pydantic models. `CountedRanges` are the samples that a peer has counted in one round. The schema checks
 # nothing but their form; `SampleLedger.admits` checks whether they can be samples of this run.
 CountedRange = Annotated[WindowRange, AfterValidator(_check_range)]
-CountedRanges = Annotated[tuple[CountedRange, ...], Field(max_length=MAX_RANGES)]
+CountedRanges = Annotated[tuple[CountedRange, ...], Field(max_length=MAX_RANGES, fail_fast=True)]
 SliceName = Annotated[SliceId, AfterValidator(_check_slice)]
 
 
@@ -53,9 +54,11 @@ def decode_ledger(data: object, num_slices: int) -> SampleLedger:
     """
     if not isinstance(data, bytes) or len(data) > MAX_LEDGER_BYTES:
         raise InvalidMessage(f"data ledger: not at most {MAX_LEDGER_BYTES} bytes")
+    # The tuple itself, that of its facts, and the facts.
+    values = unpack(data, "data ledger", max_items=2 + 2 * num_slices + MAX_SPARE_FACTS, max_bytes=MAX_LEDGER_BYTES)
     try:
-        ledger = SampleLedger.from_tuple(msgpack.unpackb(data, use_list=False))
-    except (ValueError, msgpack.UnpackException) as error:
+        ledger = SampleLedger.from_tuple(values)
+    except ValueError as error:
         raise InvalidMessage(f"data ledger: {error}") from error
     if ledger.num_slices != num_slices:
         raise InvalidMessage(f"data ledger: of {ledger.num_slices} slices, where the data here has {num_slices}")

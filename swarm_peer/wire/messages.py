@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
-from swarm_peer.wire.records import FiniteFloat, NonNegativeFloat, OptimizerStep, RoundNumber, Samples
+from swarm_peer.wire.records import FiniteFloat, Measured, OptimizerStep, RoundNumber, Samples
 
 PROTOCOL = "swarm/2"
 # One signed progress count, with its ranges of samples.
@@ -15,6 +15,10 @@ MAX_COUNT_BYTES = 32 * 1024
 # Microbatches that one peer has counted in a round; each takes 20 bytes of a header.
 MAX_COUNTED_IDS = 8192
 STATE_CHUNK_BYTES = 4 * 2**20
+# Tensors in a state, the optimizer's included: a model of 100 layers has some thousand.
+MAX_STATE_TENSORS = 1 << 13
+# Chunks of one tensor: of 128 GiB.
+MAX_CHUNKS = 1 << 15
 # The longest reply with logits: every peer takes frames of this length.
 MAX_LOGITS_BYTES = STATE_CHUNK_BYTES
 
@@ -32,7 +36,7 @@ Stage = Annotated[int, Field(ge=0, lt=256)]
 Attempt = Annotated[int, Field(ge=0, lt=1000)]
 # A signed progress count: (peer id of its author, envelope).
 SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=MAX_COUNT_BYTES)]]
-SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024)]
+SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024, fail_fast=True)]
 
 
 # Of one microbatch: the same on every try and at every stage.
@@ -100,7 +104,7 @@ class MicrobatchReply(Body):
     """
 
     loss_sum: FiniteFloat
-    samples_per_s: NonNegativeFloat
+    samples_per_s: Measured
     counts: SignedCounts = ()
 
 
@@ -213,8 +217,8 @@ class LeaseCall(Call):
     op: Literal["lease"] = "lease"
     stage: Literal[0] = 0
     timeline_first_round: RoundNumber
-    slices: tuple[SliceName, ...] = Field(max_length=MAX_SLICES_ASKED)
-    believed: tuple[SliceName, ...] = Field(max_length=MAX_FACTS)
+    slices: tuple[SliceName, ...] = Field(max_length=MAX_SLICES_ASKED, fail_fast=True)
+    believed: tuple[SliceName, ...] = Field(max_length=MAX_FACTS, fail_fast=True)
     counts: SignedCounts
 
 
@@ -229,11 +233,11 @@ class LeaseReply(Body):
     """
 
     refused: tuple[tuple[SliceName, Annotated[str, Field(max_length=64)] | None], ...] = Field(
-        max_length=MAX_SLICES_ASKED
+        max_length=MAX_SLICES_ASKED, fail_fast=True
     )
-    facts: tuple[CountedRange, ...] = Field(max_length=MAX_FACTS)
+    facts: tuple[CountedRange, ...] = Field(max_length=MAX_FACTS, fail_fast=True)
     current_pass: int = Field(ge=0, lt=2**40)
-    corrections: tuple[SliceName, ...] = Field(max_length=MAX_FACTS)
+    corrections: tuple[SliceName, ...] = Field(max_length=MAX_FACTS, fail_fast=True)
     counts: SignedCounts
 
 
@@ -256,7 +260,9 @@ class CommitGradientCall(RoundCall):
     transfer: bytes = Field(min_length=16, max_length=16)
     samples: int = Field(ge=1, lt=2**40)
     sha256: Sha256
-    counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(max_length=MAX_COUNTED_IDS)
+    counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(
+        max_length=MAX_COUNTED_IDS, fail_fast=True
+    )
 
 
 class StateIndexCall(Call):
@@ -281,8 +287,8 @@ class StateEntry(Body):
 
     name: str = Field(max_length=512)
     dtype: str = Field(max_length=32)
-    shape: tuple[Annotated[int, Field(ge=0, lt=2**40)], ...] = Field(max_length=8)
-    chunks: tuple[Sha256, ...] = Field(max_length=2**20)
+    shape: tuple[Annotated[int, Field(ge=0, lt=2**40)], ...] = Field(max_length=8, fail_fast=True)
+    chunks: tuple[Sha256, ...] = Field(max_length=MAX_CHUNKS, fail_fast=True)
 
 
 class StateIndex(Body):
@@ -304,7 +310,7 @@ class StateIndex(Body):
     timeline_created_at_round: RoundNumber
     history_hash: Checksum
     ledger: bytes = Field(b"", max_length=MAX_LEDGER_BYTES)
-    entries: tuple[StateEntry, ...] = Field(max_length=100_000)
+    entries: tuple[StateEntry, ...] = Field(max_length=MAX_STATE_TENSORS, fail_fast=True)
 
 
 class StateChunkCall(Call):
@@ -312,8 +318,8 @@ class StateChunkCall(Call):
 
     op: Literal["state_chunk"] = "state_chunk"
     index: Sha256
-    entry: int = Field(ge=0, lt=100_000)
-    chunk: int = Field(ge=0, lt=2**20)
+    entry: int = Field(ge=0, lt=MAX_STATE_TENSORS)
+    chunk: int = Field(ge=0, lt=MAX_CHUNKS)
 
 
 class ListSnapshotsCall(Call):
@@ -333,7 +339,7 @@ class ListSnapshotsReply(Body):
     timeline_first_round: RoundNumber
     timeline_first_optimizer_step: OptimizerStep
     timeline_created_at_round: RoundNumber
-    snapshots: tuple[tuple[Stage, RoundNumber, RoundNumber], ...] = Field(max_length=64)
+    snapshots: tuple[tuple[Stage, RoundNumber, RoundNumber], ...] = Field(max_length=64, fail_fast=True)
 
 
 class RewindCall(Call):

@@ -8,12 +8,12 @@ so keep all newer ones out.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from swarm_peer.config import describe
+from swarm_peer.config import PEER_NAME, describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.progress_counter import RoundCount
@@ -21,11 +21,14 @@ from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.wire.identity import Identity, verify
 from swarm_peer.wire.ledger_codec import CountedRanges
+from swarm_peer.wire.packing import unpack
 
 # The largest records are counts with many ranges of samples.
 MAX_RECORD_BYTES = 64 * 1024
 # Every node keeps the records of others in memory, and every look at a key brings all of them.
 MAX_STORED_BYTES = 15 * 1024
+# In a record of its own, with kind, run and signature.
+MAX_MANIFEST_BYTES = MAX_STORED_BYTES - 512
 # Addresses in one announcement: one for each network that the peer is in.
 MAX_ADDRESSES = 4
 
@@ -38,7 +41,18 @@ MAX_REPORTS = 64
 Seconds = Annotated[int, Field(ge=0, lt=2**40)]
 # Bounded, so that sums of what peers report stay finite.
 FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+# The smallest speed and the shortest time that are not 0: what divides by them stays finite, too.
+LEAST_MEASURED = 1e-9
+
+
+def _check_measured(value: float) -> float:
+    if 0 < value < LEAST_MEASURED:
+        raise ValueError(f"neither 0 nor at least {LEAST_MEASURED}")
+    return value
+
+
+Measured = Annotated[NonNegativeFloat, AfterValidator(_check_measured)]
 RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
 OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
 Samples = Annotated[int, Field(ge=0, lt=2**40)]
@@ -108,26 +122,28 @@ class Announcement(Record):
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         addresses: on which it listens, by its own account
         incarnation: which life of the peer this is (see policy/view.py: Life)
+        name: by which people recognise it; anybody may take any name
     """
 
     kind = "announcement"
-    serial: int = Field(ge=0)
+    serial: int = Field(ge=0, lt=2**63)
     stage: int = Field(ge=UNDECIDED, lt=256)
     state: str = Field(pattern="^(joining|serving|draining|left)$")
     round_number: RoundNumber
     optimizer_step: OptimizerStep
     movable: bool
     note: str = Field(max_length=200)
-    samples_per_s: NonNegativeFloat
+    samples_per_s: Measured
     queue: int = Field(ge=0, lt=2**20)
     version: str = Field(max_length=32)
     device: str = Field(max_length=64)
     state_s: NonNegativeFloat = 0.0
     memory_bytes: int = Field(0, ge=0, lt=2**60)
-    bandwidth_bytes_per_s: NonNegativeFloat = 0.0
+    bandwidth_bytes_per_s: Measured = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
-    addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES)
+    addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES, fail_fast=True)
     incarnation: Incarnation = 0
+    name: str = Field("", max_length=32, pattern=PEER_NAME)
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:
         """The announcement as policies read it.
@@ -157,7 +173,7 @@ class Assignment(Record):
 
     kind = "assignment"
     peer: str = Field(max_length=64)
-    announced: int = Field(ge=0)
+    announced: int = Field(ge=0, lt=2**63)
     from_stage: int = Field(ge=0, lt=256)
     to_stage: int = Field(ge=0, lt=256)
     reason: str = Field(max_length=300)
@@ -184,7 +200,7 @@ class CoordinationRecord(Record):
     kind = "coordination"
     warrant: bytes = Field(max_length=1024)
     beat: int = Field(ge=0, lt=2**40)
-    assignments: tuple[Assignment, ...] = Field((), max_length=MAX_ASSIGNMENTS)
+    assignments: tuple[Assignment, ...] = Field((), max_length=MAX_ASSIGNMENTS, fail_fast=True)
     reason: str = Field("", max_length=300)
 
     def term(self, run_id: str, author: str) -> Term:
@@ -228,7 +244,7 @@ class RoundReport(Record):
     optimizer_step: OptimizerStep
     samples: Samples
     loss: FiniteFloat
-    seconds: NonNegativeFloat
+    seconds: Measured
 
 
 class Validation(Record):
@@ -246,17 +262,11 @@ class ProgressRecord(Record):
 
     kind = "progress_record"
     current: Progress
-    finished: tuple[RoundReport, ...] = Field(max_length=MAX_REPORTS)
-    validations: tuple[Validation, ...] = Field(max_length=64)
+    finished: tuple[RoundReport, ...] = Field(max_length=MAX_REPORTS, fail_fast=True)
+    validations: tuple[Validation, ...] = Field(max_length=64, fail_fast=True)
 
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
-
-
-STORED_KINDS = frozenset(
-    record_type.kind
-    for record_type in (ManifestRecord, TimelineRecord, EndRecord, Announcement, CoordinationRecord, ProgressRecord)
-)
 
 
 def _signed_bytes(kind: str, run: str, body: bytes, place: bytes = b"") -> bytes:
@@ -287,11 +297,7 @@ def open_envelope(data: object, author: str, place: bytes = b"") -> tuple[str, s
     name = f"record of {author[:60]}"
     if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
         raise InvalidMessage(f"{name}: not an envelope of at most {MAX_RECORD_BYTES} bytes")
-    try:
-        envelope = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessage(f"{name}: no msgpack ({error})") from error
-    match envelope:
+    match unpack(data, name):
         case [str() as kind, str() as run, bytes() as body, bytes() as signature]:
             pass
         case _:
@@ -322,11 +328,40 @@ def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
         InvalidMessage: it does not match; the message begins with `name`
     """
     try:
-        fields = msgpack.unpackb(body, use_list=False)
-        return model.model_validate(fields)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        detail = describe(error) if isinstance(error, ValidationError) else str(error)
-        raise InvalidMessage(f"{name}: {detail:.300}") from error
+        return model.model_validate(unpack(body, name))
+    except ValidationError as error:
+        raise InvalidMessage(f"{name}: {describe(error):.300}") from error
+
+
+class PeekedCount(NamedTuple):
+    """The numbers of a progress count whose signature nobody has checked."""
+
+    round_number: int
+    incarnation: int
+    samples: int
+    claimed: int
+
+
+def peek_count(envelope: object) -> PeekedCount:
+    """Read the numbers of a progress count, in a fiftieth of the time that its signature takes.
+
+    Raises:
+        InvalidMessage: it is malformed
+    """
+    name = "progress count"
+    if not isinstance(envelope, bytes) or len(envelope) > MAX_RECORD_BYTES:
+        raise InvalidMessage(f"{name}: not an envelope of at most {MAX_RECORD_BYTES} bytes")
+    match unpack(envelope, name):
+        case [str(), str(), bytes() as body, bytes()]:
+            fields = unpack(body, name)
+        case _:
+            raise InvalidMessage(f"{name}: an envelope is [kind, run, body, signature]")
+    told = [fields.get(field) for field in PeekedCount._fields] if isinstance(fields, dict) else []
+    match told:
+        case [int() as round_number, int() as incarnation, int() as samples, int() as claimed]:
+            return PeekedCount(round_number, incarnation, samples, claimed)
+        case _:
+            raise InvalidMessage(f"{name}: round, incarnation, samples or claimed is missing")
 
 
 # DHT key of the manifests of all runs: a newcomer knows an address and no run.

@@ -15,7 +15,7 @@ from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait
 from recording_peer import FIRST_STAGE
 from swarm import GPT2, RECORDING_PEER, tiny_manifest
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 # A sample's time on a device of its own: what peers do must not depend on who else computes on this machine.
@@ -116,7 +116,7 @@ def test_coordinators_that_are_cut_off_and_killed(tmp_path: Path, processes: Pro
     wait_for(lambda: not any(map(is_running, family)), "the end of the leader's processes", 10)
     goes_on("0.stays")
     at_peer = re.findall(r"peer_started peer=\S+ addresses=(\S+)", processes.log("0.stays"))[0]
-    processes.start("late", *PEER, "--stage", "auto", "--initial-peers", at_peer)
+    processes.start("late", *PEER, "--stage", "auto", "--initial-peers", at_peer, at_leader[1])
     wait_for(lambda: "stage_decided" in processes.log("late"), "a newcomer's choice")
     wait_for(lambda: "serving stage=" in processes.log("late"), "a newcomer's serving")
     goes_on("0.stays")

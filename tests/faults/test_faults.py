@@ -47,15 +47,22 @@ def check_goes_on(run: SwarmRun, manifest: RunManifest, survivors: list[int], re
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
 
 
+# The test tube kills peers at all of these moments, and at any other; here one of each kind suffices.
 KILLS = [
-    "kill-before-forward:20",
-    "kill-after-forward:20",
+    pytest.param("kill-before-forward:20", marks=pytest.mark.slow),
+    pytest.param("kill-after-forward:20", marks=pytest.mark.slow),
     "kill-after-backward:20",
-    "kill-before-reply:20",
-    "kill-after-reply:20",
-    "kill-before-averaging:4",
+    pytest.param("kill-before-reply:20", marks=pytest.mark.slow),
+    pytest.param("kill-after-reply:20", marks=pytest.mark.slow),
+    pytest.param("kill-before-averaging:4", marks=pytest.mark.slow),
     "kill-in-averaging:4",
-    "kill-after-averaging:4",
+    pytest.param("kill-after-averaging:4", marks=pytest.mark.slow),
+]
+MISBEHAVIOUR = [
+    pytest.param("drop-reply:10", marks=pytest.mark.slow),
+    pytest.param("garbage:10", marks=pytest.mark.slow),
+    "stall:20:8",
+    pytest.param("clock:1:300", marks=pytest.mark.slow),
 ]
 
 
@@ -80,7 +87,7 @@ def test_a_peer_that_dies(fault: str, tmp_path: Path) -> None:
     check_goes_on(run, manifest, [1 if in_first_stage else 2, 1], recorders_died=in_first_stage)
 
 
-@pytest.mark.parametrize("fault", ["drop-reply:10", "garbage:10", "stall:20:8", "clock:1:300"])
+@pytest.mark.parametrize("fault", MISBEHAVIOUR)
 def test_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> None:
     manifest = manifest_of()
 

@@ -13,7 +13,7 @@ from swarm_peer.policy.data.ranges import SampleId, SliceId
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def text_file(folder: Path, num_lines: int) -> Path:

@@ -18,7 +18,8 @@ import torch
 from forks import fork
 
 from coordinator.checkpoints.fetching import open_transport
-from coordinator.run.local import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer
+from coordinator.run.invites import InviteBook, coordinator_invite
+from coordinator.run.local_peers import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer
 from coordinator.run.service import RunOptions, RunService
 from coordinator.watch.observer import open_node
 from swarm_peer.config import RunManifest
@@ -27,9 +28,11 @@ from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
+from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
@@ -132,12 +135,14 @@ class LiveSwarm:
         self,
         service: RunService,
         dht: SwarmDHT,
+        invite: str,
         running: LocalPeers,
         records: Path,
         launch: Callable[[Path, str], Launch],
     ):
         self.service = service
         self.dht = dht
+        self.invite = invite
         self._running = running
         self._records = records
         self._launch = launch
@@ -259,11 +264,13 @@ def run_swarm(
     records.mkdir()
 
     async def run() -> list[list[StageState]]:
-        async with open_node(folder / "identity", (), (LOOPBACK,)) as dht:
+        run_key = Identity.load_or_create(folder / "identity")
+        async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (LOOPBACK,)) as dht:
             service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
-            peers = LocalPeers(dht.addresses, peers_by_stage, folder, launch=launch(records, ""))
+            invite = InviteBook(folder).standing(run_key, dht.addresses)
+            peers = LocalPeers([invite.text()], peers_by_stage, folder, launch=launch(records, ""))
             async with peers.running():
-                live = LiveSwarm(service, dht, peers, records, launch)
+                live = LiveSwarm(service, dht, invite.text(), peers, records, launch)
                 states = await _train_and_fetch(live, dht, script, timeout_s)
             live.check_exit_codes()
             return states

@@ -18,6 +18,7 @@ import swarm_peer.cli
 from swarm_peer.wire.identity import Identity
 
 UNUSED_ID = Identity.generate().peer_id
+ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{UNUSED_ID}"
 
 
 def one_line_of(command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *options: str) -> str:
@@ -79,7 +80,7 @@ def test_configurations_that_cannot_work(sections, words, config, tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["local", "/nowhere.yaml", "--peers", "1,1", "--output", "x"], ["/nowhere.yaml", "check the path"]),
+        (["local", "/nowhere.yaml", "--peers", "1,1", "--output", "x"], ["/nowhere.yaml", "no such file"]),
         (["local", "CONFIG", "--peers", "1", "--output", "OUT"], ["--peers 1", "2 stages"]),
         (["local", "CONFIG", "--peers", "one", "--output", "OUT"], ["--peers one", "2,2"]),
         (["baseline", "CONFIG", "--device", "cuda:7", "--output", "OUT"], ["cuda:7", "cpu"]),
@@ -94,7 +95,7 @@ def test_options_of_the_coordinator(options, words, config, tmp_path, monkeypatc
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize("known", [(), (f"/ip4/127.0.0.1/tcp/9/p2p/{UNUSED_ID}",)], ids=["none", "gone"])
+@pytest.mark.parametrize("known", [(), (ADDRESS,)], ids=["none", "gone"])
 def test_a_run_that_has_begun_is_not_begun_anew(known, config, tmp_path, monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
     output = tmp_path / "out"
     output.mkdir()
@@ -110,9 +111,9 @@ def test_a_run_that_has_begun_is_not_begun_anew(known, config, tmp_path, monkeyp
         (["--initial-peers", "1.2.3.4:5"], ["'1.2.3.4:5'", "/ip4/"]),
         (["--initial-peers", "/ip4/127.0.0.1/tcp/1"], ["/p2p/", "copy"]),
         (["--stage", "first", "--initial-peers", "x"], ["'first'"]),
-        (["--device", "tpu", "--initial-peers", "x"], ["tpu", "cpu"]),
-        (["--device", "cuda:9", "--initial-peers", "x"], ["cuda:9", "cpu"]),
-        (["--max-memory", "lots", "--initial-peers", "x"], ["max_memory", "lots"]),
+        (["--device", "tpu", "--initial-peers", ADDRESS], ["tpu", "cpu"]),
+        (["--device", "cuda:9", "--initial-peers", ADDRESS], ["cuda:9", "cpu"]),
+        (["--max-memory", "lots", "--initial-peers", "x"], ["--max-memory", "lots", "8GiB"]),
         ([], ["--initial-peers"]),
     ],
 )
@@ -122,10 +123,9 @@ def test_options_of_a_peer(options, words, monkeypatch, capfd) -> None:  # type:
 
 
 def test_an_initial_peer_that_does_not_answer(monkeypatch, capfd) -> None:  # type: ignore[no-untyped-def]
-    address = f"/ip4/127.0.0.1/tcp/9/p2p/{UNUSED_ID}"
     begin = time.monotonic()
-    said = one_line_of("swarm-peer", monkeypatch, capfd, "--initial-peers", address)
-    assert address in said
+    said = one_line_of("swarm-peer", monkeypatch, capfd, "--initial-peers", ADDRESS)
+    assert ADDRESS in said
     assert "firewall" in said
     assert time.monotonic() - begin < 20
 
@@ -136,7 +136,7 @@ def test_ports_in_use(taken_port, config, tmp_path, monkeypatch, capfd) -> None:
     said = one_line_of("swarm-coordinator", monkeypatch, capfd, *serve, *listening)
     assert str(taken_port) in said
     assert "--host-maddrs" in said
-    options = ("--metrics-port", str(taken_port), "--initial-peers", f"/ip4/127.0.0.1/tcp/9/p2p/{UNUSED_ID}")
+    options = ("--metrics-port", str(taken_port), "--initial-peers", ADDRESS)
     said = one_line_of("swarm-peer", monkeypatch, capfd, *options)
     assert str(taken_port) in said
     assert "--metrics-port" in said

@@ -22,6 +22,7 @@ from hivemind.utils import get_dht_time
 from coordinator.watch.observer import open_node
 from swarm_peer.errors import SwarmError
 from swarm_peer.runtime.network import dht
+from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key
 
@@ -33,8 +34,8 @@ LIFETIME_S = 3600.0
 
 async def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:
     async with (
-        open_node(tmp_path / "run", (), LOOPBACK) as run,
-        open_node(tmp_path / "peer", run.addresses, LOOPBACK) as peer,
+        open_node(tmp_path / "run", Entrance(), LOOPBACK) as run,
+        open_node(tmp_path / "peer", Entrance(tuple(run.addresses)), LOOPBACK) as peer,
     ):
         p2p = await P2P.create(initial_peers=run.addresses, host_maddrs=LOOPBACK, nat_port_map=False, auto_nat=False)
         hostile = await DHTNode.create(p2p=p2p, initial_peers=run.addresses)
@@ -63,7 +64,7 @@ async def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:
 
 
 async def test_the_largest_record_can_be_stored_again_and_again(tmp_path: Path) -> None:
-    async with open_node(tmp_path / "run", (), LOOPBACK) as node:
+    async with open_node(tmp_path / "run", Entrance(), LOOPBACK) as node:
         run_id = node.identity.peer_id
         record = ManifestRecord(manifest="x" * (MAX_STORED_BYTES - 250))
         for _ in range(50):
@@ -73,7 +74,7 @@ async def test_the_largest_record_can_be_stored_again_and_again(tmp_path: Path) 
 
 async def test_a_node_leaves_nothing_behind(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
-    async with open_node(tmp_path / "run", (), LOOPBACK) as node:
+    async with open_node(tmp_path / "run", Entrance(), LOOPBACK) as node:
         await node.store("manifests", ManifestRecord(manifest="{}"), node.identity.peer_id, LIFETIME_S)
         daemon = node.p2p._child.pid
         os.kill(daemon, 0)
@@ -84,7 +85,7 @@ async def test_a_node_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 async def test_a_peer_learns_that_its_daemon_has_died(tmp_path: Path) -> None:
-    async with open_node(tmp_path / "run", (), LOOPBACK) as node:
+    async with open_node(tmp_path / "run", Entrance(), LOOPBACK) as node:
         node.p2p._child.kill()
         with pytest.raises(SwarmError, match="daemon has died"), anyio.fail_after(5):
             await node.watch()
@@ -111,8 +112,8 @@ async def test_nodes_that_have_lost_each_other_find_each_other_again(
 ) -> None:
     monkeypatch.setattr(dht, "REJOIN_S", 0.1)
     async with (
-        open_node(tmp_path / "run", (), LOOPBACK) as run,
-        open_node(tmp_path / "peer", run.addresses, LOOPBACK) as peer,
+        open_node(tmp_path / "run", Entrance(), LOOPBACK) as run,
+        open_node(tmp_path / "peer", Entrance(tuple(run.addresses)), LOOPBACK) as peer,
     ):
         run_id = run.identity.peer_id
 
@@ -150,9 +151,9 @@ async def test_a_request_asks_few_nodes_however_many_there_are(tmp_path: Path, m
         monkeypatch.setattr(DHTProtocol, name, counted)
 
     async with AsyncExitStack() as opened:
-        nodes = [await opened.enter_async_context(open_node(tmp_path / "0", (), LOOPBACK))]
+        nodes = [await opened.enter_async_context(open_node(tmp_path / "0", Entrance(), LOOPBACK))]
         for number in range(1, 2 * dht.NODES_ASKED):
-            node = open_node(tmp_path / str(number), nodes[0].addresses, LOOPBACK)
+            node = open_node(tmp_path / str(number), Entrance(tuple(nodes[0].addresses)), LOOPBACK)
             nodes.append(await opened.enter_async_context(node))
         counting("call_find")
         counting("call_store")

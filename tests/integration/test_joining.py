@@ -101,6 +101,10 @@ def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path:
     assert "The run has ended: its operator has ended it." in processes.log("back")
 
 
+def cmdline_of(pid: int) -> bytes:
+    return (Path("/proc") / str(pid) / "cmdline").read_bytes()
+
+
 def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(tiny_manifest(training={"steps": 100_000}).model_dump(mode="json")))
@@ -114,3 +118,20 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, processes: Processes) -> None:
     assert local.wait(40) == 130
     assert "Traceback" not in processes.log("local")
     wait_for(lambda: not any(map(is_running, family)), "the end of all processes", 10)
+
+
+@pytest.mark.slow
+def test_a_run_on_one_machine_outlives_a_peer(tmp_path: Path, processes: Processes) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(tiny_manifest(training={"steps": 60}).model_dump(mode="json")))
+    output = tmp_path / "runs" / "tiny"
+    local = processes.start("local", *COORDINATOR, "local", str(config), "--peers", "1,2", "--output", str(output))
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, "the second optimizer step")
+    stage_1 = [pid for pid in children_of(local.pid) if b"\0--stage\0" + b"1\0" in cmdline_of(pid)]
+    assert len(stage_1) == 2
+    os.kill(stage_1[0], signal.SIGKILL)
+    assert local.wait(200) == 0, processes.log("local")
+    assert " of stage 1 was killed by SIGKILL; peer 1." in processes.log("local")
+    assert "60 optimizer steps done" in processes.log("local")
+    assert len(list((output / "logs").iterdir())) == 4, "one more than there were peers"

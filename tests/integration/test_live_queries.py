@@ -37,7 +37,7 @@ NUM_TOKENS = 12
 
 
 async def command(live: LiveSwarm, *arguments: str) -> str:
-    line = [sys.executable, "-m", "coordinator.cli", *arguments, "--initial-peers", *live.dht.addresses]
+    line = [sys.executable, "-m", "coordinator.cli", *arguments, "--initial-peers", live.invite]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = await anyio.run_process(line, stderr=subprocess.PIPE, check=False, env=environment)
     assert result.returncode == 0, result.stderr.decode()[-2000:]

@@ -14,18 +14,24 @@ import anyio
 import pytest
 from hivemind.p2p import P2P, PeerID
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, PeerUnreachable
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotAdmitted, PeerUnreachable
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network import frame_stream, p2p_transport
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.wire.frames import PREFIX, Frame, FrameType, parse_frame
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import PROTOCOL, Body
+from swarm_peer.wire.passes import Invite, Revocations
+from swarm_peer.wire.records import seal
 
 MAX_PAYLOAD_BYTES = 2**20
+EVERYBODY = PassChecker(None, clock=SystemClock())
+HELLO = Frame(FrameType.HELLO, 0, "", {"pass": b"", "revocations": b""})
 # More than the sockets and libp2p's windows take in on the way: it is not written before its reader reads.
 LARGE = memoryview(bytes(64 * 2**20))
 # A test that waits this long has failed: nothing else here takes a second.
@@ -156,9 +162,11 @@ class Callee:
         self.service = service
         self.caller = caller
 
-    async def raw_stream(self) -> RawStream:
+    async def raw_stream(self, caller: P2P | None = None) -> RawStream:
         peer_id = PeerID.from_base58(self.transport.peer_id)
-        return RawStream(*await self.caller.call_binary_stream_handler(peer_id, PROTOCOL))
+        stream = RawStream(*await (caller or self.caller).call_binary_stream_handler(peer_id, PROTOCOL))
+        await stream.write(HELLO)
+        return stream
 
     async def still_serves(self) -> bool:
         stream = await self.raw_stream()
@@ -167,12 +175,12 @@ class Callee:
 
 
 @asynccontextmanager
-async def serving(max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> AsyncIterator[Callee]:
+async def serving(max_payload_bytes: int = MAX_PAYLOAD_BYTES, passes: PassChecker = EVERYBODY) -> AsyncIterator[Callee]:
     metrics, service = PeerMetrics(), Service()
     async with (
         daemon() as p2p,
         daemon(p2p) as caller,
-        P2PTransport.open(p2p, max_payload_bytes=max_payload_bytes, metrics=metrics) as transport,
+        P2PTransport.open(p2p, passes=passes, max_payload_bytes=max_payload_bytes, metrics=metrics) as transport,
     ):
         await transport.serve(service)
         yield Callee(transport, metrics, service, caller)
@@ -180,18 +188,22 @@ async def serving(max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> AsyncIterator[C
 
 @asynccontextmanager
 async def calling() -> AsyncIterator[tuple[P2PTransport, str, Callable[[], Awaitable[RawStream]]]]:
-    """A transport, the id of a callee, and the streams that the callee accepts."""
+    """A transport, the id of a callee, and the streams that the callee accepts, their first frames read."""
     send, receive = anyio.create_memory_object_stream[RawStream](10)
 
-    async def accept(*stream: Any) -> None:
-        send.send_nowait(RawStream(*stream))
+    async def accept(*ends: Any) -> None:
+        stream = RawStream(*ends)
+        assert (await stream.read()).type is FrameType.HELLO
+        send.send_nowait(stream)
 
     async with (
         send,
         receive,
         daemon() as callee,
         daemon(callee) as p2p,
-        P2PTransport.open(p2p, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()) as transport,
+        P2PTransport.open(
+            p2p, passes=EVERYBODY, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()
+        ) as transport,
     ):
         await callee.add_binary_stream_handler(PROTOCOL, accept)
         yield transport, callee.peer_id.to_base58(), receive.receive
@@ -234,6 +246,35 @@ async def test_calls_beyond_a_callers_share_wait_unread(
         service.go.set()
         for stream in streams:
             assert {(await stream.read()).call_id for _ in range(2)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_bytes"), [("MAX_PAYLOADS_PER_CALLER", MAX_PAYLOAD_BYTES), ("MAX_CALLS_PER_CALLER", 10)]
+)
+@on_uvloop
+async def test_all_strangers_together_get_the_room_of_one_caller(
+    limit: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p2p_transport, limit, 3)
+    members: set[str] = set()
+    async with serving() as callee, anyio.create_task_group() as tasks:
+        service = callee.service
+        await callee.transport.serve(service, is_member=members.__contains__)
+        async with daemon(callee.transport._p2p) as other, daemon(callee.transport._p2p) as member:
+            strangers = [await callee.raw_stream(), await callee.raw_stream(other)]
+            for stream in strangers:
+                tasks.start_soon(stream.write, call("wait", 0, num_bytes), call("wait", 1, num_bytes))
+            await service.until(lambda: service.begun["wait"] == 3)
+            with anyio.move_on_after(0.5) as waited:
+                await service.until(lambda: service.begun["wait"] > 3)
+            assert waited.cancelled_caught, "the fourth call was let in"
+            members.add(member.peer_id.to_base58())
+            stream = await callee.raw_stream(member)
+            await stream.write(call("echo", 0, num_bytes))
+            assert (await stream.read()).type is FrameType.REPLY
+            service.go.set()
+            for stream in strangers:
+                assert {(await stream.read()).call_id for _ in range(2)} == {0, 1}
 
 
 FULL = on_the_wire(call("echo", 0, MAX_PAYLOAD_BYTES))
@@ -314,12 +355,80 @@ async def test_a_frame_out_of_place_ends_its_stream(data: bytes) -> None:
 async def test_a_reply_that_cannot_travel_is_a_defect_of_one_call(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         serving() as callee,
-        P2PTransport.open(callee.caller, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()) as transport,
+        P2PTransport.open(
+            callee.caller, passes=EVERYBODY, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()
+        ) as transport,
     ):
         with pytest.raises(CallError, match="internal error"):
             await transport.call(callee.transport.peer_id, Say(op="defect"), timeout_s=10)
         assert callee.metrics.handler_defects._value.get() == 1
         await transport.call(callee.transport.peer_id, Say(op="echo"), timeout_s=10)
+
+
+LONG_HELLO = Frame(FrameType.HELLO, 0, "", {"pass": b"", "revocations": bytes(2**15)})
+
+
+@pytest.mark.parametrize("first", [call("echo", 0), LONG_HELLO], ids=["call", "long"])
+@on_uvloop
+async def test_a_stream_begins_with_a_pass(first: Frame) -> None:
+    async with serving() as callee:
+        peer_id = PeerID.from_base58(callee.transport.peer_id)
+        stream = RawStream(*await callee.caller.call_binary_stream_handler(peer_id, PROTOCOL))
+        await stream.write(first)
+        await stream.ended()
+        assert callee.metrics.invalid_messages.labels("frame")._value.get() == 1
+        assert not callee.service.begun
+
+
+RUN_KEY = Identity.generate()
+INVITE = Invite.issue(RUN_KEY, (), label="friends", expires=2**39, at_once=9)
+
+
+@asynccontextmanager
+async def caller_with(
+    own_pass: bytes, callee: Callee
+) -> AsyncIterator[tuple[PassChecker, Callable[[], Awaitable[Reply]]]]:
+    """Its checker, and a call of the callee."""
+    passes = PassChecker(RUN_KEY.peer_id, clock=SystemClock(), own_pass=own_pass)
+    options: dict[str, Any] = {"max_payload_bytes": MAX_PAYLOAD_BYTES, "metrics": PeerMetrics()}
+    async with P2PTransport.open(callee.caller, passes=passes, **options) as transport:
+        yield passes, lambda: transport.call(callee.transport.peer_id, Say(op="echo"), timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("whose", ["nobody's", "another's"])
+@on_uvloop
+async def test_who_shows_no_pass_is_told_so_and_not_served(whose: str) -> None:
+    async with serving(passes=PassChecker(RUN_KEY.peer_id, clock=SystemClock())) as callee:
+        own_pass = INVITE.pass_for(callee.transport.peer_id) if whose == "another's" else b""
+        async with caller_with(own_pass, callee) as (_, echo):
+            with pytest.raises(NotAdmitted):
+                await echo()
+        assert not callee.service.begun
+        assert callee.metrics.invalid_messages.labels("pass")._value.get() == 1
+
+
+@on_uvloop
+async def test_a_stranger_keeps_no_stream_though_it_calls_nothing() -> None:
+    async with serving(passes=PassChecker(RUN_KEY.peer_id, clock=SystemClock())) as callee:
+        stream = await callee.raw_stream()
+        assert [(await stream.read()).type for _ in range(2)] == [FrameType.HELLO, FrameType.ERROR]
+        await stream.ended()
+
+
+@on_uvloop
+async def test_a_pass_holds_until_it_is_revoked_also_on_a_stream_that_is_open() -> None:
+    checker = PassChecker(RUN_KEY.peer_id, clock=SystemClock())
+    async with serving(passes=checker) as callee:
+        me = callee.caller.peer_id.to_base58()
+        async with caller_with(INVITE.pass_for(me), callee) as (passes, echo):
+            await echo()
+            revoked = Revocations(serial=1, tickets=(INVITE.key.peer_id,), peers=())
+            checker.learn(seal(revoked, RUN_KEY.peer_id, RUN_KEY))
+            with pytest.raises(CallError):
+                await echo()
+            assert callee.service.begun["echo"] == 1
+            with pytest.raises(NotAdmitted, match="revoked"):  # by what the run key has signed
+                passes.check_own(me)
 
 
 # --- calls that are given up ------------------------------------------------------------------------------------------

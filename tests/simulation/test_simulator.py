@@ -490,7 +490,7 @@ def test_the_command_prints_for_people_and_draws(capsys, tmp_path):
         (["--stages", "2", "--peers", "3", "--rebalance", "nan"], "live, none, events, or seconds"),
         (["--stages", "2", "--peers", "3", "--speed", "gauss:1"], "--speed 'gauss:1': expected constant"),
         (["--stages", "2", "--peers", "3", "--stage-costs", "1"], "--stage-costs has 1 values for 2 stages"),
-        (["--stages", "2", "--trace", "/does/not/exist"], "--trace /does/not/exist"),
+        (["--stages", "2", "--trace", "/does/not/exist"], "--trace: cannot read /does/not/exist"),
         (["--stages", "2", "--peers", "3", "--hours", "0"], "must be above 0"),
         (["--stages", "2", "--peers", "3", "--window", "0"], "--window 0"),
         (["--stages", "2", "--peers", "3", "--global-batch", "0"], "--global-batch 0"),

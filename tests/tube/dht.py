@@ -15,7 +15,8 @@ from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 
-from swarm_peer.runtime.network.dht import NODES_ASKED, SignedRecordValidator
+from swarm_peer.runtime.network.dht import NODES_ASKED
+from swarm_peer.runtime.network.record_validator import SignedRecordValidator
 
 if TYPE_CHECKING:
     from hosts import Host
@@ -37,8 +38,9 @@ class TubeNode:
         self._world = world
         self._host = host
         self._rng = host.rng("dht")
-        self._validator = SignedRecordValidator(host.clock)
-        self._records: dict[bytes, dict[str, tuple[bytes, float]]] = {}
+        self._validator = SignedRecordValidator(host.clock, host.passes)
+        self.places = self._validator.places
+        self._records: dict[bytes, dict[str, tuple[list[bytes], float]]] = {}
         self._silent_until: dict[str, float] = {}
         self.p2p = SimpleNamespace(_child=SimpleNamespace(wait=anyio.sleep_forever))
         self.cache_refresh_task = None
@@ -71,14 +73,14 @@ class TubeNode:
         await anyio.sleep(2 * network.link(self._host, other).latency_s * self._rng.uniform(1.0, 2.0))
         return other.is_alive
 
-    async def store(self, key: str, envelope: bytes, expiration: float, *, subkey: str, beam_size: int) -> bool:
+    async def store(self, key: str, value: list[bytes], expiration: float, *, subkey: str, beam_size: int) -> bool:
         key_bytes = DHTID.generate(source=key).to_bytes()
         stored = 0
 
         async def store_at(host: Host) -> None:
             nonlocal stored
             if await self._reach(host) and host.node is not None:
-                stored += host.node.keep(key_bytes, subkey, envelope, expiration)
+                stored += host.node.keep(key_bytes, subkey, value, expiration)
 
         if not self._host.is_alive:
             await anyio.sleep_forever()
@@ -88,26 +90,26 @@ class TubeNode:
                 tasks.start_soon(store_at, host)
         return stored > 0
 
-    def keep(self, key: bytes, author: str, envelope: bytes, expiration: float) -> bool:
+    def keep(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:
         """Store a record here, if it is valid and newer than the one that is here."""
         packed = MSGPackSerializer.dumps
-        record = DHTRecord(key, packed(author), packed(envelope), expiration)
+        record = DHTRecord(key, packed(author), packed(value), expiration)
         known = self._records.setdefault(key, {})
         if not self._validator.validate(record):
             return False
         if author in known and known[author][1] >= expiration:
             return False
-        known[author] = (envelope, expiration)
+        known[author] = (value, expiration)
         return True
 
-    def kept(self, key: bytes) -> dict[str, tuple[bytes, float]]:
+    def kept(self, key: bytes) -> dict[str, tuple[list[bytes], float]]:
         """The records under a key that are here and have not expired."""
         now = self._host.clock.unix_s()
         return {author: entry for author, entry in self._records.get(key, {}).items() if entry[1] > now}
 
     async def get(self, key: str, *, latest: bool, beam_size: int) -> Any:
         key_bytes = DHTID.generate(source=key).to_bytes()
-        found: dict[str, tuple[bytes, float]] = {}
+        found: dict[str, tuple[list[bytes], float]] = {}
 
         async def ask(host: Host) -> None:
             if await self._reach(host) and host.node is not None:

@@ -61,14 +61,19 @@ async def kill(tube: Tube, rng: random.Random) -> None:
         await tube.come_back(victim, rng)
 
 
-@kind(2.0)
-async def kill_in_call(tube: Tube, rng: random.Random) -> None:
-    """SIGKILL in the middle of a call, some steps of the event loop after it has come."""
+async def _in_call(tube: Tube, rng: random.Random) -> Host | None:
+    """An expendable peer in the middle of a call; None if the next callee is not expendable."""
     op, after = rng.choice(OPS), rng.randrange(12)
     victim = await tube.next_callee(op)
     for _ in range(after):
         await anyio.lowlevel.checkpoint()
-    if victim in tube.expendables():
+    return victim if victim in tube.expendables() else None
+
+
+@kind(2.0)
+async def kill_in_call(tube: Tube, rng: random.Random) -> None:
+    """SIGKILL in the middle of a call, some steps of the event loop after it has come."""
+    if victim := await _in_call(tube, rng):
         tube.struck("kill_in_call", victim)
         victim.die()
         await tube.come_back(victim, rng)
@@ -102,6 +107,17 @@ async def sigterm(tube: Tube, rng: random.Random) -> None:
         await tube.come_back(victim, rng)
 
 
+@kind(1.0)
+async def leave_in_doubt(tube: Tube, rng: random.Random) -> None:
+    """A peer is told to leave, and does not learn whether another has taken its gradient."""
+    if victim := tube.expendable(rng):
+        tube.struck("leave_in_doubt", victim)
+        await _tamper(tube, rng, "lose", rng.randint(1, 2), op="commit_gradient")
+        tube.gone(victim)
+        victim.ended.set()
+        await tube.come_back(victim, rng)
+
+
 @kind(1.5)
 async def join(tube: Tube, rng: random.Random) -> None:
     """One peer more."""
@@ -115,6 +131,28 @@ async def stall(tube: Tube, rng: random.Random) -> None:
     if victim := tube.any_host(rng):
         tube.struck("stall", victim)
         await tube.stall(victim, rng.choice([0.5, 3.0, 10.0, 25.0]))
+
+
+@kind(1.5)
+async def stall_in_call(tube: Tube, rng: random.Random) -> None:
+    """A peer is halted in the middle of a call, some steps of the event loop after it has come; perhaps for good."""
+    if victim := await _in_call(tube, rng):
+        tube.struck("stall_in_call", victim)
+        await tube.stall(victim, rng.choice([2.0, 7.0, 12.0, 20.0]))
+        if rng.random() < 0.5 and victim in tube.expendables():
+            victim.die()
+            await tube.come_back(victim, rng)
+
+
+@kind(0.5)
+async def stall_stage(tube: Tube, rng: random.Random) -> None:
+    """All peers of a stage are halted, until others may have taken the stage over."""
+    stage, seconds = rng.randrange(tube.num_stages), rng.choice([10.0, 20.0, 40.0])
+    async with anyio.create_task_group() as tasks:
+        for victim in tube.peers():
+            if tube.stage_of(victim) == stage:
+                tube.struck("stall_stage", victim)
+                tasks.start_soon(tube.stall, victim, seconds)
 
 
 @kind(1.0)
@@ -163,12 +201,12 @@ async def lose_connection(tube: Tube, rng: random.Random) -> None:
         tube.world.network.cut(broken, "connection lost")
 
 
-async def _tamper(tube: Tube, rng: random.Random, name: str, times: int) -> None:
+async def _tamper(tube: Tube, rng: random.Random, name: str, times: int, op: str | None = "") -> None:
     # Counted when it strikes.
     tube.world.network.tampering.append(
         Tampering(
             kind=name,
-            op=rng.choice(OPS),
+            op=rng.choice(OPS) if op == "" else op,
             to=None,
             times=times,
             seconds=rng.choice([0.05, 0.5, 4.0, 12.0]),
@@ -223,6 +261,54 @@ async def kill_coordinator(tube: Tube, rng: random.Random) -> None:
         tube.start_coordinator_again(victim)
 
 
+@kind(1.5)
+async def order(tube: Tube, rng: random.Random) -> None:
+    """The coordinator that acts orders a peer to another stage for no reason, be it the last one of its own."""
+    if (victim := tube.any_peer(rng)) and tube.num_stages > 1:
+        to_stage = rng.randrange(tube.num_stages)
+        for coordinator in tube.coordinators():
+            coordinator.order(victim, to_stage)
+        tube.struck("order", victim, to_stage)
+
+
+@kind(0.7)
+async def split_coordinators(tube: Tube, rng: random.Random) -> None:
+    """Coordinators are cut off from each other, each with some of the peers, until both order peers about."""
+    coordinators, peers = tube.coordinators(), tube.peers()
+    if len(coordinators) < 2:
+        return
+    inside = [rng.choice(coordinators), *(peer for peer in peers if rng.random() < 0.5)]
+    outside = [host for host in tube.world.alive() if host not in inside]
+    tube.struck("split_coordinators", *inside)
+    cut_s = rng.uniform(15.0, 40.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tube.block, [pair for a in inside for b in outside for pair in [(a, b), (b, a)]], cut_s)
+        await anyio.sleep(cut_s - rng.uniform(0.5, 8.0))
+        for coordinator in coordinators:
+            for victim in peers:
+                if victim.is_alive and rng.random() < 0.5:
+                    coordinator.order(victim, rng.randrange(tube.num_stages))
+
+
+@kind(0.7)
+async def skew_clock(tube: Tube, rng: random.Random) -> None:
+    """A host's clock is set wrong by more than the run tolerates, and set right again."""
+    if victim := tube.any_host(rng):
+        tube.struck("skew_clock", victim)
+        tube.gone(victim)
+        skew_s = rng.choice([-3600.0, -60.0, 60.0, 3600.0])
+        victim.clock.skew_s += skew_s
+        await anyio.sleep(rng.uniform(3.0, 40.0))
+        victim.clock.skew_s -= skew_s
+
+
+@kind(0.15)
+async def end_run(tube: Tube, rng: random.Random) -> None:
+    """The operator ends the run in the middle of all this."""
+    tube.struck("end_run")
+    tube.tell_end()
+
+
 @kind(0.5)
 async def fail_checkpoints(tube: Tube, rng: random.Random) -> None:
     """Checkpoints cannot be written for a while; one of them stays half-written."""
@@ -230,6 +316,25 @@ async def fail_checkpoints(tube: Tube, rng: random.Random) -> None:
     tube.checkpoint_failure = rng.choice(["full", "torn"])
     await anyio.sleep(rng.uniform(5.0, 30.0))
     tube.checkpoint_failure = None
+
+
+@kind(0.5)
+async def stranger(tube: Tube, rng: random.Random) -> None:
+    """Somebody who has announced nothing sends microbatches and asks for states, in vain."""
+    tube.struck("stranger")
+    await tube.visit_as_stranger(rng.uniform(5.0, 30.0))
+
+
+@kind(0.7)
+async def not_ready(tube: Tube, rng: random.Random) -> None:
+    """A member says for a while that it is not ready to average, and tells its stage-mates that it is."""
+    if victim := tube.any_peer(rng):
+        tampering = Tampering(
+            kind="not_ready", op="ready", to=victim.name, times=10**6, seconds=0.0, rng=rng, is_one_fault=True
+        )
+        tube.world.network.tampering.append(tampering)
+        await anyio.sleep(rng.choice([5.0, 30.0, 90.0]))
+        tampering.times = 0
 
 
 def serving(host: Host) -> bool:

@@ -12,13 +12,16 @@ import anyio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dht import TubeNode
 from loop import HOST, NumberedTask
-from machine import TubeClock, TubeDevice, TubeRandom, TubeStorage, TubeThreads
+from machine import EPOCH_S, TubeClock, TubeDevice, TubeRandom, TubeStorage, TubeThreads
 from network import TubeTransport
 
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.passes import Invite, Ticket
+from swarm_peer.wire.records import Assignment, seal
 
 if TYPE_CHECKING:
     from world import World
@@ -35,12 +38,18 @@ def identity_of(name: str) -> Identity:
     return Identity(Ed25519PrivateKey.from_private_bytes(random.Random(f"identity {name}").randbytes(32)))
 
 
+RUN_KEY = identity_of("run")
+TICKET = Ticket(key=identity_of("ticket").peer_id, label="everybody", expires=int(EPOCH_S) + 24 * 3600, at_once=1000)
+INVITE = Invite(RUN_KEY.peer_id, (), seal(TICKET, RUN_KEY.peer_id, RUN_KEY), identity_of("ticket"))
+
+
 class Host:
     """One life of one process.
 
     Attributes:
         name: unique among all lives
         is_stalled: it is halted: nothing of it reaches the world, and nothing of the world reaches it
+        orders: what the schedule has this coordinator order, besides its rebalancer's own decisions
     """
 
     def __init__(self, world: World, name: str, identity: Identity, *, skew_s: float = 0.0, seconds_per_sample: float):
@@ -53,7 +62,9 @@ class Host:
         self.has_ended = False
         self.ended = anyio.Event()  # set to have it leave, as SIGTERM does
         self.died_s = 0.0
+        self.skew_s = skew_s
         self.clock = TubeClock(world.loop, skew_s)
+        self.passes = PassChecker(INVITE.run_id, clock=self.clock, own_pass=INVITE.pass_for(self.peer_id))
         self.random = TubeRandom(f"{world.seed} {name}")
         self.threads = TubeThreads(self.rng("threads"))
         self.storage = TubeStorage()
@@ -63,6 +74,7 @@ class Host:
         self.node: TubeNode | None = None
         self.peer: Peer | None = None
         self.service: RunService | None = None
+        self.orders: list[Assignment] = []
         self._context = contextvars.copy_context()
         self._context.run(HOST.set, self)
         self._main: asyncio.Task[Any] | None = None
@@ -84,6 +96,8 @@ class Host:
             metrics=self.metrics,
             addresses=[address],
             clock=self.clock,
+            places=self.node.places,
+            passes=self.passes,
         )
 
     def open_transport(self) -> TubeTransport:
@@ -118,6 +132,18 @@ class Host:
                     self.die()
 
         self._main = self.spawn(run(), "main")
+
+    def order(self, victim: Host, to_stage: int) -> None:
+        """Have this coordinator order a peer to another stage as soon as it acts."""
+        if victim.peer is not None and victim.peer._replica is not None:
+            order = Assignment(
+                peer=victim.peer_id,
+                announced=victim.peer._directory.serial,
+                from_stage=victim.peer._replica.stage,
+                to_stage=to_stage,
+                reason="a fault",
+            )
+            self.orders.append(order)
 
     def tasks(self) -> list[NumberedTask]:
         return [task for task in self.world.loop.tasks if task.host is self]

@@ -255,8 +255,9 @@ class TubeNetwork:
 
     def _tampering(self, call: Call, caller: Host, callee: Host) -> Tampering | None:
         found = next((script for script in self.tampering if script.strikes(call.op, caller, callee)), None)
-        if found is not None:
+        if found is not None and not (found.is_one_fault and found.has_struck):
             self._world.struck(found.kind)
+            found.has_struck = True
         return found
 
     async def _handle(self, connection: Connection, call: Call, data: bytes, tampering: Tampering | None) -> None:
@@ -283,6 +284,8 @@ class TubeNetwork:
         if tampering is not None and tampering.kind == "lose":
             self.cut(connection, "connection lost before the reply")
             return
+        if tampering is not None and tampering.kind == "not_ready" and answer.type is FrameType.REPLY:
+            answer = Frame(answer.type, 0, "", (answer.body or {}) | {"attempt": None}, answer.tensors)
         if tampering is not None and tampering.kind == "garbage":
             answer = tampering.garble(answer, call.op)
         if callee.is_alive:
@@ -293,6 +296,7 @@ class TubeNetwork:
         transport = callee.transport
         assert transport is not None
         try:
+            callee.passes.check(caller_id, self._world.network.by_peer_id[caller_id].passes.own_pass)
             if transport.handler is None:
                 raise NotServing("this peer is on its way to another stage")
             reply = await transport.handler(caller_id, frame.op, frame.body or {}, frame.tensors)
@@ -318,9 +322,11 @@ class Tampering:
     """What goes wrong with the next calls that match, `times` times.
 
     Attributes:
-        kind: "lose" the reply with its connection, "delay" it, "repeat" the call, or send "garbage" for a reply
+        kind: "lose" the reply with its connection, "delay" it, "repeat" the call, send "garbage" for a reply, or say
+            that the callee is "not_ready" to average
         op: None for any
         to: name of the callee; None for any
+        is_one_fault: all its strikes count as one fault
     """
 
     kind: str
@@ -329,6 +335,8 @@ class Tampering:
     times: int
     seconds: float
     rng: random.Random
+    is_one_fault: bool = False
+    has_struck: bool = False
 
     def strikes(self, op: str, caller: Host, callee: Host) -> bool:
         if self.op not in (None, op) or self.to not in (None, callee.name) or not self.times:
@@ -378,7 +386,12 @@ class TubeTransport(Transport):
         except TimeoutError:
             raise CallTimeout(f"{peer_id} did not answer within {timeout_s:.1f} s") from None
 
-    async def serve(self, handler: CallHandler, on_unreachable: Callable[[str], None] = lambda peer_id: None) -> None:
+    async def serve(
+        self,
+        handler: CallHandler,
+        on_unreachable: Callable[[str], None] = lambda peer_id: None,
+        is_member: Callable[[str], bool] = lambda peer_id: True,
+    ) -> None:
         self.handler, self.on_unreachable = handler, on_unreachable
 
     async def answered(self) -> None:

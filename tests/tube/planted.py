@@ -155,9 +155,9 @@ def replies_forgotten() -> Any:
 def repeated_call_not_held() -> Any:
     """A microbatch that comes again while it runs does not wait for the first one's result."""
 
-    async def run_once(original: Any, server: Any, microbatch: Any, hidden: Any, deadline: float) -> Any:
+    async def run_once(original: Any, server: Any, caller: str, microbatch: Any, hidden: Any, deadline: float) -> Any:
         if microbatch.mode != "train":
-            return await original(server, microbatch, hidden, deadline)
+            return await original(server, caller, microbatch, hidden, deadline)
         async with server._admission.enter(microbatch.round_number) as entered:
             known = server._executor.counted_reply(entered, microbatch.id)
             return known or await server._executor.run(entered, microbatch, hidden, deadline)

@@ -51,11 +51,17 @@ class Schedule:
         stages = rng.choice([1, 2, 2, 3, 3, 4])
         peers = rng.randint(max(2, stages), min(2 * stages + 2, 8))
         standbys = rng.choice([0, 1, 1])
-        kinds = list(KINDS)
-        weights = [KINDS[name][1] for name in kinds]
         count = rng.randint(10, 24)
         times = sorted(rng.uniform(FIRST_S, FIRST_S + FAULTS_S) for _ in range(count))
-        drawn = rng.choices(kinds, weights, k=count)
-        events = tuple(Event(number, at_s, name) for number, (at_s, name) in enumerate(zip(times, drawn, strict=True)))
+        events = tuple(Event(number, at_s, _draw_kind(seed, number)) for number, at_s in enumerate(times))
         kept = tuple(event for event in events if only is None or event.number in only)
         return cls(seed, stages, peers, standbys, kept)
+
+
+def _draw_kind(seed: str, number: int) -> str:
+    """A kind by the weights: the one that occurs first. So a new kind changes those schedules alone that draw it."""
+
+    def occurs_after(name: str) -> float:
+        return random.Random(f"kind {seed} {number} {name}").expovariate(KINDS[name][1])
+
+    return min(KINDS, key=occurs_after)

@@ -21,10 +21,10 @@ import anyio
 import anyio.lowlevel
 import torch
 from faults import KINDS, serving
-from hosts import Host, identity_of
+from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
-from programs import run_coordinator, run_peer
+from programs import obeying_schedules, run_coordinator, run_peer, run_stranger
 from schedule import FAULTS_S, FIRST_S, Event, Schedule
 from world import LogToWorld, World
 
@@ -66,7 +66,7 @@ def make_manifest(stages: int) -> RunManifest:
             "seed": 1,
             "model": {"config": CONFIG | {"n_layer": stages}},
             "stages": {"count": stages, "peers_to_start": 1},
-            "data": {"sequence_length": 7},
+            "data": {"sequence_length": 7, "validation_documents": 4},
             "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2, "validation_every": 0},
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
@@ -115,10 +115,11 @@ class Tube:
         self.most_peers = 8
         self.checkpoint_failure: str | None = None
         self.lost = False
+        self._operator: Host | None = None
         self.resolved = ResolvedManifest.of(make_manifest(schedule.stages))
         self.invariants = Invariants(self, self.resolved)
         self._folder = folder
-        self._run_key = identity_of("run")
+        self._run_key = RUN_KEY
         self._numbers = itertools.count()
         self._lives: dict[str, int] = {}
         self._committed: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
@@ -253,6 +254,12 @@ class Tube:
             link.blocked -= 1
         self.world.network.release()
 
+    async def visit_as_stranger(self, seconds: float) -> None:
+        """Call all peers as one who takes no part: nothing is computed for it, and it gets no newest state."""
+        host = self._make_host(f"x{next(self._numbers)}", 1.0, 0.0)
+        host.start(partial(run_stranger, host, self, seconds))
+        await anyio.sleep(seconds + 10.0)
+
     # --- the schedule
 
     async def run(self) -> None:
@@ -278,7 +285,8 @@ class Tube:
                     future.set_exception(Unstruck())
             tasks.cancel_scope.deadline = self.world.loop.time() + 60.0
         self._faults_are_over = True
-        if not self.world.violations:
+        self._calm()
+        if not (self.world.violations or self._operator):
             await self._recover()
         if not self.world.violations:
             await self._end()
@@ -305,17 +313,22 @@ class Tube:
         except Unstruck:
             return  # no such call came
 
-    async def _recover(self) -> None:
-        """Faults have ceased: the run goes on."""
+    def _calm(self) -> None:
+        """Faults cease."""
         self.world.note("calm")
         self.world.network.tampering.clear()
         self.checkpoint_failure = None
         for host in self.world.hosts:
             host.is_stalled = False
             host.storage.is_full = False
+            host.clock.skew_s = host.skew_s
+            host.orders.clear()
         for link in self.world.network.links():
             link.blocked = 0
         self.world.network.release()
+
+    async def _recover(self) -> None:
+        """Faults have ceased: the run goes on."""
         rng = self.world.rng("recovery")
         while len(self.peers()) < self.num_stages:
             self.start_peer(rng)
@@ -345,18 +358,21 @@ class Tube:
                 stages.setdefault(ref.created_at_round, set()).add(ref.stage)
         return all(len(held) < self.num_stages for held in stages.values())
 
+    def tell_end(self) -> None:
+        """The operator ends the run: everybody is told so, from now on."""
+        if self._operator is None:
+            self._operator = Host(self.world, "operator", identity_of("operator"), seconds_per_sample=1.0)
+            self.world.hosts.append(self._operator)
+            self._operator.spawn(self._tell_end(self._operator, self._operator.join_dht()), "main")
+
     async def _end(self) -> None:
-        """The operator ends the run: everybody goes, and nothing is left."""
-        operator = Host(self.world, "operator", identity_of("operator"), seconds_per_sample=1.0)
-        self.world.hosts.append(operator)
-        dht = operator.join_dht()
-        told = operator.spawn(self._tell_end(operator, dht), "main")
+        """The run is over: everybody goes, and nothing is left."""
+        self.tell_end()
+        assert self._operator is not None
         deadline = self.world.loop.time() + ENDING_S
         while len(self.world.alive()) > 1 and self.world.loop.time() < deadline:  # noqa: ASYNC110
             await anyio.sleep(1.0)
-        told.cancel()
-        await asyncio.wait([told])
-        operator.die()
+        self._operator.die()
         for host in self.world.alive():
             self.violation(f"{host.name} has not gone though the run was ended")
             host.die()
@@ -417,6 +433,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
     torch.set_num_threads(1)
     gc.disable()  # it would end forgotten generators at moments that differ from machine to machine
     gc.collect()
+    gc.freeze()  # modules need no look
     random.seed(f"global {schedule.seed}")
     began_s = time.process_time()
     logger = logging.getLogger()
@@ -431,7 +448,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
-            with tube.invariants.watching():
+            with tube.invariants.watching(), obeying_schedules():
                 await tube.run()
         except Exception as error:
             tube.world.violation(f"the tube itself failed: {error!r}", error)

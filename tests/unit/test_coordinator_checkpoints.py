@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from coordinator.checkpoints import files as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
 from coordinator.checkpoints import writer as checkpointing
+from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
@@ -606,6 +607,10 @@ def test_states_that_do_not_fit_together_are_refused():
 # --- of a live run ----------------------------------------------------------------------------------------------------
 
 
+async def is_stranger(caller):
+    return False
+
+
 class Run:
     """Peers that keep snapshots of a run that has made 60 updates and waits there."""
 
@@ -623,12 +628,20 @@ class Run:
     async def add(self, peer_id, stage, round_number, timeline):
         state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
         store = SnapshotStore(
-            clock=SystemClock(), threads=SystemThreads(), storage=FolderStorage(self.folder / peer_id)
+            clock=SystemClock(),
+            threads=SystemThreads(),
+            storage=FolderStorage(self.folder / peer_id),
+            is_member=is_stranger,
         )
         await store.store_snapshot(stage, state)
         await self.network.transport(peer_id).serve(CallDispatcher(manifest_hash=self.manifest.hash, calls=store.calls))
-        self.peers.append(PeerView(peer_id=peer_id, stage=stage, state=PeerState.SERVING))
+        self.peers.append(
+            PeerView(peer_id=peer_id, stage=stage, state=PeerState.SERVING, round_number=60, optimizer_step=60)
+        )
         return state
+
+    async def refresh(self, stages):
+        return self.view
 
     @property
     def view(self):
@@ -664,6 +677,19 @@ async def test_snapshots_from_before_and_after_a_rewind_make_one_checkpoint(run)
         assert_same(
             checkpoint.load_stage(stage), dataclasses.replace(state, round_number=60, timeline=Timeline(60, 60, 60))
         )
+
+
+async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(run):
+    """Anybody may have these, and they take no memory of the peers."""
+    await run.add("a", 0, 60, FIRST_TIMELINE)
+    await run.add("b", 1, 50, FIRST_TIMELINE)
+    resolved = ResolvedManifest.of(run.manifest)
+    with pytest.raises(SwarmError, match=r"no snapshots of all stages .*of 60 updates, stages 0.*snapshot_every=10"):
+        await fetch_snapshots(run.network.transport("anybody"), run, resolved)
+    expected = [await run.add("c", 0, 50, FIRST_TIMELINE), await run.add("d", 1, 50, FIRST_TIMELINE)]
+    await run.add("liar", 1, 5000, FIRST_TIMELINE)
+    for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved)):
+        assert_same(state, expected[stage])
 
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):

@@ -41,6 +41,8 @@ CONFIGS = {
     },
 }
 
+ID = "12D3KooWQesj3rCQXBSXiQYgCbooCQU8No5gkgRdpAaK8ahDYgsJ"
+
 
 def trainers_of(family="gpt2", share_layers=False, **data):
     manifest = RunManifest.model_validate(
@@ -114,8 +116,8 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     inside = []
 
     @asynccontextmanager
-    async def temporary_node(addresses):
-        inside.extend(addresses)
+    async def temporary_node(entrance):
+        inside.extend(entrance.addresses)
         yield "a DHT"
         inside.clear()
 
@@ -125,18 +127,18 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
 
     @asynccontextmanager
     async def open_transport(dht, metrics):
-        assert (dht, inside) == ("a DHT", ["/ip4/address"])
+        assert (dht, inside) == ("a DHT", [f"/ip4/127.0.0.1/tcp/9/p2p/{ID}"])
         yield "a transport"
 
-    async def fetch_states(transport, directory, resolved):
+    async def fetch_snapshots(transport, directory, resolved):
         assert transport == "a transport"
         return [checkpoint.load_stage(stage) for stage in range(2)]
 
     monkeypatch.setattr(coordinator.watch.observer, "temporary_node", temporary_node)
     monkeypatch.setattr(coordinator.watch.observer, "find_manifest", find_manifest)
     monkeypatch.setattr(coordinator.checkpoints.export, "open_transport", open_transport)
-    monkeypatch.setattr(coordinator.checkpoints.export, "fetch_states", fetch_states)
-    run(monkeypatch, "--initial-peers", "/ip4/address", "--output", tmp_path / "model")
+    monkeypatch.setattr(coordinator.checkpoints.export, "fetch_snapshots", fetch_snapshots)
+    run(monkeypatch, "--initial-peers", f"127.0.0.1:9/{ID}", "--output", tmp_path / "model")
     assert "after 1 optimizer steps" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits)
     assert inside == []
@@ -212,9 +214,10 @@ def test_a_folder_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
             ["--checkpoint", "nowhere", "--step", "3"],
             "nowhere has no checkpoint of step 3: name one of those it has (none)",
         ),
-        ([], "export needs --checkpoint DIR_OR_URL or --initial-peers ADDRESS, and one of them only"),
-        (["--checkpoint", "x", "--initial-peers", "y"], "--initial-peers ADDRESS, and one of them only"),
-        (["--initial-peers", "y", "--step", "3"], "--step 3: a live run has its newest weights only"),
+        ([], "there is no run in runs: name the folder that a live run writes to, or an address of it"),
+        (["gone"], "gone: no addresses of a run are kept there; name the folder that it writes to"),
+        (["--checkpoint", "x", "gone"], "--checkpoint x: it is exported instead of a live run; name one of them only"),
+        (["--initial-peers", "@y", "--step", "3"], "--step 3: a live run gives its newest snapshot only"),
         (["--checkpoint", "nonsense://x"], "cannot reach nonsense://x (Protocol not known: nonsense)"),
     ],
 )

@@ -28,6 +28,8 @@ from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.identity import Identity
 
 ROOT = Path(__file__).parents[2]
@@ -254,7 +256,7 @@ def test_a_missing_package_is_named(monkeypatch, name, spec):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     with pytest.raises(UserError) as caught:
         check_installed([name])
-    text = f"--log-to {name} needs a package that is not installed: pip install 'swarm[{name}]'"
+    text = f"--log-to {name} needs a package that is not installed: pip install 'swarm-train[{name}]'"
     assert str(caught.value) == text
 
 
@@ -263,7 +265,7 @@ def test_the_commands_complain_before_they_begin(monkeypatch, tmp_path, command)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     options = {"serve": [], "local": ["--peers", "1,1"], "baseline": []}[command]
     words = [command, "no-such.yaml", "--output", str(tmp_path / "output"), *options, "--log-to", "wandb"]
-    with pytest.raises(UserError, match=r"pip install 'swarm\[wandb\]'"):
+    with pytest.raises(UserError, match=r"pip install 'swarm-train\[wandb\]'"):
         app(words, exit_on_error=False, print_error=False, result_action="return_value")
     assert not (tmp_path / "output").exists()
 
@@ -271,9 +273,10 @@ def test_the_commands_complain_before_they_begin(monkeypatch, tmp_path, command)
 def test_both_extras_exist():
     from importlib.metadata import metadata
 
-    assert {"tensorboard", "wandb"} <= set(metadata("swarm").get_all("Provides-Extra"))
+    assert {"tensorboard", "wandb"} <= set(metadata("swarm-train").get_all("Provides-Extra"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_wandb_without_a_login_is_one_line(tmp_path):
     """In a process of its own: wandb reads its settings once."""
@@ -427,11 +430,17 @@ def test_a_logger_that_cannot_begin_closes_those_before_it(tmp_path, monkeypatch
 
 
 class FakeDHT:
+    passes = PassChecker(None, clock=SystemClock())
+
     def __init__(self, folder):
         self.identity = Identity.load_or_create(folder / "identity")
+        self.addresses = []
 
     async def watch(self):
         await anyio.sleep_forever()
+
+    def keep_run(self, run_id, manifest):
+        pass
 
     async def store(self, *_, **__):
         return True

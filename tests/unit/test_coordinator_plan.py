@@ -15,13 +15,14 @@ from cyclopts import CycloptsError
 from rich.console import Console
 
 from coordinator.cli import app
+from coordinator.config_files import load_manifest
 from coordinator.planning.gpus import find_gpu, gpus
 from coordinator.planning.live_peers import LivePeers, live_groups, with_prices
 from coordinator.planning.peers_file import RESERVED_BYTES, load_peers
 from coordinator.planning.plan import make_report
 from coordinator.planning.plan_report import print_report
 from coordinator.planning.stage_work import stage_works, widened_layer_flops
-from swarm_peer.config import ModelSection, RunManifest, load_manifest
+from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.costs import optimizer_bytes
@@ -32,7 +33,9 @@ from swarm_peer.model.stage import StageModule, initialise
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.planning.resources import PeerGroup
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.wire.identity import Identity
 
+ID = Identity.generate().peer_id
 CONFIGS = Path(__file__).parents[2] / "configs"
 PEERS = sorted((CONFIGS / "peers").glob("*.yaml"))
 
@@ -123,10 +126,13 @@ LINK = "upload_mbps: 1, download_mbps: 1"
         (f"peers: [{{gpu: T5, {LINK}}}]", "gpu 'T5' is not in the table"),
         (f"peers: [{{gpu: T4, {LINK}}}]", "gpu T4 has no bf16: choose another model.precision, or leave that GPU out"),
         (f"peers: [{{tflops: 3, {LINK}}}]", "peers.0: no gpu and no memory_gb: name a gpu of the table, or give both"),
-        (f"peers: [{{gpu: A100, cuont: 3, {LINK}}}]", "peers.0.cuont: unknown key: remove it or correct its spelling"),
+        (
+            f"peers: [{{gpu: A100, cuont: 3, {LINK}}}]",
+            "peers.0.cuont: unknown key: remove it or correct its spelling (count?)",
+        ),
         ("peers: [{gpu: A100, upload_mbps: 1}]", "peers.0.download_mbps: missing: add it"),
         (f"peers: [{{gpu: A100, count: 0, {LINK}}}]", "peers.0.count: Input should be greater than or equal to 1"),
-        ("peers: []", "peers: Tuple should have at least 1 item"),
+        ("peers: []", "peers: needs more values"),
         ("- gpu: A100", "expected `peers:` and a list of groups"),
         ("peers: [", "is no valid YAML"),
     ],
@@ -140,7 +146,10 @@ def test_a_description_that_cannot_work_is_one_line(tmp_path: Path, text: str, m
 
 
 def test_a_missing_description_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*nothing\.yaml: No such file"):
+    with pytest.raises(
+        UserError,
+        match=r"--peers: .*nothing\.yaml: no such file, and none of that name comes with Swarm \(spot-t4, volunteers\)",
+    ):
         load_peers(tmp_path / "nothing.yaml", "fp32")
 
 
@@ -404,7 +413,7 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     [
         ([], "plan needs a run's YAML file, or --initial-peers ADDRESS"),
         (
-            ["--initial-peers", "/ip4/127.0.0.1/tcp/1", "--set", "seed=2"],
+            ["--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{ID}", "--set", "seed=2"],
             "--set seed=2: it overrides a run's",
         ),
         (["demo.yaml"], "plan needs peers: describe them with --peers FILE"),
@@ -414,7 +423,7 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
             ["demo.yaml", "--peers", "x.yaml", "--dollars-per-gb", "-1"],
             'Invalid value "-1.0" for --dollars-per-gb. Must be >= 0.',
         ),
-        (["demo.yaml", "--peers", "x.yaml"], "--peers: cannot read x.yaml"),
+        (["demo.yaml", "--peers", "x.yaml"], "--peers: x.yaml: no such file"),
         (
             ["demo.yaml", "--peers", "peers/volunteers.yaml", "--stages", "5"],
             "stages.count=5 is more than the model's 4",

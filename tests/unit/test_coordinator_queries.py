@@ -97,3 +97,15 @@ def test_a_run_reads_no_files_here_that_it_may_not(tmp_path):
         with pytest.raises(UserError, match="allow it to be read from this machine with --data-dir"):
             draw_samples(manifest, 1, data_dir=data_dir)
     assert len(draw_samples(manifest, 1, data_dir=tmp_path)) == 1
+
+
+def test_a_run_reads_no_tokenizer_here_that_it_may_not(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("a text of one's own")
+    data = {"sequence_length": LENGTH, "tokenizer": str(tmp_path)}
+    manifest = make_manifest(model={"config": MANIFEST.model.config}, data=data)
+    for files in ((), (path,)):
+        with pytest.raises(UserError, match=r"this machine.*--data-dir"):
+            draw_samples(manifest, 1, files)
+        with pytest.raises(UserError, match=r"vocabulary|cannot load data\.tokenizer"):
+            draw_samples(manifest, 1, files, data_dir=tmp_path)

@@ -437,6 +437,7 @@ def test_the_summary():
     assert summary["stages"][1]["peers"] == [
         {
             "peer": "c",
+            "name": "",
             "state": "serving",
             "optimizer_step": 0,
             "note": "busy",

@@ -3,14 +3,17 @@
 from types import SimpleNamespace
 
 import anyio
+import pytest
 
 from coordinator.run import service
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.service import RunEvents, RunOptions, RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import Assignment
@@ -38,6 +41,8 @@ RESOLVED = ResolvedManifest.of(MANIFEST)
 
 
 class FakeDHT:
+    passes = PassChecker(None, clock=SystemClock())
+
     def __init__(self, folder):
         self.identity = Identity.load_or_create(folder / "identity")
 
@@ -112,3 +117,36 @@ async def test_orders_stand_for_as_long_as_the_term_is_ones_own(tmp_path, monkey
     await run._rebalance(coordination)
     assert [rebalancer.inherited for rebalancer in made] == [(), (order,)]
     assert coordination.said == ()
+
+
+async def test_no_look_ends_a_coordinator(tmp_path, monkeypatch):
+    """A defect that what peers announce brings to light would end each standby as well."""
+    watches = []
+    run = RunService(
+        RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path), events=RunEvents(on_update=watches.append)
+    )
+    run._directory.addresses = list
+    coordination = Coordination()
+    coordination.newest = None
+
+    def fail(*_):
+        raise IndexError("list index out of range")
+
+    async def fail_soon(*_):
+        fail()
+
+    monkeypatch.setattr(run, "_observe", fail_soon)
+    monkeypatch.setattr(run, "_rebalance", fail_soon)
+    await run._look_at_run(None, coordination)
+    assert watches == [run.watch], "what comes after a failure is done"
+    monkeypatch.setattr(run.metrics, "update", fail)
+    await run._look_at_run(None, coordination)
+    counted = {work: run.metrics.look_defects.labels(work)._value.get() for work in ("observe", "rebalance", "show")}
+    assert counted == {"observe": 2, "rebalance": 2, "show": 1}
+
+    async def end(*_):
+        raise SwarmError("libp2p's daemon has died")
+
+    monkeypatch.setattr(run, "_rebalance", end)
+    with pytest.raises(SwarmError, match="daemon"):
+        await run._look_at_run(None, coordination)

@@ -28,6 +28,7 @@ def figures() -> dict[str, tuple[float, float]]:
     return dict(zip((case.title for case in CASES), json.loads(result.stdout.splitlines()[-1]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the first one measures for all
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_memory_is_predicted_as_it_is_measured(case: Case, figures: dict[str, tuple[float, float]]) -> None:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.gradient_norm import MAX_GRADIENT_NORM
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import FP16_LOSS_SCALE, StageTrainer
 
@@ -302,6 +303,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step(value):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("value", [1e19, 1e35])
+def test_a_gradient_whose_squares_are_beyond_fp32_is_clipped_like_any_other(value):
+    results, weights = [], []
+    for factor in (1.0, value):
+        (trainer,) = make_trainers(make_manifest(num_stages=1, training={"max_grad_norm": 1.0}))
+        results.append(trainer.apply([torch.full(p.shape, 0.9 * factor) for p in trainer.module.parameters()]))
+        weights.append(weights_of([trainer]))
+    assert results[1].skipped is False
+    for name, expected in weights[0].items():
+        torch.testing.assert_close(weights[1][name], expected)
+
+
 def test_a_mean_of_no_samples_changes_nothing_but_the_step():
     """Momentum and weight decay would move the weights."""
     (trainer,) = make_trainers(make_manifest(num_stages=1))
@@ -383,6 +396,39 @@ def test_a_gradient_that_does_not_fit_is_refused_and_the_pass_goes_on():
     assert trainers[0].num_samples == 0
     go_backward(trainers, passes)
     assert trainers[0].num_samples == 3
+
+
+@pytest.mark.parametrize(("share", "fits"), [(1.0, True), (1.05, True), (1.2, False), (1e20, False)])
+@pytest.mark.parametrize("codec", ["none", "fp16"])
+def test_a_gradient_that_is_too_large_is_refused_and_the_pass_goes_on(share, fits, codec):
+    """A member that sends such a one would have the whole stage skip its update."""
+    first, last = trainers = make_trainers(make_manifest(wire={"gradients": codec}))
+    passes = go_forward(trainers, tokens(0))
+    large = torch.zeros((3, LENGTH, 24))
+    large[1, 2, 3] = min(share * MAX_GRADIENT_NORM * 3 * first.loss_scale, 3e38)
+    if fits:
+        first.backward(passes[0], large)
+        assert first.num_samples == 3
+        return
+    with pytest.raises(InvalidMessage, match="gradient has norm"):
+        first.backward(passes[0], large)
+    assert first.num_samples == 0
+    go_backward([first, last], passes)
+    assert first.apply(first.mean_gradients()).skipped is False
+
+
+def test_a_gradient_that_has_exploded_is_handed_on_at_the_largest_norm():
+    """Else an honest peer would be refused for what the model, or a later stage, has made of it."""
+    trainers = make_trainers(make_manifest(num_stages=3))
+    with torch.no_grad():
+        for parameter in trainers[1].module.parameters():
+            parameter *= 40.0
+    passes = go_forward(trainers, tokens(0))
+    large = torch.full((3, LENGTH, 24), 1.0)
+    handed_on = trainers[1].backward(passes[1], large * (MAX_GRADIENT_NORM / large.norm()))
+    assert float(handed_on.norm()) == pytest.approx(3 * MAX_GRADIENT_NORM)
+    trainers[0].backward(passes[0], handed_on)
+    assert trainers[0].apply(trainers[0].mean_gradients()).skipped is False
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import pytest
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.data.allowed_files import check_data_files
+from swarm_peer.runtime.data.allowed_files import ANYWHERE, check_data_files, check_tokenizer
 
 
-def manifest_of(dataset: str, *files: str) -> RunManifest:
-    section = DataSection(dataset=dataset, files=files, sequence_length=8)
+def manifest_of(dataset: str, *files: str, tokenizer: str = "bytes") -> RunManifest:
+    section = DataSection(dataset=dataset, files=files, sequence_length=8, tokenizer=tokenizer)
     return RunManifest.model_construct(data=section)
 
 
@@ -67,3 +67,28 @@ def test_no_way_leads_out_of_the_data_dir(home: Path, data: Any) -> None:
 @pytest.mark.parametrize("data", [("embedded",), ("wikitext",), ("someone/texts",), ("hf://datasets/someone/texts",)])
 def test_what_is_not_on_this_machine_needs_no_data_dir(data: Any) -> None:
     check_data_files(manifest_of(*data), None)
+
+
+@pytest.mark.parametrize("tokenizer", [".", "./", "HOME/public", "~/public", "../public"])
+def test_a_tokenizer_is_held_to_the_data_dir_as_well(home: Path, tokenizer: str) -> None:
+    manifest = manifest_of("embedded", tokenizer=tokenizer.replace("HOME", str(home)))
+    for data_dir in (home / "public", home, ANYWHERE):
+        check_data_files(manifest, data_dir)
+        check_tokenizer(manifest.data, data_dir)
+    for other in (None, home / "pub", home / "public" / "sub"):
+        for check in (check_data_files, lambda it, path: check_tokenizer(it.data, path)):
+            with pytest.raises(UserError, match=r"the run wants to read .* on this machine: .* --data-dir"):
+                check(manifest, other)
+
+
+@pytest.mark.parametrize("tokenizer", ["/etc", "~", "../../private", "./link", "link", "some/where/else", "a.txt"])
+def test_no_tokenizer_leads_out_of_the_data_dir(home: Path, tokenizer: str) -> None:
+    """`link` and `a.txt` look like names on the hub, and are here: transformers would take them from here."""
+    with pytest.raises(UserError, match="--data-dir"):
+        check_data_files(manifest_of("embedded", tokenizer=tokenizer), home / "other")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "someone/tokenizer"])
+def test_tokenizers_of_the_hub_need_no_data_dir(home: Path, tokenizer: str) -> None:
+    (home / "public" / "bytes").mkdir()
+    check_data_files(manifest_of("embedded", tokenizer=tokenizer), None)

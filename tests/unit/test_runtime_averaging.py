@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import get_args
 
 import anyio
 import pytest
 import torch
 from contexts import dispatcher, make_context, unparsed
+from hivemind.compression import deserialize_torch_tensor
+from hivemind.proto import runtime_pb2
 from memory_transport import MemoryNetwork
 
-from swarm_peer.config import AveragingSection
+from swarm_peer.config import AveragingSection, Codec
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.step import all_reduce, averaging
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
-from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.codecs import bytes_of, encoded_bytes
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import AveragePartCall
 
@@ -327,3 +331,26 @@ async def test_a_round_leaves_nothing_behind(members: Members, end: str, monkeyp
         gc.enable()
     gc.collect()
     assert not complaints
+
+
+@pytest.mark.parametrize("codec", get_args(Codec))
+@pytest.mark.parametrize("group", [b"", bytes(32)])
+def test_hivemind_gets_plain_numbers_whatever_a_sender_has_quantised(codec: Codec, group: bytes) -> None:
+    """Its own quantised codecs read past the end of their tables, where a sender's indices lead them."""
+    length, rng = 300, random.Random(1)
+    size = encoded_bytes((length,), codec)
+    for _ in range(20):
+        data = bytearray(rng.randbytes(size))
+        for wrong in (size - 1, size + 1, 0, 4 * length + 1):
+            with pytest.raises(InvalidMessage, match="bytes"):
+                all_reduce._decode(memoryview(bytearray(wrong)), length, codec, 1.0, group)
+        try:
+            part = all_reduce._decode(memoryview(data), length, codec, 1.0, group).tensor_part
+        except InvalidMessage as error:
+            refused = str(error)
+        else:
+            refused = ""
+            assert part.compression == runtime_pb2.CompressionType.NONE
+            assert (list(part.size), len(part.buffer)) == ([length], 4 * length)
+            assert deserialize_torch_tensor(part).isfinite().all()
+        assert refused in ("", f"tensor of shape ({length},) holds non-finite numbers")

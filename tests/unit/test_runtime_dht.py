@@ -3,25 +3,30 @@
 import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from test_wire_places import manifest
 
+from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
-from swarm_peer.runtime.network.dht import (
-    GREETING,
-    LONGEST_LIFETIME_S,
-    SignedRecordValidator,
-    _listening,
-    _place,
-    is_tcp_address,
-)
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.addresses import GREETING, is_tcp_address, listening
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.record_validator import SignedRecordValidator, place_of
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.passes import Invite
+from swarm_peer.wire.places import LONGEST_LIFETIME_S
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, Progress, end_key, seal
 
 ME, OTHER = Identity.generate(), Identity.generate()
+EVERYBODY = PassChecker(None, clock=SystemClock())
+MANIFEST = manifest()
 KEY = DHTID.generate(source=end_key(ME.peer_id)).to_bytes()
 END = EndRecord(reason="done", begun=1_790_000_000)
 pack = MSGPackSerializer.dumps
@@ -29,13 +34,36 @@ pack = MSGPackSerializer.dumps
 
 def stored(record=END, signer=ME, key=KEY, lifetime_s=3600.0, **changes):
     expiration = get_dht_time() + lifetime_s
-    value = pack(seal(record, "run", signer, _place(key, expiration)))
+    value = pack([seal(record, "run", signer, place_of(key, expiration)), b""])
     fields = {"key": key, "subkey": pack(signer.peer_id), "value": value, "expiration_time": expiration}
     return DHTRecord(**fields | changes)
 
 
+async def test_a_record_without_its_authors_pass_is_neither_stored_nor_read():
+    invite = Invite.issue(OTHER, (), label="friends", expires=2**39, at_once=9)
+    passes = PassChecker(OTHER.peer_id, clock=SystemClock())
+    validator = SignedRecordValidator(SystemClock(), passes)
+    expiration = get_dht_time() + 60
+    envelope = seal(END, "run", ME, place_of(KEY, expiration))
+    of_me, of_another = invite.pass_for(ME.peer_id), invite.pass_for(OTHER.peer_id)
+    for shown, is_let_in in ((b"", False), (of_another, False), (of_me, True)):
+        value = [envelope, shown]
+        assert validator.validate(stored(value=pack(value), expiration_time=expiration)) is is_let_in
+        found = SimpleNamespace(value={ME.peer_id: (value, expiration)})
+        dht = SwarmDHT(
+            node=SimpleNamespace(p2p=None, get=AsyncMock(return_value=found)),
+            identity=ME,
+            metrics=PeerMetrics(),
+            addresses=(),
+            clock=SystemClock(),
+            places=validator.places,
+            passes=passes,
+        )
+        assert list(await dht.fetch(end_key(ME.peer_id), EndRecord, "run")) == [ME.peer_id] * is_let_in
+
+
 def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
-    assert SignedRecordValidator(SystemClock()).validate(stored())
+    assert SignedRecordValidator(SystemClock(), EVERYBODY).validate(stored())
 
 
 @pytest.mark.parametrize(
@@ -46,9 +74,9 @@ def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
         stored(subkey=pack(b"raw")),
         stored(subkey=pack("nobody")),
         stored(subkey=pack(OTHER.peer_id)),
-        stored(value=pack(b"x")),
+        stored(value=pack([b"x", b""])),
         stored(value=b"\xc1"),
-        stored(value=pack(seal(END, "run", ME))),  # signed for no place
+        stored(value=pack([seal(END, "run", ME), b""])),  # signed for no place
         stored(expiration_time=get_dht_time() + 7200.0),  # somebody else has stored it again, for longer
         stored(key=DHTID.generate(source="elsewhere").to_bytes(), value=stored().value),
         stored(lifetime_s=2 * LONGEST_LIFETIME_S),
@@ -59,7 +87,7 @@ def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
     ],
 )
 def test_anything_else_is_not(record):
-    assert not SignedRecordValidator(SystemClock()).validate(record)
+    assert not SignedRecordValidator(SystemClock(), EVERYBODY).validate(record)
 
 
 async def test_initial_peers_are_those_where_somebody_listens():
@@ -77,9 +105,9 @@ async def test_initial_peers_are_those_where_somebody_listens():
         greeted = pool.submit(greet, GREETING, b"SSH-2.0", b"")
         no_name = f"/dns4/{'x' * 70}/tcp/1/p2p/{ME.peer_id}"
         other = f"/ip4/127.0.0.1/udp/1/quic/p2p/{ME.peer_id}"
-        assert await _listening([nowhere, here, no_name, other]) == [here, other]
-        assert await _listening([nowhere, no_name]) == []
-        assert [await _listening([here]) for _ in range(2)] == [[], []], "it is somebody else"
+        assert await listening([nowhere, here, no_name, other]) == [here, other]
+        assert await listening([nowhere, no_name]) == []
+        assert [await listening([here]) for _ in range(2)] == [[], []], "it is somebody else"
         greeted.result()
 
 
@@ -104,3 +132,39 @@ def test_addresses_of_a_peer(host):
 )
 def test_what_is_no_plain_address_of_a_peer(address):
     assert not is_tcp_address(address.replace("ME", ME.peer_id).replace("OTHER", OTHER.peer_id), ME.peer_id)
+
+
+@pytest.mark.parametrize("field", ["value", "subkey"])
+def test_a_long_value_is_not_unpacked(field, monkeypatch):
+    monkeypatch.setattr(MSGPackSerializer, "loads", lambda data: pytest.fail("unpacked"))
+    assert not SignedRecordValidator(SystemClock(), EVERYBODY).validate(
+        stored(**{field: b"\x80" * 2 * MAX_STORED_BYTES})
+    )
+
+
+async def test_whoever_stores_a_record_that_no_node_keeps_is_told():
+    validator = SignedRecordValidator(SystemClock(), EVERYBODY)
+    dht = SwarmDHT(
+        node=SimpleNamespace(p2p=None),
+        identity=ME,
+        metrics=PeerMetrics(),
+        addresses=(),
+        clock=SystemClock(),
+        places=validator.places,
+        passes=EVERYBODY,
+    )
+    large = ManifestRecord.model_construct(manifest="x" * MAX_STORED_BYTES)
+    with pytest.raises(UserError, match=r"the manifest has \d+ bytes: at most"):
+        await dht.store("anywhere", large, ME.peer_id, 60.0)
+    with pytest.raises(UserError, match="the DHT does not store the end under anywhere: to be kept for"):
+        await dht.store("anywhere", END, ME.peer_id, 2 * LONGEST_LIFETIME_S)
+    dht.keep_run(ME.peer_id, MANIFEST)
+    with pytest.raises(UserError, match="the DHT does not store the end under anywhere: a key that run"):
+        await dht.store("anywhere", END, ME.peer_id, 60.0)
+    assert not validator.validate(stored(key=DHTID.generate(source="anywhere").to_bytes()))
+    assert validator.validate(_of_run())
+
+
+def _of_run():
+    expiration = get_dht_time() + 60.0
+    return stored(value=pack([seal(END, ME.peer_id, ME, place_of(KEY, expiration)), b""]), expiration_time=expiration)

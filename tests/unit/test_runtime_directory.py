@@ -135,6 +135,34 @@ async def test_who_has_left_one_stage_for_another_is_seen_there(directory, dht):
     assert directory.view.peer("a").stage == 1, "it has come back"
 
 
+async def test_who_a_caller_is_stays_known_for_longer_than_it_is_in_the_view(dht):
+    clock = MovedClock(now=100.0)
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
+    assert not directory.takes_part("a")
+    await directory.refresh([1])
+    directory.drop("a")  # this peer cannot dial it, but is called by it
+    clock.now += 1.5 * MANIFEST.limits.announcement_s
+    await directory.refresh([0])
+    assert seen(directory) == []
+    assert directory.serves("a", 1)
+    assert not directory.serves("a", 0)
+    assert directory.takes_part("a")
+    clock.now += MANIFEST.limits.announcement_s
+    await directory.refresh([0])
+    assert not directory.serves("a", 1)
+    assert not directory.takes_part("a")
+
+
+@pytest.mark.parametrize(
+    ("state", "serves", "takes_part"),
+    [("joining", False, True), ("serving", True, True), ("draining", True, True), ("left", False, False)],
+)
+async def test_who_may_send_microbatches_has_announced_that_it_serves(directory, dht, state, serves, takes_part):
+    dht.elsewhere[0, "c"] = ANNOUNCEMENT.model_copy(update={"serial": 3, "stage": 0, "state": state})
+    await directory.refresh([0, 1])
+    assert (directory.serves("c", 0), directory.takes_part("c")) == (serves, takes_part)
+
+
 async def test_that_a_peer_has_left_is_forgotten_like_any_announcement(dht):
     clock = MovedClock(now=100.0)
     directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
@@ -234,3 +262,24 @@ async def test_no_announcement_follows_while_a_peer_says_that_it_has_left(dht):
     dht.store = announce_meanwhile
     await leave(directory)
     assert [announcement.state for _, announcement in dht.stored] == ["left"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"moved_from": 2}, "moved from 2; the run has stages 0 to 1"),
+        ({"moved_from": 255}, "moved from 255"),
+        ({"stage": 0}, "stage 0 under the key of stage 1"),
+        ({"stage": 2}, "stage 2, moved from -1"),
+        ({"stage": -1}, "serving, and no stage"),
+    ],
+)
+async def test_what_cannot_be_of_this_run_is_logged_and_left_out(directory, dht, caplog, change, reason):
+    dht.serials = {"a": 2}
+    dht.elsewhere = {(1, "liar"): ANNOUNCEMENT.model_copy(update={"state": "serving", "moved_from": -1} | change)}
+    view = await directory.refresh([1])
+    assert [peer.peer_id for peer in view.peers] == ["a", "b"]
+    assert view.peer("a").announced == 2, "the others are heard"
+    assert "invalid_record peer=liar" in caplog.text
+    assert reason in caplog.text
+    assert directory._metrics.invalid_messages.labels("record")._value.get() == 1

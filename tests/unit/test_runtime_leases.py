@@ -22,6 +22,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import leases as leases_module
 from swarm_peer.runtime.data.leases import PATIENCE, SliceLeases
 from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.network import progress as progress_module
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
@@ -409,6 +410,26 @@ async def test_a_peer_that_returns_reads_nothing_that_its_former_life_has_counte
     swarm.end_round()
     counted = {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
     assert of_new | set(of_former) <= counted
+
+
+async def test_no_slice_is_leased_before_all_counts_that_came_with_the_answer_are_known(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    a = await swarm.add("a", *[10] * 100)
+    counted: set[SampleId] = set()
+    for name in "bcef":
+        dead = await swarm.add(name, *[10] * 100)
+        drawn = await dead.draw(10)
+        dead.count(drawn)
+        dead.tell(a)
+        counted.update(drawn)
+        swarm.kill(dead)
+    monkeypatch.setattr(progress_module, "MAX_CHECKED", 1)
+    d = await swarm.add("d", *[10] * 100)
+    assert not counted & set(await d.draw(30))
+    assert "more counts than can be checked at once" in caplog.text
+    swarm.end_round()
 
 
 async def test_what_a_former_life_tells_late_is_not_read_again(swarm: Swarm) -> None:

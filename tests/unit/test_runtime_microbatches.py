@@ -30,6 +30,7 @@ from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
@@ -94,7 +95,7 @@ class Peer:
             context=context,
             incarnation=1,
             is_author=lambda author: author in swarm.ids(0),
-            on_stranger=lambda author: None,
+            on_stranger=swarm.strangers.append,
             step=lambda: self.rounds.step,
         )
         self.next_stage = None
@@ -128,7 +129,9 @@ class Peer:
             view=swarm.view,
             digest_weights=None,
         )
-        handler = StageServer(context=context, core=core, progress=self.progress)
+        handler = StageServer(
+            context=context, core=core, progress=self.progress, view=swarm.view, serves=lambda *who: swarm.serves(*who)
+        )
         gossip = Gossip(
             manifest_hash=manifest.hash,
             transport=self.transport,
@@ -177,6 +180,7 @@ class Swarm:
         self.clock = ReadClock(time.monotonic)
         self.network = MemoryNetwork()
         self.peers = []
+        self.strangers = []  # that the directory was to look for
 
     async def add(self, name, stage, **options):
         peer = Peer(self, name, stage, **options)
@@ -200,6 +204,9 @@ class Swarm:
 
     def ids(self, stage):
         return {peer.peer_id for peer in self.view().serving(stage)}
+
+    def serves(self, peer_id, stage):
+        return peer_id in self.ids(stage)
 
     async def __aenter__(self):
         return self
@@ -526,8 +533,8 @@ async def test_unknown_operations_and_fields_are_refused(swarm, pair):
         await last.dispatcher("caller", "eval", {}, ())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-async def test_a_gradient_that_is_not_finite_is_a_failed_hop_and_not_counted(swarm, pair, value):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+async def test_a_gradient_that_is_not_finite_or_too_large_is_a_failed_hop_and_not_counted(swarm, pair, value):
     first, _ = pair
 
     def poison(reply):
@@ -543,13 +550,14 @@ async def test_a_gradient_that_is_not_finite_is_a_failed_hop_and_not_counted(swa
     assert first.metric("invalid_messages", "gradient") == 1
 
 
-async def test_a_peer_that_returns_gradients_that_are_not_finite_is_avoided_ever_longer(swarm, pair, monkeypatch):
+@pytest.mark.parametrize("value", [float("nan"), 3e38])
+async def test_a_peer_that_returns_gradients_that_cannot_be_used_is_avoided_ever_longer(swarm, pair, value):
     first, last = pair
     now = 0.0
     first.next_stage._clock = ReadClock(lambda: now)
 
     def poison(reply):
-        torch.frombuffer(reply.tensors[0], dtype=torch.float32)[5] = float("nan")
+        torch.frombuffer(reply.tensors[0], dtype=torch.float32)[5] = value
         return reply
 
     swarm.network.fault(op="microbatch", tamper=poison, times=3)
@@ -807,6 +815,58 @@ async def test_a_full_peer_says_so(swarm):
     with pytest.raises(Busy):
         await first.transport.call(last.peer_id, make_call(swarm), make_tensors(), timeout_s=20.0)
     assert last.metric("microbatches", "train", "busy") == 1
+
+
+@pytest.mark.parametrize("mode", ["train", "evaluate", "score"])
+async def test_a_stranger_is_told_to_come_again_and_nothing_is_computed_for_it(swarm, pair, mode):
+    """A peer of the same stage, too: only the stage before sends microbatches."""
+    _, last = pair
+    mate = await swarm.add("c", 1)
+    stranger = swarm.network.transport(Identity.generate().peer_id)
+    for transport in (stranger, mate.transport):
+        for number in range(20):
+            call = make_call(swarm, mode=mode, microbatch=bytes([number]) * 16)
+            with pytest.raises(Busy, match="no announcement of this peer for stage 0 has been seen here yet"):
+                await transport.call(last.peer_id, call, make_tensors(), timeout_s=20.0)
+    assert last.trainer.num_samples == 0
+    assert last.metric("microbatches", mode, "stranger") == 40
+    assert set(swarm.strangers) == {stranger.peer_id, mate.peer_id}, "the directory looks for them"
+
+
+async def test_a_peer_whose_announcement_comes_late_loses_nothing_and_blames_nobody(swarm, pair):
+    """It has just joined, moved or begun a new life, and the stage after it has not seen that yet."""
+    first, last = pair
+    swarm.serves = lambda peer_id, stage: len(swarm.strangers) >= 3
+    await first.run(make_microbatch())
+    assert swarm.strangers == [first.peer_id] * 3
+    assert first.trainer.num_samples == last.trainer.num_samples == SAMPLES
+    now = first.next_stage._clock.monotonic_s()
+    assert not first.next_stage._backoff.avoided(now)
+
+
+async def test_one_caller_does_not_shut_out_another(swarm):
+    first, second = await swarm.add("a", 0), await swarm.add("b", 0)
+    last = await swarm.add("c", 1)
+    held = [
+        asyncio.ensure_future(
+            first.transport.call(
+                last.peer_id,
+                make_call(swarm, microbatch=bytes([number]) * 16, round_number=1),
+                make_tensors(),
+                timeout_s=20.0,
+            )
+        )
+        for number in range(20)
+    ]
+    await anyio.wait_all_tasks_blocked()
+    assert last.admission.held == 6, "and two of eight places are kept for others"
+    await second.run(make_microbatch(30))
+    assert last.trainer.num_samples == SAMPLES
+    last.open(1)
+    outcomes = await asyncio.gather(*held, return_exceptions=True)
+    assert sum(isinstance(outcome, Busy) for outcome in outcomes) == 14
+    assert sum(isinstance(outcome, Reply) for outcome in outcomes) == 6
+    assert not last.admission._by_caller
 
 
 async def test_a_gradient_that_is_not_finite_on_its_way_out_empties_the_accumulator(swarm, pair, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_peer.config import load_manifest
+from coordinator.config_files import load_manifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest

@@ -1,15 +1,28 @@
 import asyncio
 
 import anyio
+import msgpack
 import pytest
 from contexts import ReadClock, begin_counting, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
 from swarm_peer.policy.view import Life
-from swarm_peer.runtime.network.progress import MAX_COUNTED_ROUNDS_AHEAD, ProgressBook
+from swarm_peer.runtime.network import progress
+from swarm_peer.runtime.network.progress import (
+    MAX_AUTHORS,
+    MAX_CHECKED,
+    MAX_COUNTED_ROUNDS_AHEAD,
+    MAX_MESSAGE_BYTES,
+    MAX_MICROBATCH_BYTES,
+    MAX_ROUND_BYTES,
+    ProgressBook,
+)
+from swarm_peer.wire.frames import MAX_HEADER_BYTES, Frame, FrameType
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import CountsReply
 from swarm_peer.wire.records import Progress, RoundReport, seal
 
 RUN = "0123456789abcdef" * 2
@@ -28,13 +41,14 @@ def make_book(identity=ME, authors=(ME, AUTHOR), clock=None, strangers=None, inc
     )
 
 
-def signed(samples, round_number=0, claimed=None, author=AUTHOR, run=RUN, loss_sum=1.0, incarnation=0):
+def signed(samples, round_number=0, claimed=None, author=AUTHOR, run=RUN, loss_sum=1.0, incarnation=0, ranges=()):
     record = Progress(
         round_number=round_number,
         samples=samples,
         claimed=claimed or samples,
         loss_sum=loss_sum,
         incarnation=incarnation,
+        ranges=ranges,
     )
     return author.peer_id, seal(record, run, author)
 
@@ -218,4 +232,112 @@ def test_a_stage_mate_vouches_for_authors_that_this_peer_has_not_seen():
     assert book.counter.count_of(0, Life(STRANGER.peer_id)).samples == 8
     assert refused(book) == 0
     with pytest.raises(InvalidMessage):
-        book.merge([(STRANGER.peer_id, signed(4)[1])], vouched=True)
+        book.merge([(STRANGER.peer_id, signed(9)[1])], vouched=True)
+
+
+def identities(count):
+    return [
+        Identity(Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))) for number in range(1, count + 1)
+    ]
+
+
+# Slice ends, which hold no windows, so that a count may have many: about 20 kB.
+LONG = tuple(WindowRange(2**40 - 1, 2**20 - 1, 2**40 - 1, 2**40 - 1) for _ in range(800))
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """The authors of the envelopes whose signatures were checked."""
+    checked = []
+    check = progress.open_envelope
+
+    def noting(envelope, author):
+        checked.append(author)
+        return check(envelope, author)
+
+    monkeypatch.setattr(progress, "open_envelope", noting)
+    return checked
+
+
+def test_counts_that_are_no_news_are_dropped_before_their_signatures_are_checked(verified):
+    book = make_book()
+    begin_counting(book, 10)
+    news = signed(4, round_number=10, ranges=LONG[:3])
+    book.merge([news])
+    del verified[:]
+    old = [signed(samples, round_number=number) for number in (0, 8, 13) for samples in (1, 2)]
+    book.merge([*old, news, signed(4, 10), signed(2, 10, claimed=4), (AUTHOR.peer_id, seal_unsigned(3, 10))])
+    assert verified == []
+    assert book.counter.samples(10) == 4
+    book.merge([signed(4, 10, claimed=6)])
+    assert verified == [AUTHOR.peer_id]
+
+
+def seal_unsigned(samples, round_number):
+    kind, run, body, _ = msgpack.unpackb(signed(samples, round_number)[1])
+    return msgpack.packb([kind, run, body, bytes(64)])
+
+
+def test_many_authors_with_long_counts_do_not_make_any_message_too_long():
+    """Each of many identities announces stage 0 and counts next to nothing in a very long count."""
+    liars = identities(60)
+    book = make_book(authors=(ME, AUTHOR, *liars))
+    book.count_own(0, RoundCount(2, 2, 1.0))
+    book.merge([signed(1, author=author, ranges=LONG) for author in liars] + [signed(3)])
+    assert sum(len(envelope) for _, envelope in every_count(book)) > MAX_HEADER_BYTES
+    for max_bytes in (MAX_MESSAGE_BYTES, MAX_MICROBATCH_BYTES):
+        told = book.signed_counts(max_bytes)
+        authors = [author for author, _ in told]
+        assert {ME.peer_id, AUTHOR.peer_id} < set(authors), "what honest peers have counted goes with each message"
+        assert len(set(told)) == len(told)
+        head = Frame(FrameType.REPLY, 1, "", CountsReply(round_number=0, counts=told).model_dump()).head()
+        assert len(head) < max_bytes + 4096 < MAX_HEADER_BYTES
+
+
+def every_count(book):
+    return book.signed_counts(2**30)
+
+
+def test_too_many_short_counts_take_turns_and_ones_own_goes_with_each_message():
+    authors = identities(400)
+    book = make_book(authors=(ME, *authors))
+    for first in (0, 200):
+        book.merge([signed(1, author=author) for author in authors[first : first + 200]])
+    book.count_own(0, RoundCount(2, 2, 1.0))
+    heard = set()
+    for _ in range(10):
+        told = book.signed_counts(MAX_MICROBATCH_BYTES)
+        assert sum(len(author) + len(envelope) for author, envelope in told) <= MAX_MICROBATCH_BYTES
+        assert ME.peer_id in dict(told)
+        heard.update(told)
+    assert heard == set(every_count(book))
+
+
+def test_only_so_many_signatures_are_checked_for_one_message_and_the_others_come_again(verified):
+    authors = identities(MAX_CHECKED + 10)
+    book = make_book(authors=authors)
+    counts = [signed(1, author=author) for author in authors]
+    assert book.merge(counts) == 10
+    assert len(verified) == MAX_CHECKED
+    assert book.merge(counts) == 0
+    assert book.counter.samples(0) == MAX_CHECKED + 10
+
+
+def test_the_authors_of_a_round_and_the_bytes_of_their_counts_are_bounded(monkeypatch):
+    monkeypatch.setattr(progress, "MAX_AUTHORS", 3)
+    monkeypatch.setattr(progress, "MAX_ROUND_BYTES", 2 * len(signed(1, ranges=LONG)[1]))
+    assert (MAX_AUTHORS, MAX_ROUND_BYTES) == (1024, 2**22)
+    authors = identities(5)
+    book = make_book(authors=(ME, *authors))
+    book.merge([signed(1, author=author, ranges=LONG) for author in authors])
+    assert {author for author, _ in every_count(book)} == {author.peer_id for author in authors[:2]}, "of two long ones"
+    book.merge([signed(1, author=author) for author in authors])
+    assert book.counter.samples(0) == 3 == len(every_count(book)), "of three authors"
+    assert refused(book) == 3 + 2
+    book.merge([signed(2, author=authors[0])])
+    assert book.counter.samples(0) == 4, "those that are known go on"
+    book.count_own(0, RoundCount(2, 2, 1.0, LONG))
+    assert ME.peer_id in dict(every_count(book)), "one's own is always kept"
+    other = make_book()
+    other.merge([(ME.peer_id, dict(every_count(book))[ME.peer_id])])
+    assert other.counter.count_of(0, Life(ME.peer_id, 1)).samples == 2

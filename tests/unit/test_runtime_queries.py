@@ -33,7 +33,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.stage import stage_server as handlers
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.executor import IDLE_S, LONGEST_QUERY_PAUSE_S, QUERY_SHARE, query_pause_s
-from swarm_peer.runtime.stage.stage_server import MAX_QUERIES
+from swarm_peer.runtime.stage.stage_server import MAX_QUERIES, MAX_QUERIES_OF_ONE
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import MicrobatchCall
@@ -131,9 +131,12 @@ class Fixture:
         }
         return MicrobatchCall.model_construct(**fields | change)
 
-    async def send(self, call, *tensors):
+    async def send(self, call, *tensors, sender=None):
+        """Send a query, to stage 0 as an observer does, or to a later stage as the one before hands it on."""
+        if sender is None:
+            sender = self.transport if call.stage == 0 else self.swarm.peers[call.stage - 1].transport
         callee = self.swarm.peers[call.stage].peer_id
-        return await self.transport.call(callee, call, tensors, timeout_s=20.0)
+        return await sender.call(callee, call, tensors, timeout_s=20.0)
 
 
 @pytest.fixture
@@ -292,14 +295,21 @@ async def test_a_stage_without_peers_is_named():
 # --- training is not disturbed ----------------------------------------------------------------------------------------
 
 
-async def test_a_peer_holds_few_queries_and_trains_beside_them(run):
+async def test_a_peer_holds_few_queries_of_each_caller_and_trains_beside_them(run):
     first, last = run.swarm.peers
     release = await first.occupy()
-    queries = [asyncio.ensure_future(run.send(run.call(), encode_tokens(tokens()))) for _ in range(MAX_QUERIES)]
-    await anyio.wait_all_tasks_blocked()
-    with pytest.raises(Busy, match="2 queries are under way"):
-        await run.send(run.call(), encode_tokens(tokens()))
-    assert first.metric("microbatches", "score", "busy") == 1
+    observers = [run.swarm.network.transport(f"observer {number}") for number in range(3)]
+    queries = []
+    for observer in observers[:2]:
+        for _ in range(MAX_QUERIES_OF_ONE):
+            sending = run.send(run.call(), encode_tokens(tokens()), sender=observer)
+            queries.append(asyncio.ensure_future(sending))
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(Busy, match="2 queries of this caller are under way"):
+            await run.send(run.call(), encode_tokens(tokens()), sender=observer)
+    with pytest.raises(Busy, match="0 queries of this caller are under way, 4 of all"):
+        await run.send(run.call(), encode_tokens(tokens()), sender=observers[2])
+    assert first.metric("microbatches", "score", "busy") == 3
     assert first.admission.admitted == first.admission.held == 0, "they take no room of the run's"
     training = asyncio.ensure_future(first.run(make_microbatch()))
     release.set()

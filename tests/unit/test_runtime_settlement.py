@@ -14,6 +14,7 @@ from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, PeerUnrea
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.network import progress
 from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import check_body
@@ -23,6 +24,7 @@ from swarm_peer.runtime.step.averaging import AveragingFailed
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import GreetCall, ReadyCall, VoteCall
+from swarm_peer.wire.records import Progress, seal
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -341,6 +343,18 @@ async def test_progress_counts_spread_at_the_barrier(group):
     assert first.progress.counter.samples(3) == second.progress.counter.samples(3) == 8
 
 
+async def test_no_round_is_settled_before_all_counts_that_came_with_the_answer_are_known(group, monkeypatch):
+    monkeypatch.setattr(progress, "MAX_CHECKED", 1)
+    first, second = await group.add("ab")
+    for number in range(1, 4):
+        author = Identity(Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big")))
+        count = Progress(round_number=3, samples=number, claimed=number, loss_sum=0.0)
+        counts = [(author.peer_id, seal(count, MANIFEST.hash, author))]
+        assert second.progress.merge(counts, vouched=True) == 0
+    await group.settle(a=6, b=2)
+    assert first.progress.counter.samples(3) == second.progress.counter.samples(3) == 6
+
+
 # --- rounds that fail -------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +444,57 @@ async def test_a_member_that_talks_nonsense_is_left_out(group):
     settled = await group.settle(a=2, b=2)
     assert fault.fired == 2
     assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
+
+
+def not_yet(reply):
+    reply.body["attempt"] = None
+    return reply
+
+
+async def hold_up_a_round(group):
+    """The last of three is not ready until the others go on without it. Returns them, in the next round."""
+    *members, late = await group.add("abc")
+    for member in members:
+        member.group._barrier_timeout_s, patience_s = 0.1, member.group._barrier_timeout_s
+    settled = await group.settle(a=2, b=2)
+    assert_committed(settled.values(), mean(members, [2, 2]), 4)
+    for member in members:
+        member.group._barrier_timeout_s = patience_s
+    for member in (*members, late):
+        member.enter(4, settled["a"].history_hash)
+    return members, late
+
+
+async def test_a_member_that_says_it_is_ready_and_never_is_holds_up_few_barriers(group):
+    members, liar = await hold_up_a_round(group)
+    fault = group.network.fault(op="ready", to=liar.peer_id, tamper=not_yet, times=10**6)
+    asked = []
+    for round_number in range(4, 9):
+        own = liar.settle(2)  # it tells the others that it is ready
+        await anyio.wait_all_tasks_blocked()
+        before = fault.fired
+        with anyio.fail_after(20):
+            settled = await asyncio.gather(*(member.settle(2) for member in members))
+        asked.append(fault.fired - before)
+        assert {settlement.samples for settlement in settled} == {4}
+        for member in (*members, liar):
+            member.enter(round_number + 1, settled[0].history_hash)
+        assert (await own).verdict is Verdict.RESYNC
+    assert asked == [2, 2, 2, 0, 0], "each of the two asks it once in a round, three times in all"
+    assert {group_size for *_, group_size in group.rounds.log} == {2}, "nobody averages with it"
+
+
+async def test_a_member_that_was_late_once_is_back_when_it_is_ready(group):
+    members, late = await hold_up_a_round(group)
+    everybody = (*members, late)
+    for round_number in (4, 5):
+        own = late.settle(2)
+        await anyio.wait_all_tasks_blocked()
+        settled = await asyncio.gather(own, *(member.settle(2) for member in members))
+        assert {settlement.samples for settlement in settled} == {6}
+        for member in everybody:
+            member.enter(round_number + 1, settled[0].history_hash)
+    assert sorted(group.rounds.log[2:]) == [(name, number, 0, 3) for name in "abc" for number in (4, 5)]
 
 
 async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):

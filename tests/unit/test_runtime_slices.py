@@ -547,6 +547,19 @@ def test_a_tokenizer_on_a_hub_that_cannot_be_reached() -> None:
         load_tokenizer(manifest(tokenizer="gpt2").data, 50257)
 
 
+def test_no_code_comes_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "own.py").write_text("raise AssertionError('its code has run')")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    with pytest.raises(UserError, match=r"cannot load data\.tokenizer"):
+        load_tokenizer(manifest(tokenizer=str(folder)).data, 256)
+    assert asked == [], "nobody is asked on the terminal whether to run it"
+
+
 def test_the_vocabulary_of_a_model_that_does_not_state_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 123}')
     run = manifest()

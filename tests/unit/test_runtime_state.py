@@ -25,9 +25,11 @@ from swarm_peer.runtime.state import store as snapshots
 from swarm_peer.runtime.state import transfer as state_transfer
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.state_server import (
+    LEASE_S,
     MAX_ROUNDS_BEHIND,
     MAX_STATES_HELD,
     MAX_UPDATES_RETAINED,
+    MOST_STATES_BYTES,
     RETAIN_S,
 )
 from swarm_peer.runtime.state.store import SNAPSHOTS_KEPT
@@ -642,7 +644,7 @@ async def test_a_donor_without_the_state_says_so(world, monkeypatch):
         await world.fetch(donor)
 
 
-@pytest.mark.parametrize(("entry", "chunk"), [(6, 0), (99_999, 0), (0, 9), (0, 2**20 - 1), (5, 0)])
+@pytest.mark.parametrize(("entry", "chunk"), [(6, 0), (2**13 - 1, 0), (0, 9), (0, 2**15 - 1), (5, 0)])
 async def test_chunks_that_there_are_not_are_refused(world, entry, chunk):
     donor = await world.donor("a")
     name, _ = await world.index_of(donor)
@@ -663,6 +665,88 @@ async def test_a_state_that_is_ahead_of_its_history_hash_is_not_given_away(world
     assert world.network.num_calls("state_chunk") == 0
     donor.enter(4, FIRST_TIMELINE)
     assert_state_of(await fetching, donor)
+
+
+# --- what strangers get, and what members can hold --------------------------------------------------------------------
+
+
+async def test_strangers_get_snapshots_and_nothing_that_takes_memory(world):
+    donor = await world.donor("a")
+    await donor.donor.take_snapshot(3)
+    await world.fetch(donor)
+    donor.goes_on(2.0)
+    donor.donor.strangers.add("me")
+    held = set(donor.donor.server.stored)
+    for wanted in ({}, {"min_round": 4}, {"kind": "update", "min_round": 3}):
+        with pytest.raises(CallError, match="no announcement of this peer has been seen here yet"):
+            await world.fetch(donor, **wanted)
+    assert set(donor.donor.server.stored) == held
+    assert (await world.fetch(donor, created_at_round=3)).round_number == 3
+
+
+async def test_a_state_is_not_held_for_ever_whatever_is_asked_of_it(world, clock):
+    donor = await world.donor("a")
+    name, _ = await world.index_of(donor)
+    chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
+    for fill in range(int(2 * LEASE_S / RETAIN_S) - 1):
+        await world.call(donor, chunk)
+        clock.passed_s += RETAIN_S / 2
+        donor.goes_on(fill)
+    await world.call(donor, chunk)
+    clock.passed_s += RETAIN_S / 2 + 1
+    donor.goes_on(99.0)
+    with pytest.raises(NotServing, match="this is not kept here any more"):
+        await world.call(donor, chunk)
+    assert donor.donor.server.stored == donor.donor.server._updates == {}
+
+
+async def test_a_large_state_is_held_for_as_long_as_its_download_takes(world, clock, monkeypatch):
+    donor = await world.donor("a")
+    num_bytes = sum(tensor.nbytes for tensor in donor.trainer.state().values())
+    monkeypatch.setattr(state_server, "SLOWEST_BYTES_PER_S", num_bytes / (3 * LEASE_S))
+    name, _ = await world.index_of(donor)
+    chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
+    for _ in range(int(6 * LEASE_S / RETAIN_S) - 1):
+        await world.call(donor, chunk)
+        clock.passed_s += RETAIN_S / 2
+        donor.goes_on(2.0)
+    await world.call(donor, chunk)
+    clock.passed_s += RETAIN_S / 2 + 1
+    donor.goes_on(3.0)
+    assert name not in donor.donor.server.stored
+
+
+async def test_a_state_is_dropped_in_the_middle_of_a_long_round(world, clock, monkeypatch):
+    monkeypatch.setattr(state_server, "EXPIRY_POLL_S", 0.0)
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    donor.goes_on(2.0)
+    assert donor.donor.server.stored
+    assert donor.donor.server._updates
+    clock.passed_s += RETAIN_S + 1
+    expiring = asyncio.ensure_future(donor.donor.server.run())
+    while donor.donor.server.stored or donor.donor.server._updates:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    expiring.cancel()
+
+
+async def test_what_is_held_takes_the_memory_of_a_few_states_at_most(world, monkeypatch):
+    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
+    donor = await world.donor("a")
+    state_bytes = sum(tensor.nbytes for tensor in donor.trainer.state().values())
+    largest, fewest = 0, MAX_UPDATES_RETAINED
+    await world.index_of(donor)
+    for fill in range(20):
+        donor.goes_on(fill)
+        if fill == 10:
+            await world.index_of(donor, min_round=donor.round_number)
+        server = donor.donor.server
+        held = sum(tensor.nbytes for stored in server._held().values() for tensor in stored.tensors)
+        largest = max(largest, held + sum(u.tensors["00000"].nbytes for u in server._updates.values()))
+        assert donor.round_number - 1 in server._updates, "the newest stay"
+        fewest = min(fewest, len(server._updates)) if fill > 4 else fewest
+    assert largest <= MOST_STATES_BYTES * state_bytes
+    assert fewest == 2 * state_bytes // (4 * 5 * 7), "beside two states"
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------

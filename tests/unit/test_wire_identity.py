@@ -146,3 +146,10 @@ def test_only_the_right_signatures_seen_last_are_remembered(monkeypatch):
         assert not verify(author.peer_id, text + b".", author.sign(text))
     assert [known[1] for known in identity._remembered] == [author.sign(text) for text in texts[1:]]
     assert all(verify(author.peer_id, text, author.sign(text)) for text in texts), "forgotten ones are checked again"
+
+
+def test_long_texts_that_are_no_peer_ids_are_not_remembered():
+    before = identity._decoded_key.cache_info().currsize
+    assert not is_peer_id("1" * 100_000)
+    assert not verify("1" * 100_000, b"data", bytes(64))
+    assert identity._decoded_key.cache_info().currsize == before

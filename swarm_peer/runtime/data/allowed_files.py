@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from swarm_peer.config import RunManifest
+from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.data.corpus import find_files, local_folder
+from swarm_peer.runtime.data.tokenizers import local_tokenizer
+
+# The data_dir of somebody who has written the manifest himself: all of this machine.
+ANYWHERE = Path("/")
 
 
 def check_data_files(manifest: RunManifest, data_dir: Path | None) -> None:
@@ -24,18 +28,36 @@ def check_data_files(manifest: RunManifest, data_dir: Path | None) -> None:
 
 
 def forbidden_path(manifest: RunManifest, data_dir: Path | None) -> Path | None:
-    """The first file outside of `data_dir` that the run's training data names; None if there is no such file.
+    """The first file outside of `data_dir` that the run's training data or tokenizer names; None if there is none.
 
     Raises:
         UserError: the manifest names no files that exist
     """
 
     def is_forbidden(path: Path) -> bool:
-        return data_dir is None or not path.resolve().is_relative_to(data_dir.resolve())
+        return not _is_within(path, data_dir)
 
-    files, folder = manifest.data.files, local_folder(manifest.data)
-    named = [Path(os.path.expanduser(file)) for file in files] + ([] if folder is None else [folder])
+    files = manifest.data.files
+    folders = (local_folder(manifest.data), local_tokenizer(manifest.data))
+    named = [Path(os.path.expanduser(file)) for file in files] + [folder for folder in folders if folder is not None]
     if (forbidden := next(filter(is_forbidden, named), None)) is not None:
         return forbidden
     # Patterns may lead out of the folder through links. They are not followed before their beginnings are checked.
     return next(filter(is_forbidden, map(Path, find_files(files) if files else ())), None)
+
+
+def check_tokenizer(section: DataSection, data_dir: Path | None) -> None:
+    """Check that a run's tokenizer, if it is a folder of this machine, lies below `data_dir`.
+
+    Raises:
+        UserError: it does not
+    """
+    folder = local_tokenizer(section)
+    if folder is not None and not _is_within(folder, data_dir):
+        raise UserError(
+            f"the run wants to read the tokenizer {folder} on this machine: allow it with --data-dir FOLDER"
+        )
+
+
+def _is_within(path: Path, data_dir: Path | None) -> bool:
+    return data_dir is not None and path.resolve().is_relative_to(data_dir.resolve())

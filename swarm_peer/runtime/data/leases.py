@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import anyio
 
-from swarm_peer.errors import CallError, NotServing
+from swarm_peer.errors import Busy, CallError, NotServing
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger, arbiter
 from swarm_peer.policy.progress_counter import RoundCount
@@ -270,7 +270,9 @@ class SliceLeases:
             try:
                 reply = await self._transport.call(peer_id, call, timeout_s=TIMEOUT_S)
                 answer = check_body(LeaseReply, reply.body)
-                self._progress.merge(answer.counts, vouched=True)
+                if self._progress.merge(answer.counts, vouched=True):
+                    # Without all counts, this peer might read samples that have counted. The others come next time.
+                    raise Busy("more counts than can be checked at once")
             except CallError as error:
                 log.info("lease_not_answered peer=%s reason=%s: %s", peer_id, error.code, error)
                 refused.update(wanted)

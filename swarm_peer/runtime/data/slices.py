@@ -251,11 +251,14 @@ def samples_of(
     Raises:
         UserError: the tokenizer cannot be loaded
     """
-    windows = list(_pack(documents, _tokenizer_of(manifest, cache_dir), manifest.data.sequence_length))
+    length = manifest.data.sequence_length
+    tokens = np.fromiter(_tokens(documents, _tokenizer_of(manifest, cache_dir)), np.int32)
+    windows = max(len(tokens) - 1, 0) // length
     if not windows:
         return None
-    count = min(num_samples, len(windows))
-    return np.stack([windows[i * len(windows) // count] for i in range(count)])
+    count = min(num_samples, windows)
+    starts = [i * windows // count * length for i in range(count)]
+    return np.stack([tokens[start : start + length + 1] for start in starts])
 
 
 def _tokenizer_of(manifest: RunManifest, cache_dir: Path | None) -> Tokenizer:
@@ -272,6 +275,12 @@ def _vocab_size(manifest: RunManifest) -> int:
 
 
 # --- from documents to samples
+
+
+def _tokens(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
+    for text in documents:
+        yield from tokenizer.encode(text)
+        yield tokenizer.separator_id
 
 
 def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[npt.NDArray[np.int32]]:

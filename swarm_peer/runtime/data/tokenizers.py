@@ -68,8 +68,20 @@ class PretrainedTokenizer:
         return text
 
 
+def local_tokenizer(section: DataSection) -> Path | None:
+    """The folder on this machine that `data.tokenizer` names, if any.
+
+    transformers prefers a folder to a repository of the same name.
+    """
+    source = os.path.expanduser(section.tokenizer)
+    is_local = section.tokenizer != "bytes" and (looks_like_a_path(section.tokenizer) or os.path.exists(source))
+    return Path(source) if is_local else None
+
+
 def load_tokenizer(section: DataSection, vocab_size: int, cache_dir: Path | None = None) -> Tokenizer:
-    """Load the run's tokenizer, and check that it works and fits the model.
+    """Load the run's tokenizer, and check that it works and fits the model. No code comes with it.
+
+    Whether it may be read here is another question (allowed_files.py).
 
     Args:
         section: its `tokenizer` is `bytes`, a local folder or a name on the hub
@@ -97,7 +109,8 @@ def _load_pretrained(name: str, cache_dir: Path | None) -> PretrainedTokenizer:
         raise UserError(f"data.tokenizer={name!r}: there is no such folder; correct the path, or give a hub name")
     # Broken files make transformers raise nearly anything: OSError, ValueError, KeyError, TypeError, even Exception.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, cache_dir=cache_dir)
+        # Without the last argument, transformers asks on the terminal whether to run a repository's code.
+        tokenizer = AutoTokenizer.from_pretrained(source, cache_dir=cache_dir, trust_remote_code=False)
         is_empty = not tokenizer.encode(_PROBE, add_special_tokens=False)
     except Exception as error:
         raise UserError(

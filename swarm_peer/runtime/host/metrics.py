@@ -59,16 +59,17 @@ class PeerMetrics:
         gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
 
 
-def serve_metrics(registry: CollectorRegistry, port: int) -> int:
-    """Serve a registry over HTTP and return the port.
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
+    """Serve a registry over HTTP to everybody who reaches `host`, and return the port.
 
     Raises:
-        UserError: the port is taken
+        UserError: the port is taken, or this machine has no such address
     """
     try:
-        server, _ = start_http_server(port, registry=registry)
+        server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise UserError(
-            f"cannot serve metrics on port {port}: {error.strerror}; name another --metrics-port, or 0 for a free one"
+            f"cannot serve metrics on {host} port {port}: {error.strerror}; name another --metrics-port (0 for a free "
+            f"one), or an address of this machine with --metrics-host"
         ) from error
     return int(server.server_port)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
 from pydantic import ValidationError
 
+from swarm_peer.addresses import INVITE_PREFIX, peer_address
 from swarm_peer.config import RunManifest, describe
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.runtime.network.dht import SwarmDHT, check_peer_address
+from swarm_peer.wire.passes import Invite
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 
 log = logging.getLogger(__name__)
@@ -23,32 +26,51 @@ MANIFEST_WAIT_S = 10.0
 ADDRESS_FILE_WAIT_S = 60.0
 
 
-async def find_manifest(dht: SwarmDHT, initial_peers: Sequence[str], run_id: str | None) -> tuple[str, RunManifest]:
+@dataclass(frozen=True)
+class Entrance:
+    """Where a run is entered, and what with.
+
+    Attributes:
+        addresses: multiaddresses of its peers; none to begin a run
+        invite: to a run by invitation; None if the run is open to everybody
+    """
+
+    addresses: tuple[str, ...] = ()
+    invite: Invite | None = None
+
+
+async def find_manifest(dht: SwarmDHT, entrance: Entrance, run_id: str | None) -> tuple[str, RunManifest]:
     """Find the run to join. Returns its id and its manifest, which the run key has signed.
 
-    If the DHT knows several runs, the run is the one that `run_id` names. If `run_id` is None, it is the one whose
-    coordinator is an initial peer.
+    If the DHT knows several runs, the run is the one that `run_id` names, or the invite. If neither does, it is the one
+    whose coordinator is an initial peer.
 
     Raises:
         UserError: not exactly one run fits, or this version does not understand its manifest
     """
+    if entrance.invite is not None:
+        if run_id not in (None, entrance.invite.run_id):
+            raise UserError(f"--run-id {run_id}: the invite is to run {entrance.invite.run_id}; leave one of them out")
+        run_id = entrance.invite.run_id
     records: dict[str, ManifestRecord] = {}
     with anyio.move_on_after(MANIFEST_WAIT_S):
         while not records or (run_id is not None and run_id not in records):
             with suppress(CallError):
                 records = await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)
             await anyio.sleep(0.2)
-    named = [run_id] if run_id is not None else [check_peer_address(address) for address in initial_peers]
+    named = [run_id] if run_id is not None else [check_peer_address(address) for address in entrance.addresses]
     chosen = [known for known in named if known in records] or ([] if run_id is not None else list(records))
     if len(set(chosen)) != 1:
         known_runs = ", ".join(sorted(records)) or "none"
         wanted = f"run {run_id}" if run_id is not None else "one run to join"
         hint = "name one with --run-id" if run_id is None else "check its id or its key"
         raise UserError(
-            f"expected {wanted} at {', '.join(initial_peers)}, found: {known_runs}; "
+            f"expected {wanted} at {', '.join(entrance.addresses)}, found: {known_runs}; "
             + ("check that the coordinator is running" if not records else hint)
         )
-    return chosen[0], parse_manifest(records[chosen[0]])
+    manifest = parse_manifest(records[chosen[0]])
+    dht.keep_run(chosen[0], manifest)
+    return chosen[0], manifest
 
 
 def parse_manifest(record: ManifestRecord) -> RunManifest:
@@ -66,16 +88,22 @@ def parse_manifest(record: ManifestRecord) -> RunManifest:
         ) from error
 
 
-def read_addresses(values: Sequence[str]) -> list[str]:
-    """Resolve initial peers to addresses. A value that begins with @ names a file of addresses; wait for that file.
+def read_entrance(values: Sequence[str]) -> Entrance:
+    """Resolve initial peers: addresses and invites. A value that begins with @ names a file of them, to be waited for.
 
     Raises:
-        UserError: the file does not appear in time, or is empty
+        UserError: the file does not appear in time, or is empty; an address or an invite is malformed; or the invites
+            are to several runs
     """
-    addresses: list[str] = []
+    texts: list[str] = []
     for value in values:
-        addresses += anyio.run(_read_address_file, Path(value[1:])) if value.startswith("@") else [value]
-    return addresses
+        texts += anyio.run(_read_address_file, Path(value[1:])) if value.startswith("@") else [value]
+    invites = [Invite.parse(text) for text in texts if text.startswith(INVITE_PREFIX)]
+    if len({invite.run_id for invite in invites}) > 1:
+        raise UserError("--initial-peers: these invites are to several runs; leave all but one of them out")
+    addresses = [text for text in texts if not text.startswith(INVITE_PREFIX)]
+    addresses += [address for invite in invites for address in invite.addresses]
+    return Entrance(tuple(map(peer_address, dict.fromkeys(addresses))), invites[0] if invites else None)
 
 
 async def _read_address_file(path: Path) -> list[str]:

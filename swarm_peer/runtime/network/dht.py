@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import socket
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
-from hivemind.dht import DHTID
 from hivemind.dht.node import DHTNode
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P
-from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
+from swarm_peer.addresses import multiaddress
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, SwarmError, UserError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.addresses import check_port_is_free, listening
+from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, PassBearer, refusal_of
+from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
 from swarm_peer.wire.identity import Identity, is_peer_id
+from swarm_peer.wire.passes import Invite, RevocationsRecord, revocations_key
+from swarm_peer.wire.places import RecordPlaces
 from swarm_peer.wire.records import (
     MAX_STORED_BYTES,
-    STORED_KINDS,
     AnyRecord,
     CoordinationRecord,
     Record,
     coordination_key,
-    open_envelope,
     seal,
     unseal,
 )
@@ -51,47 +51,13 @@ REJOIN_S = 10.0
 REJOIN_TRIES = 60
 # Lost peers that are called. Anybody can enter a routing table, and leave it.
 MOST_LOST = 32
-# If there are several initial peers, those that do not accept a connection in this time are not dialled.
-CONNECT_TIMEOUT_S = 3.0
-# Addresses that are tried at the same time.
-MOST_CONNECTING = 32
 # A request asks the nodes nearest to its key, so many of them at most: each answer costs two peers a millisecond.
 # hivemind keeps a record on the five nearest ones, so that some of these may be dead or not know of it yet.
 NODES_ASKED = 8
-# libp2p sends this first, unasked.
-GREETING = b"\x13/multistream/1.0.0\n"
-# The longest lifetime of a record is a day; the hour is for clocks that differ.
-LONGEST_LIFETIME_S = 25 * 3600.0
 
 
 class NobodyAnswers(UserError):
     """None of the initial peers answers."""
-
-
-class SignedRecordValidator(RecordValidatorBase):
-    """Lets a node store nothing but signed records, each under its author's id. Every node runs it.
-
-    Any other value would be in the way of records: a plain value replaces all records of its key, and a record does not
-    replace a value that expires later.
-    """
-
-    def __init__(self, clock: Clock):
-        self._clock = clock
-
-    def validate(self, record: DHTRecord) -> bool:
-        """Whether the value is a record of a known kind, signed for this place by the author that it stands under."""
-        try:
-            author, envelope = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
-            kind, _, _ = open_envelope(envelope, author, _place(record.key, record.expiration_time))
-        except Exception:  # in hivemind any exception would end the request for all records of the key
-            return False
-        lasts_s = record.expiration_time - self._clock.unix_s()
-        return kind in STORED_KINDS and len(envelope) <= MAX_STORED_BYTES and lasts_s <= LONGEST_LIFETIME_S
-
-
-def _place(key: bytes, expiration: float) -> bytes:
-    """The place of a record in the DHT, which its signature covers."""
-    return key + struct.pack(">d", expiration)
 
 
 class SwarmDHT:
@@ -100,17 +66,28 @@ class SwarmDHT:
     Attributes:
         p2p: client of the daemon
         addresses: that this node listens on
+        passes: who may take part in the run
     """
 
     def __init__(
-        self, *, node: DHTNode, identity: Identity, metrics: PeerMetrics, addresses: Sequence[str], clock: Clock
+        self,
+        *,
+        node: DHTNode,
+        identity: Identity,
+        metrics: PeerMetrics,
+        addresses: Sequence[str],
+        clock: Clock,
+        places: RecordPlaces,
+        passes: PassChecker,
     ):
         self.p2p: P2P = node.p2p
+        self.passes = passes
         self.identity = identity
         self.addresses = list(addresses)
         self._node = node
         self._metrics = metrics
         self._clock = clock
+        self._places = places
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
@@ -119,6 +96,7 @@ class SwarmDHT:
         cls,
         *,
         initial_peers: Sequence[str],
+        invite: Invite | None,
         host_maddrs: Sequence[str],
         announce_maddrs: Sequence[str],
         identity: Identity,
@@ -127,24 +105,25 @@ class SwarmDHT:
     ) -> AsyncIterator[SwarmDHT]:
         """Start a node and join the DHT of `initial_peers`, or begin a new one if there are none.
 
+        Args:
+            invite: to a run by invitation; None if the run is open to everybody
+
         Raises:
             UserError: an address is malformed, no initial peer answers, or a port is taken
         """
-        for address in initial_peers:
-            check_peer_address(address)
-        for address in (*host_maddrs, *announce_maddrs):
-            _check_multiaddress(address)
-        for address in host_maddrs:
-            _check_port_is_free(address)
+        host_maddrs = [multiaddress(address) for address in host_maddrs]
+        announce_maddrs = [multiaddress(address) for address in announce_maddrs]
+        _check_addresses(initial_peers, host_maddrs, announce_maddrs)
         if len(initial_peers) > 1:
-            initial_peers = await _listening(initial_peers) or initial_peers
+            initial_peers = await listening(initial_peers) or initial_peers
         clock = SystemClock()
+        validator = SignedRecordValidator(clock, PassChecker.for_holder(invite, identity, clock))
         async with AsyncExitStack() as opened:
             try:
-                p2p = await P2P.create(
+                p2p = await GuardedP2P.create(
                     initial_peers=list(initial_peers) or None,
-                    host_maddrs=list(host_maddrs),
-                    announce_maddrs=list(announce_maddrs) or None,
+                    host_maddrs=host_maddrs,
+                    announce_maddrs=announce_maddrs or None,
                     identity_path=str(identity_path),
                     check_if_identity_free=False,
                     # Port mapping and NAT probing are the operator's choice.
@@ -153,20 +132,22 @@ class SwarmDHT:
                     startup_timeout=START_TIMEOUT_S,
                 )
                 opened.push_async_callback(_in_time, p2p.shutdown)
-                with anyio.fail_after(START_TIMEOUT_S):
-                    node = await DHTNode.create(
-                        p2p=p2p,
-                        initial_peers=list(initial_peers) or None,
-                        record_validator=SignedRecordValidator(clock),
-                        # This node asks for the latest records alone, so it has no use for what others have found.
-                        cache_nearest=0,
-                        # It would follow each store with a search for what has just been stored.
-                        cache_on_store=False,
-                    )
-                    addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+                p2p.passes = validator.passes
+                node = await _join(p2p, initial_peers, validator)
+                addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+            except UserError:
+                raise
             except Exception as error:  # hivemind raises errors of many types
                 raise _explain_start_failure(error, initial_peers) from error
-            dht = cls(node=node, identity=identity, metrics=metrics, addresses=addresses, clock=clock)
+            dht = cls(
+                node=node,
+                identity=identity,
+                metrics=metrics,
+                addresses=addresses,
+                clock=clock,
+                places=validator.places,
+                passes=validator.passes,
+            )
             opened.push_async_callback(_in_time, dht._close)
             dht._tasks.add(asyncio.get_running_loop().create_task(dht._rejoin()))
             yield dht
@@ -194,6 +175,12 @@ class SwarmDHT:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._node.shutdown()
 
+    def keep_run(self, run_id: str, manifest: RunManifest) -> None:
+        """Have this node store the records of this run alone from now on."""
+        self._places.keep_run(run_id, manifest)
+        if manifest.admission == "open":
+            self.passes.open_to_everybody()
+
     async def store(
         self, key: str, record: Record, run: str, lifetime_s: float, signer: Identity | None = None
     ) -> bool:
@@ -207,15 +194,23 @@ class SwarmDHT:
             whether the DHT has stored it
 
         Raises:
-            UserError: the record is too large
+            UserError: no node of the run would store the record: it is too large, or does not belong under this key
         """
         signer = signer or self.identity
         expiration = self._clock.unix_s() + lifetime_s
-        envelope = seal(record, run, signer, _place(DHTID.generate(source=key).to_bytes(), expiration))
+        key_id = key_id_of(key)
+        place = place_of(key_id, expiration)
+        envelope = seal(record, run, signer, place)
         if len(envelope) > MAX_STORED_BYTES:
             raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")
         try:
-            stored = self._node.store(key, envelope, expiration, subkey=signer.peer_id, beam_size=NODES_ASKED)
+            # Other nodes, and hivemind's own, would drop it without a word.
+            self._places.check(key_id, signer.peer_id, envelope, place, lifetime_s)
+        except InvalidMessage as error:
+            raise UserError(f"the DHT does not store the {record.kind} under {key}: {error}") from error
+        try:
+            value = [envelope, b"" if signer is not self.identity else self.passes.own_pass]
+            stored = self._node.store(key, value, expiration, subkey=signer.peer_id, beam_size=NODES_ASKED)
             return bool(await self._request("store", key, stored))
         except CallError:
             return False
@@ -234,13 +229,16 @@ class SwarmDHT:
         if not isinstance(entries, dict):
             return {}
         records: dict[str, AnyRecord] = {}
-        key_id = DHTID.generate(source=key).to_bytes()
-        for author, (envelope, expiration) in entries.items():
+        key_id = key_id_of(key)
+        for author, (value, expiration) in entries.items():
             try:
-                if not isinstance(author, str):
-                    raise InvalidMessage("the author is no peer id")
-                records[author] = unseal(record_type, envelope, run or author, author, _place(key_id, expiration))
-            except InvalidMessage as error:
+                match author, value:
+                    case str(), [bytes() as envelope, bytes() as shown]:
+                        self.passes.check(author, shown)
+                    case _:
+                        raise InvalidMessage("not the record and the pass of a peer")
+                records[author] = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
+            except (InvalidMessage, NotAdmitted) as error:
                 self._metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", key, error)
         return records
@@ -259,6 +257,19 @@ class SwarmDHT:
                 self._metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", coordination_key(run_id), error)
         return found
+
+    async def learn_revocations(self, run_id: str) -> None:
+        """Look for a newer list of what the run's operator has revoked. A failure is logged, not raised."""
+        if self.passes.is_open:
+            return
+        try:
+            found = await self.fetch(revocations_key(run_id), RevocationsRecord, run_id)
+            if run_id in found:
+                self.passes.learn(found[run_id].revocations)
+        except InvalidMessage as error:
+            log.warning("invalid_record key=%s reason=%s", revocations_key(run_id), error)
+        except CallError:
+            return  # it is logged already
 
     async def _request(self, name: str, key: str, request: Coroutine[Any, Any, Any]) -> Any:
         # In a task of its own: hivemind shares a search among all that ask for one key, so its asker must not end it.
@@ -289,10 +300,44 @@ class SwarmDHT:
         raise SwarmError("libp2p's daemon has died: start the peer again (out of memory? see the kernel's log)")
 
 
+async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: SignedRecordValidator) -> DHTNode:
+    """Start a node of the DHT over a libp2p client.
+
+    Raises:
+        UserError: the initial peers do not let it in
+        Exception: it did not start; hivemind raises errors of many types
+    """
+    try:
+        with anyio.fail_after(START_TIMEOUT_S):
+            return await DHTNode.create(
+                p2p=p2p,
+                initial_peers=list(initial_peers) or None,
+                record_validator=validator,
+                authorizer=PassBearer(p2p.passes),
+                # This node asks for the latest records alone, so it has no use for what others have found.
+                cache_nearest=0,
+                # It would follow each store with a search for what has just been stored.
+                cache_on_store=False,
+            )
+    except Exception:
+        if refusal := await refusal_of(p2p, [check_peer_address(address) for address in initial_peers]):
+            raise UserError(refusal) from None
+        raise
+
+
 async def _in_time(shut_down: Callable[[], Awaitable[None]]) -> None:
     """Shut something down, also when the caller is cancelled, and give it up if that takes too long."""
     with anyio.move_on_after(SHUTDOWN_S, shield=True):
         await shut_down()
+
+
+def _check_addresses(initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> None:
+    for address in initial_peers:
+        check_peer_address(address)
+    for address in (*host_maddrs, *announce_maddrs):
+        _check_multiaddress(address)
+    for address in host_maddrs:
+        check_port_is_free(address)
 
 
 def _check_multiaddress(address: str) -> Multiaddr:
@@ -303,61 +348,6 @@ def _check_multiaddress(address: str) -> Multiaddr:
             f"{address!r} is no multiaddress ({' '.join(str(error).split()):.80}): expected one such as "
             f"/ip4/1.2.3.4/tcp/31337"
         ) from error
-
-
-def _check_port_is_free(address: str) -> None:
-    """Raise UserError if the port is taken: libp2p's daemon would report nothing, and never become ready."""
-    match address.split("/"):
-        case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
-            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, int(port)))
-                except OSError as error:
-                    raise UserError(
-                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
-                    ) from error
-
-
-async def _listening(addresses: Sequence[str]) -> list[str]:
-    """The addresses where libp2p listens. It would dial all of them in turn, and give each silent one five seconds."""
-    listening: set[str] = set()
-    room = anyio.Semaphore(MOST_CONNECTING)
-
-    async def check(address: str) -> None:
-        async with room:
-            if await _accepts(address):
-                listening.add(address)
-
-    async with anyio.create_task_group() as tasks:
-        for address in addresses:
-            tasks.start_soon(check, address)
-    return [address for address in addresses if address in listening]
-
-
-async def _accepts(address: str) -> bool:
-    """Whether libp2p answers at the address; True if that cannot be told, since the address is not plain TCP."""
-    match address.split("/"):
-        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, "p2p", _]:
-            try:
-                with anyio.fail_after(CONNECT_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(host, int(port))
-                    with closing(writer):
-                        return await reader.readexactly(len(GREETING)) == GREETING
-            except (OSError, EOFError, UnicodeError):  # nothing listens there, or the host is no valid name
-                return False
-    return True
-
-
-def is_tcp_address(address: str, peer_id: str) -> bool:
-    """Whether an address is one of the peer, over TCP. libp2p's daemon does not start if it is given any other form."""
-    host = "/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{1,253}"
-    return re.fullmatch(rf"{host}/tcp/[0-9]{{1,5}}/p2p/{re.escape(peer_id)}", address) is not None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address can be reached from its own machine only."""
-    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 def check_peer_address(address: str) -> str:

@@ -10,11 +10,19 @@ import anyio
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
-from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, OVERDUE_ANNOUNCEMENTS, PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import (
+    ANNOUNCEMENTS_PER_LIFETIME,
+    OVERDUE_ANNOUNCEMENTS,
+    PeerState,
+    PeerView,
+    SwarmView,
+    fault_of,
+)
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.dht import SwarmDHT, is_loopback, is_tcp_address
+from swarm_peer.runtime.network.addresses import is_loopback, is_tcp_address
+from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
 
 log = logging.getLogger(__name__)
@@ -24,6 +32,9 @@ FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
 # While peers are missing, all others look, and ask the same few nodes: the more of them, the longer the pause.
 FAST_POLL_S_PER_PEER = 0.1
+# How long an announcement tells who a caller is, in its own lifetimes: the next one may be late in the DHT, and this
+# peer may not be able to dial a caller whose calls arrive.
+REMEMBERED = 2
 # Most stage-0 peers that are remembered, so that their counts are believed after they are gone.
 AUTHORS_REMEMBERED = 4096
 
@@ -63,6 +74,7 @@ class Directory:
         self._metrics = metrics
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time at which it arrived
+        self._remembered: dict[str, tuple[Announcement, float]] = {}  # the same, for longer
         self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
         self._stranger_seen = anyio.Event()
@@ -80,16 +92,27 @@ class Directory:
             for stage in stages:
                 found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
                 for peer_id, announcement in found.items():
-                    known = self._peers.get(peer_id)
-                    fits = announcement.stage == stage and stage < self._manifest.stages.count
-                    if fits and (known is None or announcement.serial > known[0].serial):
-                        self._peers[peer_id] = (announcement, self._clock.monotonic_s())
-                        if stage == 0:
-                            self._authors.pop(peer_id, None)
-                            self._authors[peer_id] = None
+                    self._take(peer_id, announcement, stage)
         finally:
             self._rebuild()
         return self.view
+
+    def _take(self, peer_id: str, announcement: Announcement, stage: int) -> None:
+        """Keep an announcement that was found under the key of a stage, if it is news and fits the run."""
+        now_s = self._clock.monotonic_s()
+        fault = fault_of(announcement.view(peer_id, now_s), self._manifest.stages.count)
+        if fault is None and announcement.stage != stage:
+            fault = f"stage {announcement.stage} under the key of stage {stage}"
+        if fault is not None:
+            self._metrics.invalid_messages.labels("record").inc()
+            log.warning("invalid_record peer=%s reason=an announcement of %s", peer_id, fault)
+            return
+        known = self._peers.get(peer_id)
+        if known is None or announcement.serial > known[0].serial:
+            self._peers[peer_id] = self._remembered[peer_id] = (announcement, now_s)
+            if stage == 0:
+                self._authors.pop(peer_id, None)
+                self._authors[peer_id] = None
 
     async def refresh_surely(self, stages: Sequence[int]) -> SwarmView:
         """Like `refresh`, but try until the DHT answers: its silence does not mean that a stage has no peers."""
@@ -101,8 +124,10 @@ class Directory:
 
     def _rebuild(self) -> None:
         """Forget announcements that are too old, and make a new view."""
-        oldest = self._clock.monotonic_s() - self._manifest.limits.announcement_s
-        self._peers = {peer_id: entry for peer_id, entry in self._peers.items() if entry[1] >= oldest}
+        now_s, lifetime_s = self._clock.monotonic_s(), self._manifest.limits.announcement_s
+        self._peers = {peer: entry for peer, entry in self._peers.items() if entry[1] >= now_s - lifetime_s}
+        oldest = now_s - REMEMBERED * lifetime_s
+        self._remembered = {peer: entry for peer, entry in self._remembered.items() if entry[1] >= oldest}
         for peer_id in list(self._authors)[:-AUTHORS_REMEMBERED]:
             del self._authors[peer_id]
         self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
@@ -197,6 +222,7 @@ class Directory:
             moved_from=me.moved_from,
             addresses=tuple(sorted(self._dht.addresses, key=is_loopback)[:MAX_ADDRESSES]),
             incarnation=me.incarnation,
+            name=me.name,
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()
@@ -210,6 +236,17 @@ class Directory:
     def is_author(self, peer_id: str) -> bool:
         """Whether a peer announces stage 0 or has announced it: its counts are valid after it is gone, too."""
         return peer_id in self._authors
+
+    def serves(self, peer_id: str, stage: int) -> bool:
+        """Whether a caller serves a stage, by its last announcement."""
+        known = self._remembered.get(peer_id)
+        serving = (PeerState.SERVING.value, PeerState.DRAINING.value)
+        return known is not None and known[0].stage == stage and known[0].state in serving
+
+    def takes_part(self, peer_id: str) -> bool:
+        """Whether a caller is a peer of the run, in any stage and state, by its last announcement."""
+        known = self._remembered.get(peer_id)
+        return known is not None and known[0].state != PeerState.LEFT.value
 
     def look_soon(self) -> None:
         """Have `run_polling` look without a long pause, since this directory does not know some peer yet."""

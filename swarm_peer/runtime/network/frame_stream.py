@@ -14,7 +14,7 @@ import numpy as np
 from swarm_peer.errors import PeerUnreachable
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.codecs import bytes_of
-from swarm_peer.wire.frames import PREFIX, Frame, parse_frame, parse_lengths
+from swarm_peer.wire.frames import MAX_HEADER_BYTES, PREFIX, Frame, parse_frame, parse_lengths
 
 # A frame that has begun may take this long, plus the time for its bytes on the slowest link that is of any use.
 FRAME_TIMEOUT_S = 30.0
@@ -71,11 +71,11 @@ class FrameStream:
     def _on_network(self, timeout_s: float, tensors: Sequence[memoryview] = ()) -> AbstractContextManager[None]:
         return on_network(timeout_s, tensors, is_closing=self.writer.is_closing)
 
-    async def read_head(self) -> Frame:
+    async def read_head(self, max_header_bytes: int = MAX_HEADER_BYTES) -> Frame:
         """Wait for the next frame and read its header. Its tensors are filled by `read_tensors`."""
         with self._on_network(math.inf):
             prefix = await self.reader.readexactly(PREFIX.size)
-        header_bytes, payload_bytes = parse_lengths(prefix, self.max_payload_bytes)
+        header_bytes, payload_bytes = parse_lengths(prefix, self.max_payload_bytes, max_header_bytes)
         with self._on_network(FRAME_TIMEOUT_S):
             header = await self.reader.readexactly(header_bytes)
         self.metrics.received_bytes.inc(PREFIX.size + header_bytes)

@@ -3,9 +3,9 @@
 The streams are raw ones rather than hivemind's RPC: unary calls cost six times the CPU per byte and are bounded at
 4 MiB, and every new stream starts with a window of 256 KB. Exceptions of hivemind and libp2p end here.
 
-The memory that one caller can take of this peer is bounded; this peer does not read calls that would exceed it until
-there is room. A frame that has begun is always finished, in bounded time: half a frame would break all other calls on
-its stream.
+The memory that one caller can take of this peer is bounded, and all strangers together take no more than one caller,
+since identities cost nothing. This peer does not read calls that would exceed that until there is room. A frame that
+has begun is always finished, in bounded time: half a frame would break all other calls on its stream.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from anyio.abc import TaskGroup, TaskStatus
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotAdmitted, NotServing, PeerUnreachable
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.frame_stream import FrameStream, num_bytes_of, on_network
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import CallHandler, Reply, Transport, error_body, error_from_body
 from swarm_peer.wire.frames import Frame, FrameType
 from swarm_peer.wire.messages import PROTOCOL, Body
+from swarm_peer.wire.passes import MAX_PASS_BYTES
+from swarm_peer.wire.records import MAX_STORED_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,11 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 10.0
 # An honest caller has one stream, and briefly a second one after it has lost the first. The oldest is cut for a third.
 MAX_STREAMS_PER_CALLER = 2
+# A caller that is not let in is told so in reply to its first call.
+FIRST_CALL = 0
+HELLO_TIMEOUT_S = 10.0
+# A pass and a list of revocations. Anybody may send as much, before anything is known of him.
+MAX_HELLO_BYTES = MAX_PASS_BYTES + MAX_STORED_BYTES + 1024
 # Over all streams of a caller. Honest callers stay far below: a peer holds `limits.max_in_flight` microbatches, by
 # default 8.
 MAX_CALLS_PER_CALLER = 64
@@ -47,7 +55,7 @@ class _Connection:
 
     def __init__(self, tasks: TaskGroup):
         self._tasks = tasks
-        self._ids = itertools.count()
+        self._ids = itertools.count(FIRST_CALL)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         self._stream: FrameStream | None = None
         self._dialled = anyio.Event()
@@ -77,13 +85,16 @@ class _Connection:
             raise error_from_body(frame.body)
         return Reply(frame.body or {}, frame.tensors)
 
-    async def hand_out_replies(self, stream: FrameStream) -> None:
-        """Give each reply to the call that waits for it. Ends only by raising the reason why the stream has ended."""
+    async def hand_out_replies(self, stream: FrameStream, hello: bytes, passes: PassChecker) -> None:
+        """Say hello, and give each reply to the call that waits for it. Ends only by raising why the stream ends."""
+        await stream.send(hello)
         self._stream = stream
         self._dialled.set()
         while True:
             frame = await stream.read_head()
             await stream.read_tensors(frame)
+            if frame.type is FrameType.HELLO:  # this peer is not let in
+                passes.learn(_revocations_in(frame))
             reply = self._pending.get(frame.call_id)
             if reply is not None and not reply.done() and frame.type in (FrameType.REPLY, FrameType.ERROR):
                 reply.set_result(frame)
@@ -94,6 +105,28 @@ class _Connection:
         for reply in self._pending.values():
             if not reply.done():
                 reply.set_exception(reason)
+
+
+class _Room:
+    """Calls and their bytes that may be under way at once."""
+
+    def __init__(self, max_bytes: int):
+        self._num_calls = 0
+        self._free_bytes = max_bytes
+        self._changed = Condition()
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait until there is room for one more call, and hold its place for the duration of the context."""
+        await self._changed.wait_for(lambda: self._num_calls < MAX_CALLS_PER_CALLER and num_bytes <= self._free_bytes)
+        self._num_calls += 1
+        self._free_bytes -= num_bytes
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            self._free_bytes += num_bytes
+            self._changed.notify()
 
 
 class _Caller:
@@ -108,29 +141,29 @@ class _Caller:
         self.peer_id = peer_id
         self.streams: list[anyio.CancelScope] = []
         self.calls: dict[tuple[FrameStream, int], anyio.CancelScope] = {}
-        self._free_bytes = max_bytes
-        self.changed = Condition()
+        self.room = _Room(max_bytes)
+        self._changed = Condition()
 
     async def answered(self) -> None:
         """Wait until none of its calls is under way."""
-        await self.changed.wait_for(lambda: not self.calls)
+        await self._changed.wait_for(lambda: not self.calls)
 
     @asynccontextmanager
-    async def room(self, call: tuple[FrameStream, int], num_bytes: int) -> AsyncIterator[anyio.CancelScope]:
+    async def under_way(
+        self, call: tuple[FrameStream, int], room: _Room, num_bytes: int
+    ) -> AsyncIterator[anyio.CancelScope]:
         """Wait until there is room for one more call, and hold its place for the duration of the context.
 
         Yields:
             the scope that cancels the call
         """
-        await self.changed.wait_for(lambda: len(self.calls) < MAX_CALLS_PER_CALLER and num_bytes <= self._free_bytes)
-        scope = self.calls[call] = anyio.CancelScope()
-        self._free_bytes -= num_bytes
-        try:
-            yield scope
-        finally:
-            del self.calls[call]
-            self._free_bytes += num_bytes
-            self.changed.notify()
+        async with room.hold(num_bytes):
+            scope = self.calls[call] = anyio.CancelScope()
+            try:
+                yield scope
+            finally:
+                del self.calls[call]
+                self._changed.notify()
 
 
 class P2PTransport(Transport):
@@ -143,8 +176,10 @@ class P2PTransport(Transport):
         max_payload_bytes: int,
         metrics: PeerMetrics,
         tasks: TaskGroup,
+        passes: PassChecker,
     ):
         self._p2p = p2p
+        self._passes = passes
         self._on_unreachable: Callable[[str], None] = lambda peer_id: None
         self.peer_id = p2p.peer_id.to_base58()
         self._max_payload_bytes = max_payload_bytes
@@ -152,6 +187,8 @@ class P2PTransport(Transport):
         self._tasks = tasks
         self._connections: dict[str, _Connection] = {}
         self._callers: dict[str, _Caller] = {}
+        self._is_member: Callable[[str], bool] = lambda peer_id: True
+        self._room_of_strangers = _Room(MAX_PAYLOADS_PER_CALLER * max_payload_bytes)
         self._handler: CallHandler | None = None
         self._is_listening = False
 
@@ -161,6 +198,7 @@ class P2PTransport(Transport):
         cls,
         p2p: P2P,
         *,
+        passes: PassChecker,
         max_payload_bytes: int,
         metrics: PeerMetrics,
     ) -> AsyncIterator[P2PTransport]:
@@ -168,17 +206,23 @@ class P2PTransport(Transport):
 
         Args:
             p2p: client of the daemon, for this event loop
+            passes: who is answered
             max_payload_bytes: most bytes of tensors in a frame that arrives
         """
         async with anyio.create_task_group() as tasks:
             try:
-                yield cls(p2p=p2p, max_payload_bytes=max_payload_bytes, metrics=metrics, tasks=tasks)
+                yield cls(p2p=p2p, max_payload_bytes=max_payload_bytes, metrics=metrics, tasks=tasks, passes=passes)
             finally:
                 tasks.cancel_scope.cancel()
 
-    async def serve(self, handler: CallHandler, on_unreachable: Callable[[str], None] = lambda peer_id: None) -> None:
+    async def serve(
+        self,
+        handler: CallHandler,
+        on_unreachable: Callable[[str], None] = lambda peer_id: None,
+        is_member: Callable[[str], bool] = lambda peer_id: True,
+    ) -> None:
         """Answer calls from now on; see Transport."""
-        self._handler, self._on_unreachable = handler, on_unreachable
+        self._handler, self._on_unreachable, self._is_member = handler, on_unreachable, is_member
         if not self._is_listening:
             self._is_listening = True
             await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
@@ -211,7 +255,7 @@ class P2PTransport(Transport):
                 _, reader, writer = await self._p2p.call_binary_stream_handler(callee, PROTOCOL)
             dialled = True
             with closing(self._make_stream(reader, writer)) as stream:
-                await connection.hand_out_replies(stream)
+                await connection.hand_out_replies(stream, self._hello(self._passes.own_pass), self._passes)
         except CallError as error:
             if isinstance(error, InvalidMessage):
                 self._metrics.invalid_messages.labels("frame").inc()
@@ -229,6 +273,10 @@ class P2PTransport(Transport):
         stream = self._make_stream(reader, writer)
         self._tasks.start_soon(self._serve_stream, info.peer_id.to_base58(), stream)
 
+    def _hello(self, shown: bytes) -> bytes:
+        body = {"pass": shown, "revocations": self._passes.revocations}
+        return Frame(FrameType.HELLO, 0, "", body).head()
+
     def _make_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> FrameStream:
         return FrameStream(
             reader=reader, writer=writer, max_payload_bytes=self._max_payload_bytes, metrics=self._metrics
@@ -242,12 +290,16 @@ class P2PTransport(Transport):
                 for oldest in caller.streams[:-MAX_STREAMS_PER_CALLER]:
                     oldest.cancel()
                 try:
-                    await self._read_calls(caller, stream, handlers)
+                    shown = await self._welcome(peer_id, stream)
+                    await self._read_calls(caller, stream, handlers, shown)
                 except InvalidMessage as error:
                     self._metrics.invalid_messages.labels("frame").inc()
                     log.warning("stream_cut peer=%s reason=%s", peer_id, error)
                 except PeerUnreachable as error:
                     log.debug("stream_ended peer=%s reason=%s", peer_id, error)
+                except NotAdmitted as error:
+                    log.debug("turned_away peer=%s reason=%s", peer_id, error)
+                    await self._turn_away(stream, error)
                 # No caller can receive the replies of the handlers that are still running.
                 handlers.cancel_scope.cancel()
         finally:
@@ -256,12 +308,38 @@ class P2PTransport(Transport):
             if not caller.streams:
                 del self._callers[peer_id]
 
-    async def _read_calls(self, caller: _Caller, stream: FrameStream, handlers: TaskGroup) -> None:
-        """Read frames and start a handler for each call. Ends only by raising."""
+    async def _welcome(self, peer_id: str, stream: FrameStream) -> bytes:
+        """Read the first frame of a stream, in which its caller shows its pass; returns the pass.
+
+        Raises:
+            InvalidMessage: the frame is another one
+            NotAdmitted: the caller may not take part
+            PeerUnreachable: none came in time
+        """
+        with on_network(HELLO_TIMEOUT_S):
+            frame = await stream.read_head(MAX_HELLO_BYTES)
+        told, shown = _revocations_in(frame), (frame.body or {}).get("pass")
+        if not isinstance(shown, bytes):
+            raise InvalidMessage("the first frame of a stream shows no pass")
+        self._passes.check(peer_id, shown)  # to check what a stranger says of others would cost more
+        self._passes.learn(told)
+        return shown
+
+    async def _turn_away(self, stream: FrameStream, error: NotAdmitted) -> None:
+        """Tell a caller why it may not take part."""
+        self._metrics.invalid_messages.labels("pass").inc()
+        refusal = Frame(FrameType.ERROR, FIRST_CALL, "", error_body(error))
+        with suppress(PeerUnreachable):
+            # A member leaves by what the run's operator has signed, and not by the word of this peer.
+            await stream.send(self._hello(b"") + refusal.head())
+
+    async def _read_calls(self, caller: _Caller, stream: FrameStream, handlers: TaskGroup, shown: bytes) -> None:
+        """Read frames and start a handler for each call, while the caller's pass holds. Ends only by raising."""
         while True:
             frame = await stream.read_head()
             call = caller.calls.get((stream, frame.call_id))
             if frame.type is FrameType.CALL and call is None:
+                self._passes.check(caller.peer_id, shown)
                 await handlers.start(self._answer, caller, stream, frame)
             elif frame.type is FrameType.CANCEL and not frame.tensors:
                 if call is not None:  # otherwise the CANCEL and the reply have crossed
@@ -273,7 +351,8 @@ class P2PTransport(Transport):
         self, caller: _Caller, stream: FrameStream, frame: Frame, *, task_status: TaskStatus[None]
     ) -> None:
         """Read the tensors of a call and answer it. Reports as started once the stream's next frame can be read."""
-        async with caller.room((stream, frame.call_id), num_bytes_of(frame.tensors)) as scope:
+        room = caller.room if self._is_member(caller.peer_id) else self._room_of_strangers
+        async with caller.under_way((stream, frame.call_id), room, num_bytes_of(frame.tensors)) as scope:
             await stream.read_tensors(frame)
             task_status.started()
             try:
@@ -303,3 +382,15 @@ class P2PTransport(Transport):
             log.exception("handler_failed peer=%s op=%.40r", peer_id, frame.op)
             answer = error_body(CallError("internal error"))
         return Frame(FrameType.ERROR, frame.call_id, "", answer).head(), ()
+
+
+def _revocations_in(hello: Frame) -> bytes:
+    """The list of revocations in the first frame of a stream.
+
+    Raises:
+        InvalidMessage: the frame is another one
+    """
+    told = (hello.body or {}).get("revocations")
+    if hello.type is not FrameType.HELLO or hello.tensors or not isinstance(told, bytes):
+        raise InvalidMessage("a stream begins with its caller's pass, and what was revoked")
+    return told

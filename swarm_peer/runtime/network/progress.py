@@ -10,10 +10,20 @@ from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.wire.messages import SignedCount
-from swarm_peer.wire.records import Progress, open_envelope, parse, seal
+from swarm_peer.wire.records import Progress, open_envelope, parse, peek_count, seal
 
 # A count of a round further ahead than this is not honest: it would only fill memory.
 MAX_COUNTED_ROUNDS_AHEAD = 2
+# Peers whose counts of one round are kept, and bytes of them: counts of honest peers have some hundred bytes each.
+MAX_AUTHORS = 1024
+MAX_ROUND_BYTES = 4 * 2**20
+# Signatures that are checked for one message: some 30 ms. The counts that are left out come again with the next one.
+MAX_CHECKED = 256
+# Bytes of a count with its author's id that is not long, and of all in one message: half of a header at most. With each
+# microbatch go fewer; the counts of a hundred peers fit.
+MAX_SHORT_BYTES = 1024
+MAX_MESSAGE_BYTES = 2**19
+MAX_MICROBATCH_BYTES = 2**16
 
 
 class ProgressBook:
@@ -54,6 +64,7 @@ class ProgressBook:
         self._signed: dict[int, dict[str, dict[int, bytes]]] = {}  # by round, peer and incarnation
         self._step = step
         self._heard_at: dict[str, float] = {}  # when a count of each peer last grew, in this round
+        self._num_messages = 0
 
     @property
     def round_number(self) -> int:
@@ -74,30 +85,51 @@ class ProgressBook:
             self._keep(round_number, self.author, seal(record, self._run, self._identity))
         return record
 
-    def signed_counts(self) -> tuple[SignedCount, ...]:
-        """All counts of this peer's round, and of the previous one, which some peers may not have closed yet."""
-        return tuple(
+    def signed_counts(self, max_bytes: int = MAX_MESSAGE_BYTES) -> tuple[SignedCount, ...]:
+        """All counts of this peer's round, and of the previous one, which some peers may not have closed yet.
+
+        If they are too long for one message, this peer's own go first, then the short ones, then those longer than any
+        honest peer's; where even the short ones have no room together, they take turns.
+        """
+        counts = [
             (peer_id, envelope)
             for round_number in (self.round_number - 1, self.round_number)
             for peer_id, lives in sorted(self._signed.get(round_number, {}).items())
             for _, envelope in sorted(lives.items())
-        )
+        ]
+        if sum(map(_num_bytes, counts)) <= max_bytes:
+            return tuple(counts)
+        self._num_messages += 1
+        first = self._num_messages * max_bytes // MAX_SHORT_BYTES % len(counts)
+        in_turn = sorted(counts[first:] + counts[:first], key=lambda count: _num_bytes(count) > MAX_SHORT_BYTES)
+        in_turn.sort(key=lambda count: count[0] != self.author.peer_id)
+        chosen = set[SignedCount]()
+        for count in in_turn:
+            if _num_bytes(count) <= max_bytes:
+                max_bytes -= _num_bytes(count)
+                chosen.add(count)
+        return tuple(count for count in counts if count in chosen)
 
-    def merge(self, counts: Iterable[SignedCount], *, vouched: bool = False) -> None:
+    def merge(self, counts: Iterable[SignedCount], *, vouched: bool = False) -> int:
         """Take over the new ones of the counts that came with a message.
 
         Only peers that announce stage 0 or have announced it are believed. If this peer has not seen the author's
         announcement yet, the count is dropped: it comes again with the next message, and `on_stranger` has the
-        directory look for the author. If too many lives of one peer have counted in a round already, those of further
-        lives are dropped; a message is not refused for them, since whoever passes them on is not to blame.
+        directory look for the author. If too many lives of one peer, or too many peers, have counted in a round
+        already, the counts of further ones are dropped; a message is not refused for them, since whoever passes them on
+        is not to blame. A count that is not news is dropped before its signature is checked.
 
         Args:
             vouched: a stage-mate passes the counts on, which has seen the announcements of their authors; this peer
                 may never see them, if the authors have died since
 
+        Returns:
+            how many counts were left out because there are too many to check for one message: they may be news
+
         Raises:
             InvalidMessage: a count is malformed, or not signed by its author
         """
+        num_checked = num_left_out = 0
         for peer_id, envelope in counts:
             if envelope in self._signed_values(peer_id):
                 continue
@@ -105,6 +137,12 @@ class ProgressBook:
                 self._on_stranger(peer_id)
                 self._context.metrics.invalid_messages.labels("count").inc()
                 continue
+            if not self._may_be_news(peer_id, envelope):
+                continue
+            if num_checked >= MAX_CHECKED:
+                num_left_out += 1
+                continue
+            num_checked += 1
             kind, run, body = open_envelope(envelope, peer_id)
             if kind != Progress.kind or run != self._run:
                 raise InvalidMessage(f"a {kind:.20} of run {run:.40} where a progress count was expected")
@@ -116,17 +154,36 @@ class ProgressBook:
             windows = sum(item.end - item.start for item in record.ranges)
             if windows > 2 * self.counter.global_batch_size:
                 raise InvalidMessage(f"a progress count of {record.samples} samples with ranges of {windows}")
-            in_reach = -1 <= record.round_number - self.round_number <= MAX_COUNTED_ROUNDS_AHEAD
             author = Life(peer_id, record.incarnation)
-            if not self.counter.may_count(record.round_number, author):
-                self._context.metrics.invalid_messages.labels("count").inc()
-                continue
             before = self.counter.count_of(record.round_number, author)
-            if in_reach and self.counter.merge(record.round_number, author, record.count()):
+            if self.counter.merge(record.round_number, author, record.count()):
                 self._keep(record.round_number, author, envelope)
                 self._heard_at[peer_id] = self._context.clock.monotonic_s()
                 for listener in self._listeners:
                     listener(record.round_number, author, before)
+        return num_left_out
+
+    def _may_be_news(self, peer_id: str, envelope: bytes) -> bool:
+        """Whether a count is of a round that matters, newer than the known one, and one for which there is room.
+
+        Raises:
+            InvalidMessage: it is malformed
+        """
+        told = peek_count(envelope)
+        author = Life(peer_id, told.incarnation)
+        if not -1 <= told.round_number - self.round_number <= MAX_COUNTED_ROUNDS_AHEAD:
+            return False
+        if self.counter.knows(told.round_number, author, RoundCount(told.samples, told.claimed)):
+            return False
+        kept = self._signed.get(told.round_number, {})
+        has_room = peer_id in kept or peer_id == self.author.peer_id or len(kept) < MAX_AUTHORS
+        if len(envelope) > MAX_SHORT_BYTES and peer_id != self.author.peer_id:
+            num_bytes = sum(len(known) for lives in kept.values() for known in lives.values())
+            has_room = has_room and num_bytes + len(envelope) <= MAX_ROUND_BYTES
+        if not has_room or not self.counter.may_count(told.round_number, author):
+            self._context.metrics.invalid_messages.labels("count").inc()
+            return False
+        return True
 
     def active(self, peers: Iterable[str], patience_s: float) -> set[str]:
         """The peers whose counts have grown within the last `patience_s`; at the start of a round, all of `peers`.
@@ -170,3 +227,7 @@ class ProgressBook:
     def _keep(self, round_number: int, author: Life, envelope: bytes) -> None:
         self._signed.setdefault(round_number, {}).setdefault(author.peer_id, {})[author.incarnation] = envelope
         self._context.changed.notify()
+
+
+def _num_bytes(count: SignedCount) -> int:
+    return len(count[0]) + len(count[1])

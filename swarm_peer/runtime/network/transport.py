@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from swarm_peer.config import describe
 from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClosed
 from swarm_peer.wire.messages import Body
+from swarm_peer.wire.packing import unpack
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -56,11 +57,17 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    async def serve(self, handler: CallHandler, on_unreachable: Callable[[str], None] = lambda peer_id: None) -> None:
+    async def serve(
+        self,
+        handler: CallHandler,
+        on_unreachable: Callable[[str], None] = lambda peer_id: None,
+        is_member: Callable[[str], bool] = lambda peer_id: True,
+    ) -> None:
         """Answer calls with this handler from now on, and no more with the one before.
 
         Args:
             on_unreachable: called with the id of each peer that cannot be reached when this one calls it
+            is_member: whether a caller is known to take part in the run; all others together get the room of one
         """
 
     @abstractmethod
@@ -108,7 +115,4 @@ def unpack_fields(model: type[AnyBody], data: memoryview) -> AnyBody:
     Raises:
         InvalidMessage: the bytes are no msgpack, or do not fit the schema
     """
-    try:
-        return check_body(model, msgpack.unpackb(data, use_list=False))
-    except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessage(f"{model.__name__}: no msgpack ({error})") from error
+    return check_body(model, unpack(data, model.__name__))

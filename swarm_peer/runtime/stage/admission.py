@@ -5,6 +5,7 @@ Owns how many microbatches are inside the round. Must not know what they compute
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,16 @@ from swarm_peer.runtime.stage.rounds import Round, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
 MAX_ROUNDS_HELD = 1
+# One of so many places, and at least one, is kept free of a caller that holds all others, as long as there is another
+# caller.
+PLACES_PER_FREE_ONE = 4
+
+
+def places_of_one(capacity: int, num_callers: int) -> int:
+    """How many microbatches one caller may have inside or held, so that it cannot shut out the others."""
+    if num_callers < 2:
+        return capacity
+    return max(capacity - max(capacity // PLACES_PER_FREE_ONE, 1), 1)
 
 
 class RoundAdmission:
@@ -32,6 +43,7 @@ class RoundAdmission:
         self.capacity = capacity
         self.admitted = 0
         self.held = 0
+        self._by_caller: Counter[str] = Counter()  # admitted and held
         self._rounds = rounds
         self._newest_asked = 0
         self._leaving = False
@@ -52,10 +64,14 @@ class RoundAdmission:
         self._changed.notify()
 
     @asynccontextmanager
-    async def enter(self, round_number: int, *, always: bool = False) -> AsyncIterator[Round]:
+    async def enter(
+        self, round_number: int, *, caller: str = "", num_callers: int = 1, always: bool = False
+    ) -> AsyncIterator[Round]:
         """Keep a microbatch inside a round for as long as the context lasts; wait for the round if it comes next.
 
         Args:
+            caller: the peer that sent it; empty for this peer itself
+            num_callers: number of peers that send microbatches here
             always: admit it beyond the capacity, too
 
         Returns:
@@ -63,11 +79,23 @@ class RoundAdmission:
 
         Raises:
             RoundClosed: this peer is past that round, or has closed it
-            Busy: as many microbatches are inside or held as may be
+            Busy: as many microbatches are inside or held as may be, or as many of this caller
             NotServing: this peer is draining, or far behind that round
         """
         if self.admitted + self.held >= self.capacity and not always:
             raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
+        if self._by_caller[caller] >= places_of_one(self.capacity, num_callers) and not always:
+            raise Busy(f"{self._by_caller[caller]} of {self.capacity} places are this caller's, and others need some")
+        self._by_caller[caller] += 1
+        try:
+            async with self._inside(round_number) as entered:
+                yield entered
+        finally:
+            self._by_caller[caller] -= 1
+            self._by_caller += Counter()  # forget those at zero
+
+    @asynccontextmanager
+    async def _inside(self, round_number: int) -> AsyncIterator[Round]:
         self.held += 1
         try:
             entered = await self.reach(round_number)

@@ -17,7 +17,7 @@ from swarm_peer.policy.peer_backoff import PeerBackoff
 from swarm_peer.policy.routing import Router
 from swarm_peer.policy.view import Life, SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Reply, Transport, check_body
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import QUERIES, MicrobatchCall, MicrobatchReply, Mode
@@ -196,7 +196,7 @@ class StageClient:
             num_samples=microbatch.num_samples,
             length=microbatch.length or self._manifest.data.sequence_length,
             timeout_s=timeout_s - min(max(0.05 * timeout_s, WAY_BACK_S), 0.5 * timeout_s),
-            counts=self._progress.signed_counts(),
+            counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
         )
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
         deadline = anyio.current_time() + timeout_s

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import anyio
 
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import Round
@@ -24,12 +27,14 @@ from swarm_peer.wire.messages import MAX_LOGITS_BYTES, QUERIES, Body, Microbatch
 
 log = logging.getLogger(__name__)
 
-# Queries that a peer holds at once: one computes while the next one arrives, and more would only wait.
-MAX_QUERIES = 2
+# Queries that a peer holds at once for one caller: one computes while the next one arrives, and more would only wait.
+MAX_QUERIES_OF_ONE = 2
+# And for all callers together: those of strangers at stage 0, or of the stage before, which hands them on.
+MAX_QUERIES = 4
 
 
 class StageServer:
-    """Answers the stage before, which sends microbatches, and observers, which send queries.
+    """Answers the stage before, which sends microbatches, and at stage 0 observers, which send queries.
 
     Belongs to the event loop's thread.
 
@@ -37,7 +42,23 @@ class StageServer:
     gone. Queries do not take room from training microbatches, and they get the device's idle moments.
     """
 
-    def __init__(self, *, context: PeerContext, core: ReplicaCore, progress: ProgressBook):
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        core: ReplicaCore,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+        serves: Callable[[str, int], bool],
+    ):
+        """Make the server of one replica.
+
+        Args:
+            serves: whether a peer serves a stage, by its last announcement that was seen here
+        """
+        self._stage = core.stage
+        self._view = view
+        self._serves = serves
         self._resolved = context.resolved
         self._manifest = context.resolved.manifest
         self._admission = core.admission
@@ -45,11 +66,12 @@ class StageServer:
         self._progress = progress
         self._metrics = context.metrics
         self._running: dict[bytes, asyncio.Event] = {}
-        self._num_queries = 0
+        self._queries: Counter[str] = Counter()  # by caller
         self.calls: dict[type[Body], Handler] = {MicrobatchCall: self.handle}
 
     async def handle(self, caller: str, call: MicrobatchCall, tensors: Sequence[memoryview]) -> Reply:
         """Run a microbatch through this stage and all later ones; count it once, however often the call is repeated."""
+        self._check_caller(caller, call)
         self._progress.merge(call.counts)
         self._check_sizes(call, tensors)
         microbatch = Microbatch(
@@ -61,7 +83,7 @@ class StageServer:
         timeout_s = min(call.timeout_s, limits.hop_timeout_s * stages.count)
         try:
             with anyio.fail_after(timeout_s):
-                result = await self._run_once(microbatch, hidden, anyio.current_time() + timeout_s)
+                result = await self._run_once(caller, microbatch, hidden, anyio.current_time() + timeout_s)
             outcome = "done"
         except TimeoutError:
             raise CallTimeout(f"not done within {timeout_s:.1f} s") from None
@@ -73,25 +95,47 @@ class StageServer:
         body = MicrobatchReply(
             loss_sum=result.loss_sum,
             samples_per_s=self._executor.samples_per_s,
-            counts=self._progress.signed_counts(),
+            counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
         )
         return Reply(body.model_dump(), [tensor for tensor in (result.grad, result.logits) if tensor is not None])
 
-    async def _query(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
-        if self._num_queries >= MAX_QUERIES:
-            raise Busy(f"{self._num_queries} queries are under way")
-        self._num_queries += 1
+    def _check_caller(self, caller: str, call: MicrobatchCall) -> None:
+        """Serve those who serve the stage before; at stage 0 anybody, since it takes nothing but queries.
+
+        Raises:
+            Busy: this peer has not seen yet that the caller serves that stage: it tries another peer, or again
+        """
+        if call.stage > 0 and not self._serves(caller, call.stage - 1):
+            self._progress.saw_stranger(caller)
+            self._metrics.microbatches.labels(call.mode, "stranger").inc()
+            raise Busy(f"no announcement of this peer for stage {call.stage - 1} has been seen here yet")
+
+    async def _query(
+        self, caller: str, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+    ) -> HopResult:
+        if self._queries[caller] >= MAX_QUERIES_OF_ONE or self._queries.total() >= MAX_QUERIES:
+            raise Busy(f"{self._queries[caller]} queries of this caller are under way, {self._queries.total()} of all")
+        self._queries[caller] += 1
         try:
             reached = await self._admission.reach(microbatch.round_number)
             return await self._executor.run(reached, microbatch, hidden, deadline)
         finally:
-            self._num_queries -= 1
+            self._queries[caller] -= 1
+            self._queries += Counter()  # forget those at zero
 
-    async def _run_once(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
+    async def _run_once(
+        self, caller: str, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+    ) -> HopResult:
         if microbatch.is_query:
-            return await self._query(microbatch, hidden, deadline)
+            return await self._query(caller, microbatch, hidden, deadline)
+        enter = partial(
+            self._admission.enter,
+            microbatch.round_number,
+            caller=caller,
+            num_callers=len(self._view().serving(self._stage - 1)),
+        )
         if microbatch.mode != "train":
-            async with self._admission.enter(microbatch.round_number) as entered:
+            async with enter() as entered:
                 self._check_timeline(microbatch, entered)
                 return await self._executor.run(entered, microbatch, hidden, deadline)
         # The same microbatch can come again while it runs, from a caller that lost its connection.
@@ -99,7 +143,7 @@ class StageServer:
             await other.wait()
         done = self._running[microbatch.id] = asyncio.Event()
         try:
-            async with self._admission.enter(microbatch.round_number) as entered:
+            async with enter() as entered:
                 self._metrics.in_flight.set(self._admission.admitted)
                 self._check_timeline(microbatch, entered)
                 known = self._executor.counted_reply(entered, microbatch.id)

@@ -10,7 +10,6 @@ import anyio
 from swarm_peer.errors import CallError
 from swarm_peer.policy.recovery import Claim, Timeline, credible
 from swarm_peer.policy.view import PeerState, SwarmView
-from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Transport, check_body
 from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply
@@ -21,14 +20,14 @@ CALL_TIMEOUT_S = 5.0
 
 
 async def list_snapshots(
-    context: PeerContext, transport: Transport, peers: Sequence[str]
+    manifest_hash: str, transport: Transport, peers: Sequence[str]
 ) -> dict[str, ListSnapshotsReply]:
     """Ask peers which snapshots they keep, and where they stand. Returns the answers of those that answer."""
     replies: dict[str, ListSnapshotsReply] = {}
 
     async def ask(peer_id: str) -> None:
         try:
-            call = ListSnapshotsCall(manifest=context.resolved.hash)
+            call = ListSnapshotsCall(manifest=manifest_hash)
             reply = await transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
             replies[peer_id] = check_body(ListSnapshotsReply, reply.body)
         except CallError as error:

@@ -149,7 +149,7 @@ class Recovery:
         first = await self._first_timeline()
         # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
         asked = [peer.peer_id for peer in view.peers] + [self._context.run_id] * bool(first.first_optimizer_step)
-        replies = await list_snapshots(self._context, self._swarm.transport, asked)
+        replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, asked)
         claims = claims_of(view, replies)
         believed = believable(claims)
         standing = self._find_standing(first, believed, replies)
@@ -339,7 +339,7 @@ class Recovery:
         """
         view = await self._swarm.look(range(self._context.resolved.num_stages))
         serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
-        replies = await list_snapshots(self._context, self._swarm.transport, serving)
+        replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, serving)
         claims = believable(claims_of(view, replies)).values()
         is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
         return find_standing(own.timeline, claims), is_last

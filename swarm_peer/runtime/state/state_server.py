@@ -27,6 +27,16 @@ from swarm_peer.wire.messages import StateIndexCall
 WAIT_FOR_ROUND_S = 10.0
 # A state or update is dropped after this long without a request: the peer that was downloading it is gone.
 RETAIN_S = 60.0
+# A peer that goes on asking could have it held for ever. So a lease ends after the time that the download takes on the
+# slowest link with which a peer could take part in averaging, and not before this.
+SLOWEST_BYTES_PER_S = 1e6
+LEASE_S = 600.0
+# How often expired ones are dropped.
+EXPIRY_POLL_S = 10.0
+# All that is held together takes at most the memory of so many states, or this, if a state is small. It is the updates
+# that have to give way: for each state that is not held, the updates of three rounds and more.
+MOST_STATES_BYTES = 4
+SMALL_BYTES = 2**28
 # A state is as large as three updates, and averaging takes more bandwidth per round than one update does. So a peer
 # that needs more rounds than this for a state could not keep up with averaging either.
 MAX_UPDATES_RETAINED = 16
@@ -52,6 +62,7 @@ class StateServer:
         self._core = core
         self._stage = core.stage
         self._lock = anyio.Lock()
+        self._lease_ends: dict[bytes, float] = {}  # by the hash of the index
         self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
         self._update_ids: dict[int, bytes] = {}  # hashes of the indexes of updates that were asked for, by round
 
@@ -63,20 +74,44 @@ class StateServer:
     def retain_update(self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes) -> None:
         """Keep the update that ends the present round, if a peer is downloading an earlier state."""
         step = self.step
-        oldest = self._clock.monotonic_s() - RETAIN_S
-        self.stored = {key: stored for key, stored in self.stored.items() if stored.used_at >= oldest}
+        self._drop_expired()
         if not self._held():
-            self._updates.clear()
-            self._update_ids.clear()
             return
         tensors = {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}
         update = StageState(step.round_number, history_hash, tensors, step.timeline, ledger)
         self._updates = {known: state for known, state in self._updates.items() if state.timeline == step.timeline}
         self._updates[step.round_number] = update
-        while len(self._updates) > MAX_UPDATES_RETAINED:
+        self._make_room_for_all()
+
+    async def run(self) -> None:
+        """Drop what nobody downloads any more, until cancelled: a round may take long."""
+        while True:
+            await anyio.sleep(EXPIRY_POLL_S)
+            self._drop_expired()
+
+    def _drop_expired(self) -> None:
+        now = self._clock.monotonic_s()
+        self.stored = {
+            key: stored
+            for key, stored in self.stored.items()
+            if now <= min(stored.used_at + RETAIN_S, self._lease_ends[key])
+        }
+        self._lease_ends = {key: self._lease_ends[key] for key in self.stored}
+        if not self._held():
+            self._updates.clear()
+            self._update_ids.clear()
+
+    def _make_room_for_all(self) -> None:
+        """Drop the oldest updates until all that is held fits."""
+        states = [stored.num_bytes for stored in self._held().values()]
+        most_bytes = max(MOST_STATES_BYTES * max(states), SMALL_BYTES)
+        while len(self._updates) > MAX_UPDATES_RETAINED or sum(states) + self._update_bytes() > most_bytes:
             oldest_round = min(self._updates)
             del self._updates[oldest_round]
             self.stored.pop(self._update_ids.pop(oldest_round, b""), None)
+
+    def _update_bytes(self) -> int:
+        return sum(tensor.nbytes for update in self._updates.values() for tensor in update.tensors.values())
 
     async def copy_state(self) -> StageState | None:
         """Copy the replica's state; None while it has no weights, or an update is being applied."""
@@ -139,6 +174,7 @@ class StateServer:
                     continue
                 stored = await self._threads.run(make_stored, self._stage, "state", state)
                 self._remember(stored)
+                self._make_room_for_all()
                 return stored
 
     async def _wait_until_past(self, present: Round) -> None:
@@ -158,8 +194,9 @@ class StateServer:
         return kept
 
     def _remember(self, stored: StoredState) -> bytes:
-        stored.used_at = self._clock.monotonic_s()
+        stored.used_at = now = self._clock.monotonic_s()
         self.stored[stored.key] = stored
+        self._lease_ends[stored.key] = now + max(LEASE_S, stored.num_bytes / SLOWEST_BYTES_PER_S)
         return stored.key
 
     def _take(self) -> StageState | None:

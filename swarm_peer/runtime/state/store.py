@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -55,6 +55,11 @@ class StoredState:
     tensors: tuple[memoryview, ...]
     used_at: float = 0.0
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors."""
+        return sum(part.nbytes for part in self.tensors)
+
 
 class StateSource(Protocol):
     """A replica in this peer that gives its own state away.
@@ -82,16 +87,25 @@ class SnapshotStore:
         sources: the replicas in this peer that give their own states away, by stage
     """
 
-    def __init__(self, *, clock: Clock, threads: Threads, storage: Storage):
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        threads: Threads,
+        storage: Storage,
+        is_member: Callable[[str], Awaitable[bool]],
+    ):
         """Make a store without snapshots.
 
         Args:
             storage: holds the files of snapshots, and no others
+            is_member: whether a caller takes part in the run
         """
         self.sources: dict[int, StateSource] = {}
         self._clock = clock
         self._threads = threads
         self._storage = storage
+        self._is_member = is_member
         self._snapshots: dict[SnapshotRef, StoredState] = {}
 
     @property
@@ -115,8 +129,7 @@ class SnapshotStore:
         stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
-        num_bytes = sum(part.nbytes for part in stored.tensors)
-        log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, num_bytes)
+        log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, stored.num_bytes)
         self._forget_old()
 
     def snapshots(self) -> list[tuple[SnapshotRef, Timeline]]:
@@ -162,7 +175,15 @@ class SnapshotStore:
         self._storage.remove(_name_of(ref))
 
     async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
-        """Give the index of a state or an update that is kept here."""
+        """Give the index of a state or an update that is kept here.
+
+        Anybody may have a snapshot, which is a file. A replica's newest state and its updates take memory for as long
+        as they are downloaded, so they are for members of the run.
+        """
+        # Looked up for snapshots, too: so a coordinator that asks for one becomes known here.
+        is_member = await self._is_member(caller)
+        if call.created_at_round is None and not is_member:
+            raise NotServing("no announcement of this peer has been seen here yet; snapshots are for everybody")
         stored = await self._find(call)
         stored.used_at = self._clock.monotonic_s()
         return Reply(tensors=(memoryview(stored.packed),))

@@ -110,8 +110,8 @@ async def _ask_index(
             reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
             if len(reply.tensors) != 1:
                 raise InvalidMessage("the index is missing")
-            packed = bytes(reply.tensors[0])
-            index = unpack_fields(StateIndex, memoryview(packed))
+            packed = reply.tensors[0]
+            index = unpack_fields(StateIndex, packed)
             check(index)
             found.setdefault(hashlib.sha256(packed).digest(), (index, []))[1].append(donor)
         except CallError as error:

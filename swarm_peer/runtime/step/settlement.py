@@ -250,7 +250,7 @@ class StageGroup:
             if tasks.cancel_scope.cancelled_caught:
                 log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
                 for peer_id in to_ask - members.keys():
-                    self._mates.was_late(peer_id)
+                    self._mates.was_late(peer_id, ending.number)
         # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
         # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
         # other.
@@ -263,6 +263,7 @@ class StageGroup:
     async def _ask_ready(
         self, peer_id: str, round_number: int, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
     ) -> None:
+        on_trial = self._mates.begin_trial(peer_id, round_number)
         while True:
             body = ReadyCall(
                 manifest=self._hash,
@@ -274,7 +275,7 @@ class StageGroup:
             try:
                 reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
                 answer = check_body(ReadyReply, reply.body)
-                self._progress.merge(answer.counts, vouched=True)
+                num_left_out = self._progress.merge(answer.counts, vouched=True)
             except RoundClosed:
                 ahead.append(peer_id)
                 return
@@ -283,9 +284,13 @@ class StageGroup:
                 if isinstance(error, PeerUnreachable):
                     self._mates.was_unreachable(peer_id)
                 return
-            if answer.attempt is not None:
+            # All counts of the round must be known before it is settled: ask for those that were left out.
+            if answer.attempt is not None and not num_left_out:
                 members[peer_id] = answer
                 self._mates.was_ready(peer_id)
+                return
+            if on_trial:
+                log.warning("stage_mate_left_out peer=%s reason=it says that it is ready, and is not", peer_id)
                 return
 
     async def _gather_votes(self, ending: Round, attempt: int, peers: set[str]) -> dict[str, Vote]:
@@ -322,13 +327,14 @@ class StageGroup:
         if is_mate and not self._is_past(call.round_number):
             # Before the wait, since this peer may become ready during it and must not go on without the caller.
             self._mates.welcome(caller)
-            self._mates.was_ready(caller)
+            self._mates.says_ready(caller, call.round_number)
 
         def is_ready() -> bool:
-            # Never tell a stranger, or it would average with members that do not expect it. It asks again.
+            # A peer that this barrier does without would average with members that do not expect it: it asks again.
             present = self._rounds.current
             has_come = present.attempt is not None and present.attempt >= call.attempt
-            return is_mate and present.number == call.round_number and has_come
+            is_expected = is_mate and not self._mates.is_left_out(caller)
+            return is_expected and present.number == call.round_number and has_come
 
         def has_left() -> bool:
             return self._rounds.step.phase is Phase.LEFT

@@ -1,0 +1,89 @@
+"""Commands for who takes part in a run by invitation: `invite`, `invites` and `revoke`. None of them asks the network.
+
+A coordinator that serves the run from the same folder tells its peers what was revoked, within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from coordinator.commands.options import Json, Positive, RunFolder
+from swarm_peer.config import RUN
+from swarm_peer.errors import UserError
+
+SECONDS = {"h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+
+def invite(
+    run: RunFolder = None,
+    /,
+    *,
+    label: Annotated[str, RUN],
+    expires: Annotated[str, RUN] = "30d",
+    at_once: Annotated[int, RUN, Positive] = 8,
+) -> None:
+    """Print an invite to a run, which whoever has it joins with. Keep it as secret as a password.
+
+    Args:
+        label: Whom it is for: a name, by which it is listed and revoked.
+        expires: For how long it holds, in hours, days or weeks, such as 12h, 7d or 4w.
+        at_once: How many peers may take part by it at the same time.
+    """
+    from coordinator.run.addresses import COORDINATOR, PEERS, read_known
+    from coordinator.run.found_runs import folder_of_run
+    from coordinator.run.invites import InviteBook
+
+    folder = folder_of_run(run)
+    addresses = read_known(folder / COORDINATOR) or read_known(folder / PEERS)
+    if not addresses:
+        raise UserError(f"{folder}: no address of its run is kept there yet; serve the run first")
+    book = InviteBook(folder)
+    made = book.issue(book.run_key(), addresses, label=label, seconds=_seconds(expires), at_once=at_once)
+    print(f"swarm-peer --stage auto --initial-peers {made.text()}")
+
+
+def _seconds(text: str) -> int:
+    match = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
+    if match is None:
+        raise UserError(f"--expires {text}: expected hours, days or weeks, such as 12h, 7d or 4w")
+    return int(match[1]) * SECONDS[match[2]]
+
+
+def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
+    """List the invites to a run, and which peers have come by each."""
+    from coordinator.run.found_runs import folder_of_run
+    from coordinator.run.invites import InviteBook
+
+    listed = InviteBook(folder_of_run(run)).listed(int(time.time()))
+    if json_:
+        print(json.dumps([asdict(each) for each in listed]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("label", "holds until", "at once", "state", "peers that came")
+    for each in listed:
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
+        table.add_row(each.label, until, str(each.at_once), each.state, "\n".join(each.peers))
+    Console().print(table)
+
+
+def revoke(
+    whom: Annotated[
+        str, RUN, Parameter(name="LABEL|PEER", help="An invite, with all peers that came by it; or a peer.")
+    ],
+    run: RunFolder = None,
+    /,
+) -> None:
+    """Revoke an invite, or let one peer take part no more."""
+    from coordinator.run.found_runs import folder_of_run
+    from coordinator.run.invites import InviteBook
+
+    book = InviteBook(folder_of_run(run))
+    print(f"Revoked: {book.revoke(book.run_key(), whom)}.")

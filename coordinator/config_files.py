@@ -1,0 +1,91 @@
+"""The YAML files that commands take: runs and descriptions of peers, the user's own or those that come with Swarm.
+
+The latter lie in the repository's folder `configs`; the link to it beside this file has them installed with the
+package.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from swarm_peer.config import RunManifest, describe
+from swarm_peer.errors import UserError
+
+RUNS = Path(__file__).parent / "configs"
+PEERS = RUNS / "peers"
+
+
+def find_file(name: Path, shipped: Path) -> Path:
+    """The file of this path, or else the one of this name in a folder that comes with Swarm.
+
+    Args:
+        name: such as `my/run.yaml` or `demo`
+
+    Raises:
+        UserError: there is neither
+    """
+    if name.is_file():
+        return name
+    known = sorted(path.stem for path in shipped.glob("*.yaml"))
+    if str(name) in known:
+        return shipped / f"{name}.yaml"
+    near = get_close_matches(name.stem, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"{name}: no such file, and none of that name comes with Swarm ({', '.join(known)}){hint}")
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or is no YAML
+    """
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UserError(f"cannot read {path}: {reason}; check the path") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def load_manifest(name: Path, overrides: tuple[str, ...] = ()) -> RunManifest:
+    """Read a run's YAML file.
+
+    Args:
+        name: a file such as configs/demo.yaml, or a run that comes with Swarm, such as demo
+        overrides: settings `a.b=value` that replace those of the file; each value is YAML
+
+    Raises:
+        UserError: the file is missing or no YAML, or its keys are unknown, missing or contradictory
+    """
+    path = find_file(name, RUNS)
+    data = read_yaml(path)
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a mapping of sections (model, stages, data, ...), got {data!r:.60}")
+    for setting in overrides:
+        _override(data, setting)
+    try:
+        return RunManifest.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{name}: {describe(error, RunManifest)}") from error
+
+
+def _override(data: dict[str, Any], setting: str) -> None:
+    key, separator, value = setting.partition("=")
+    if not separator:
+        raise UserError(f"--set {setting!r}: expected KEY=VALUE, such as training.steps=100")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise UserError(f"--set {setting!r}: {parent!r} is no section")
+    try:
+        data[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {setting!r}: the value is no valid YAML: {' '.join(str(error).split())}") from error

@@ -1,0 +1,217 @@
+"""The invites to a run, in its folder: who was given one, who came by it, and what was revoked.
+
+The folder holds the run's key, so whoever may write there may invite. Files with secrets are for their owner alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from swarm_peer.errors import UserError
+from swarm_peer.wire.identity import Identity, is_peer_id
+from swarm_peer.wire.passes import MAX_TICKETS_REVOKED, Invite, Revocations
+from swarm_peer.wire.records import seal, unseal
+
+# In the run's folder. The first holds secrets.
+INVITE = "invite"
+ISSUED = "invites.jsonl"
+MEMBERS = "members.json"
+REVOCATIONS = "revocations"
+
+DAY_S = 24 * 3600
+# Of the invite that `serve` prints, and of those that coordinators give themselves.
+STANDING_DAYS = 365
+STANDING_LABEL = "serve"
+COORDINATOR_LABEL = "coordinator"
+ANY_NUMBER = 2**20 - 1
+# Peers that are written down for each ticket. The holder of its key can make new ones all the time.
+MAX_MEMBERS = 1000
+
+
+@dataclass(frozen=True)
+class Issued:
+    """An invite that was given to somebody, without its secret.
+
+    Attributes:
+        key: of its ticket
+        expires: Unix seconds
+        at_once: how many peers may be in the run by it at a time
+    """
+
+    label: str
+    key: str
+    expires: int
+    at_once: int
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An invite as its run's operator sees it.
+
+    Attributes:
+        expires: Unix seconds
+        state: holds, expired or revoked
+        peers: ids of those that have come by it
+    """
+
+    label: str
+    expires: int
+    at_once: int
+    state: str
+    peers: tuple[str, ...]
+
+
+def coordinator_invite(run_key: Identity) -> Invite:
+    """An invite for a coordinator itself, which is never written down."""
+    expires = int(time.time()) + STANDING_DAYS * DAY_S
+    return Invite.issue(run_key, (), label=COORDINATOR_LABEL, expires=expires, at_once=ANY_NUMBER)
+
+
+class InviteBook:
+    """The files of one run's folder that its invites are in."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def run_key(self) -> Identity:
+        """The run's key.
+
+        Raises:
+            UserError: it is not in the folder
+        """
+        path = self._folder / "identity"
+        if not path.is_file():
+            raise UserError(f"{self._folder}: the run's key is not there (identity); name the folder of serve")
+        return Identity.from_file(path)
+
+    def issue(self, run_key: Identity, addresses: Sequence[str], *, label: str, seconds: int, at_once: int) -> Invite:
+        """Make an invite, and note to whom it was given.
+
+        Raises:
+            UserError: the label cannot be one, or an invite that still holds has it
+        """
+        expires = int(time.time()) + seconds
+        if any(known.label == label and known.state == "holds" for known in self.listed(int(time.time()))):
+            raise UserError(f"--label {label}: an invite has this label already; name another one")
+        try:
+            invite = Invite.issue(run_key, addresses, label=label, expires=expires, at_once=at_once)
+        except ValueError as error:
+            raise UserError(f"--label {label!r}: at most 64 letters, digits and . _ @ + -, and at least one") from error
+        self._note(invite)
+        return invite
+
+    def standing(self, run_key: Identity, addresses: Sequence[str]) -> Invite:
+        """The invite that `serve` prints: the one in the folder, or a new one; it is kept there for other commands."""
+        path = self._folder / INVITE
+        known = None
+        with suppress(OSError, UserError):  # it is not there, or damaged: a new one takes its place
+            known = Invite.parse(path.read_text().strip())
+        if known is None or known.run_id != run_key.peer_id or self._is_over(known):
+            expires = int(time.time()) + STANDING_DAYS * DAY_S
+            known = Invite.issue(run_key, addresses, label=STANDING_LABEL, expires=expires, at_once=ANY_NUMBER)
+            self._note(known)
+        invite = Invite(known.run_id, tuple(addresses), known.ticket, known.key)
+        _write_secret(path, invite.text())
+        return invite
+
+    def _is_over(self, invite: Invite) -> bool:
+        ticket = invite.opened_ticket()
+        return ticket.expires < time.time() + DAY_S or ticket.key in self.revocations(invite.run_id).tickets
+
+    def _note(self, invite: Invite) -> None:
+        ticket = invite.opened_ticket()
+        issued = Issued(ticket.label, ticket.key, ticket.expires, ticket.at_once)
+        with (self._folder / ISSUED).open("a") as file:
+            file.write(json.dumps(asdict(issued)) + "\n")
+
+    def issued(self) -> list[Issued]:
+        """All invites that were given to somebody, the oldest first."""
+        path = self._folder / ISSUED
+        try:
+            return [Issued(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        except (ValueError, TypeError, OSError) as error:
+            raise UserError(f"{path} cannot be read ({error}): move it away") from error
+
+    def members(self) -> dict[str, list[str]]:
+        """The peers that have come, by the key of their ticket, as the run's coordinator has seen them."""
+        try:
+            return dict(json.loads((self._folder / MEMBERS).read_text()))
+        except (OSError, ValueError, TypeError):  # the coordinator writes it anew
+            return {}
+
+    def listed(self, now: int) -> list[Listed]:
+        """All invites with their state at some Unix time, the oldest first."""
+        revoked, members = self.revocations(self.run_key().peer_id), self.members()
+        listed = []
+        for issued in self.issued():
+            state = "revoked" if issued.key in revoked.tickets else "expired" if issued.expires < now else "holds"
+            peers = [f"{peer} (revoked)" if peer in revoked.peers else peer for peer in members.get(issued.key, ())]
+            listed.append(Listed(issued.label, issued.expires, issued.at_once, state, tuple(peers)))
+        return listed
+
+    def keep_members(self, members: Mapping[str, Iterable[str]]) -> None:
+        """Write down which peers have come, the first MAX_MEMBERS of each ticket."""
+        known = self.members()
+        merged = {
+            key: list(dict.fromkeys([*known.get(key, ()), *sorted(members.get(key, ()))]))[:MAX_MEMBERS]
+            for key in {*known, *members}
+        }
+        if merged != known:
+            _replace(self._folder / MEMBERS, json.dumps(merged), 0o644)
+
+    def envelope(self) -> bytes:
+        """The list of revocations, as the run key has signed it; empty if nothing was revoked."""
+        path = self._folder / REVOCATIONS
+        return path.read_bytes() if path.exists() else b""
+
+    def revocations(self, run_id: str) -> Revocations:
+        """The invites and peers that the operator has revoked."""
+        envelope = self.envelope()
+        if not envelope:
+            return Revocations(serial=0, tickets=(), peers=())
+        return unseal(Revocations, envelope, run_id, run_id)
+
+    def revoke(self, run_key: Identity, whom: str) -> str:
+        """Revoke an invite with its peers, by its label, or one peer, by its id.
+
+        Returns:
+            what was revoked, in words
+
+        Raises:
+            UserError: there is no such invite, or too many were revoked
+        """
+        known = self.revocations(run_key.peer_id)
+        tickets, peers = set(known.tickets), set(known.peers)
+        of_label = {issued.key for issued in self.issued() if issued.label == whom}
+        if of_label:
+            tickets |= of_label
+        elif is_peer_id(whom):
+            peers.add(whom)
+        else:
+            labels = ", ".join(sorted({issued.label for issued in self.issued()})) or "none"
+            raise UserError(f"{whom}: neither the label of an invite (known: {labels}) nor the id of a peer")
+        if max(len(tickets), len(peers)) > MAX_TICKETS_REVOKED:
+            raise UserError(
+                f"at most {MAX_TICKETS_REVOKED} invites and as many peers can be revoked: begin another run"
+            )
+        record = Revocations(serial=known.serial + 1, tickets=tuple(sorted(tickets)), peers=tuple(sorted(peers)))
+        _replace(self._folder / REVOCATIONS, seal(record, run_key.peer_id, run_key), 0o644)
+        return f"the invite {whom} and all peers that came by it" if of_label else f"the peer {whom}"
+
+
+def _write_secret(path: Path, text: str) -> None:
+    _replace(path, text + "\n", 0o600)
+
+
+def _replace(path: Path, data: str | bytes, mode: int) -> None:
+    """Replace a file at once, so that a reader finds all of the old one or all of the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+    partial.replace(path)

@@ -1,0 +1,81 @@
+"""Addresses as people write them, HOST:PORT, and as libp2p takes them, as multiaddresses. Asks no network."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+
+from swarm_peer.errors import UserError
+
+# An invite begins with it (wire/passes.py).
+INVITE_PREFIX = "swarm-invite-"
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]{1,253}):([0-9]{1,5})")
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
+_HINT = "expected one such as /ip4/1.2.3.4/tcp/31337 or host.example.org:31337"
+
+
+def multiaddress(text: str) -> str:
+    """The multiaddress of HOST:PORT, where HOST is a name, an IPv4 address or an IPv6 address in brackets.
+
+    A text that begins with a slash is taken for a multiaddress and returned as it is.
+
+    Raises:
+        UserError: it is neither, or no such port exists
+    """
+    if text.startswith("/"):
+        return text
+    match = _HOST_AND_PORT.fullmatch(text)
+    if match is None:
+        raise UserError(f"{text!r} is no address: {_HINT}")
+    host, port = match[1].strip("[]"), int(match[2])
+    if port > 65535:
+        raise UserError(f"{text!r}: there is no port {port}; the highest is 65535")
+    try:
+        return f"/ip{ip_address(host).version}/{host}/tcp/{port}"
+    except ValueError:
+        if re.fullmatch(r"[0-9.]+|.*:.*", host):
+            raise UserError(f"{text!r}: {host} is no IP address: {_HINT}") from None
+        return f"/dns/{host}/tcp/{port}"
+
+
+def peer_address(text: str) -> str:
+    """The multiaddress, with peer id, of a peer to dial; from a multiaddress or from HOST:PORT/ID.
+
+    Raises:
+        UserError: it is neither; without an id libp2p dials nobody, since it could not tell who answers
+    """
+    where, _, peer_id = text.rpartition("/p2p/" if text.startswith("/") else "/")
+    if not where or _PEER_ID.fullmatch(peer_id) is None:
+        where = multiaddress(where or peer_id).rstrip("/")
+        raise UserError(
+            f"{text!r} does not say who listens there: it lacks /p2p/ and the peer's id, as in {where}/p2p/12D3Koo...; "
+            f"copy the whole line that the coordinator prints"
+        )
+    return f"{multiaddress(where)}/p2p/{peer_id}"
+
+
+def check_peer_addresses(values: tuple[str, ...]) -> None:
+    """Check initial peers as they are typed; invites are read later, and so is @FILE, which names a file of peers.
+
+    Raises:
+        UserError: see peer_address
+    """
+    for value in values:
+        if not value.startswith(("@", INVITE_PREFIX)):
+            peer_address(value)
+
+
+def check_own_addresses(host_maddrs: tuple[str, ...], announce_maddrs: tuple[str, ...]) -> None:
+    """Check where a process is to listen, and what it is to announce.
+
+    Raises:
+        UserError: an option has no value, a name is to be listened on, or port 0 is to be announced
+    """
+    if not host_maddrs:
+        raise UserError("--host-maddrs needs a value: an address to listen on, such as 0.0.0.0:31337")
+    for value in host_maddrs:
+        if multiaddress(value).startswith("/dns"):
+            raise UserError(f"--host-maddrs {value}: listen on an IP address, such as 0.0.0.0, and announce the name")
+    for value in announce_maddrs:
+        if "/tcp/0" in multiaddress(value) + "/":
+            raise UserError(f"--announce-maddrs {value}: nobody can dial port 0; name the port that is forwarded")

@@ -1,0 +1,70 @@
+"""Peers of one user keep their identities over restarts, and what they know; no two run with the same identity."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import IO
+
+log = logging.getLogger(__name__)
+
+
+def state_folder() -> Path:
+    """The folder of what programs of this user keep, as freedesktop.org has it."""
+    return Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")) / "swarm"
+
+
+@contextmanager
+def free_identity(folder: Path, scratch: Path) -> Iterator[Path]:
+    """The file of the first identity in a folder that no other process uses, nor will as long as the context is open.
+
+    Args:
+        scratch: where to keep the identity of this one start, if the folder cannot be written to
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, lock = next((number, lock) for number in itertools.count() if (lock := _locked(folder, number)))
+    except OSError as error:
+        log.warning("identity_not_kept folder=%s reason=%s", folder, error.strerror)
+        yield scratch / "identity"
+        return
+    with closing(lock):
+        yield folder / f"identity-{number}"
+
+
+class KeptFile:
+    """A small file that outlives this process, of something that others tell again if it is lost."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def read(self) -> bytes:
+        """The bytes that were written last; none if they cannot be read."""
+        try:
+            return self._path.read_bytes()
+        except OSError:
+            return b""
+
+    def write(self, data: bytes) -> None:
+        """Replace the content, if possible."""
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.write_bytes(data)
+        except OSError as error:
+            log.warning("not_kept path=%s reason=%s", self._path, error.strerror)
+
+
+def _locked(folder: Path, number: int) -> IO[str] | None:
+    """The lock of an identity, held until it is closed; None if another process holds it."""
+    lock = (folder / f"identity-{number}.lock").open("w")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock

@@ -1,0 +1,75 @@
+"""Addresses of peers: which can be reached, which can be listened on. Knows nothing of the DHT."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+
+import anyio
+
+from swarm_peer.errors import UserError
+
+# If there are several initial peers, those that do not accept a connection in this time are not dialled.
+CONNECT_TIMEOUT_S = 3.0
+# Addresses that are tried at the same time.
+MOST_CONNECTING = 32
+# libp2p sends this first, unasked.
+GREETING = b"\x13/multistream/1.0.0\n"
+
+
+def check_port_is_free(address: str) -> None:
+    """Raise UserError if the port is taken: libp2p's daemon would report nothing, and never become ready."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
+            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, int(port)))
+                except OSError as error:
+                    raise UserError(
+                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
+                    ) from error
+
+
+async def listening(addresses: Sequence[str]) -> list[str]:
+    """The addresses where libp2p listens. It would dial all of them in turn, and give each silent one five seconds."""
+    found: set[str] = set()
+    room = anyio.Semaphore(MOST_CONNECTING)
+
+    async def check(address: str) -> None:
+        async with room:
+            if await _accepts(address):
+                found.add(address)
+
+    async with anyio.create_task_group() as tasks:
+        for address in addresses:
+            tasks.start_soon(check, address)
+    return [address for address in addresses if address in found]
+
+
+async def _accepts(address: str) -> bool:
+    """Whether libp2p answers at the address; True if that cannot be told, since the address is not plain TCP."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, "p2p", _]:
+            try:
+                with anyio.fail_after(CONNECT_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(host, int(port))
+                    with closing(writer):
+                        return await reader.readexactly(len(GREETING)) == GREETING
+            except (OSError, EOFError, UnicodeError):  # nothing listens there, or the host is no valid name
+                return False
+    return True
+
+
+def is_tcp_address(address: str, peer_id: str) -> bool:
+    """Whether an address is one of the peer, over TCP. libp2p's daemon does not start if it is given any other form."""
+    host = "/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{1,253}"
+    return re.fullmatch(rf"{host}/tcp/[0-9]{{1,5}}/p2p/{re.escape(peer_id)}", address) is not None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can be reached from its own machine only."""
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))

@@ -1,0 +1,79 @@
+"""hivemind's DHT calls in a run by invitation: each carries its caller's pass, and no node answers one without.
+
+libp2p has made sure of the caller's id, so the pass needs no further signature. Without this, a stranger's ping would
+put it into routing tables, and so into the way of records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.auth import AuthorizerBase
+
+from swarm_peer.errors import NotAdmitted
+from swarm_peer.runtime.network.pass_checker import PassChecker
+
+# To ask all initial peers why they do not answer.
+REFUSAL_TIMEOUT_S = 5.0
+
+
+class GuardedP2P(P2P):  # type: ignore[misc]
+    """A libp2p client whose unary handlers answer members of the run alone. Set `passes` before any is added."""
+
+    passes: PassChecker
+
+    async def add_protobuf_handler(
+        self, name: str, handler: Callable[..., Any], input_protobuf_type: Any, **options: Any
+    ) -> None:
+        """Add a handler; see hivemind's P2P."""
+
+        async def answer(request: Any, context: P2PContext) -> Any:
+            # hivemind sends the caller the repr of the exception.
+            self.passes.check(context.remote_id.to_base58(), request.auth.client_access_token.public_key)
+            return await handler(request, context)
+
+        await super().add_protobuf_handler(name, answer, input_protobuf_type, **options)
+
+
+async def refusal_of(p2p: GuardedP2P, peer_ids: Sequence[str]) -> str | None:
+    """Why some peers do not let this one take part; None if they do, or do not answer in time."""
+    request = dht_pb2.PingRequest()
+    request.auth.client_access_token.public_key = p2p.passes.own_pass
+    with anyio.move_on_after(REFUSAL_TIMEOUT_S):
+        for peer_id in peer_ids:
+            try:
+                stub = super(DHTProtocol, DHTProtocol).get_stub(p2p, PeerID.from_base58(peer_id))
+                await stub.rpc_ping(request)
+            except Exception as error:  # hivemind and its daemon raise errors of many types
+                # hivemind sends the repr of what `answer` has raised.
+                if refused := re.search(rf"{NotAdmitted.__name__}\(['\"]([ -~]{{1,300}})['\"]\)", str(error)):
+                    return refused[1]
+    return None
+
+
+class PassBearer(AuthorizerBase):  # type: ignore[misc]
+    """Puts this node's pass into each request that hivemind's DHT sends."""
+
+    def __init__(self, passes: PassChecker):
+        self._passes = passes
+
+    async def sign_request(self, request: Any, service_public_key: Any) -> None:
+        """Add the pass."""
+        request.auth.client_access_token.public_key = self._passes.own_pass
+
+    async def validate_request(self, request: Any) -> bool:
+        """GuardedP2P has looked at the pass already: it knows who calls."""
+        return True
+
+    async def sign_response(self, response: Any, request: Any) -> None:
+        """A response needs no pass: the routing table holds members alone."""
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        """See sign_response."""
+        return True

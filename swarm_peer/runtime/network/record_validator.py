@@ -1,0 +1,55 @@
+"""Checks each record that another node wants stored here; hivemind asks before it stores one."""
+
+from __future__ import annotations
+
+import struct
+
+from hivemind.dht import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer
+
+from swarm_peer.runtime.context import Clock
+from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.wire.passes import MAX_PASS_BYTES
+from swarm_peer.wire.places import RecordPlaces
+from swarm_peer.wire.records import MAX_STORED_BYTES
+
+# An author as msgpack: longer values are not unpacked at all.
+MAX_AUTHOR_BYTES = 128
+
+
+class SignedRecordValidator(RecordValidatorBase):
+    """Lets a node store nothing but its run's signed records, each under its key and its author's id.
+
+    Every node runs it. Any other value would be in the way of records: a plain value replaces all records of its key,
+    and a record does not replace a value that expires later.
+    """
+
+    def __init__(self, clock: Clock, passes: PassChecker):
+        self._clock = clock
+        self.passes = passes
+        self.places = RecordPlaces(key_id=key_id_of)
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the value is a record that belongs here, signed for this place by the member that it stands under."""
+        longest = MAX_STORED_BYTES + MAX_PASS_BYTES + MAX_AUTHOR_BYTES
+        if len(record.subkey) > MAX_AUTHOR_BYTES or len(record.value) > longest:
+            return False
+        try:
+            author, (envelope, shown) = MSGPackSerializer.loads(record.subkey), MSGPackSerializer.loads(record.value)
+            self.passes.check(author, shown)
+            place = place_of(record.key, record.expiration_time)
+            self.places.check(record.key, author, envelope, place, record.expiration_time - self._clock.unix_s())
+        except Exception:  # in hivemind any exception would end the request for all records of the key
+            return False
+        return True
+
+
+def key_id_of(key: str) -> bytes:
+    """The id of a key in the DHT."""
+    return bytes(DHTID.generate(source=key).to_bytes())
+
+
+def place_of(key: bytes, expiration: float) -> bytes:
+    """The place of a record in the DHT, which its signature covers."""
+    return key + struct.pack(">d", expiration)

@@ -1,0 +1,136 @@
+"""Which records may stand under which keys of the DHT, and whose they must be.
+
+A node that knows its run stores that run's records alone. Otherwise anybody could have it keep any number of keys. The
+run's key signs what names the run, its warrants say who coordinates it, and peers announce themselves under the run's
+manifest. Before a node knows its run, it stores what is signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.view import UNDECIDED
+from swarm_peer.wire.passes import RevocationsRecord, revocations_key
+from swarm_peer.wire.records import (
+    MANIFESTS_KEY,
+    MAX_STORED_BYTES,
+    Announcement,
+    CoordinationRecord,
+    EndRecord,
+    ManifestRecord,
+    ProgressRecord,
+    TimelineRecord,
+    coordination_key,
+    end_key,
+    open_envelope,
+    parse,
+    progress_key,
+    stage_key,
+    timeline_key,
+)
+
+STORED_KINDS = frozenset(
+    record_type.kind
+    for record_type in (
+        ManifestRecord,
+        TimelineRecord,
+        EndRecord,
+        RevocationsRecord,
+        Announcement,
+        CoordinationRecord,
+        ProgressRecord,
+    )
+)
+# The longest lifetime of a record is a day; the hour is for clocks that differ.
+LONGEST_LIFETIME_S = 25 * 3600.0
+# Manifests of one run whose records are kept: its key may have published it anew, with more optimizer steps.
+MOST_MANIFESTS = 4
+# Their author is the run's key.
+_KINDS_OF_THE_RUN_KEY = (ManifestRecord.kind, TimelineRecord.kind, EndRecord.kind, RevocationsRecord.kind)
+
+
+class RecordPlaces:
+    """Says of each record whether this node keeps it. Belongs to the event loop's thread.
+
+    Args:
+        key_id: the id in the DHT of a key
+    """
+
+    def __init__(self, *, key_id: Callable[[str], bytes]):
+        self._key_id = key_id
+        self._run_id: str | None = None
+        # Kind and run of the records under each key: those that the run's key signs or warrants, and those of each of
+        # the run's manifests, by its hash, the newest last.
+        self._of_run: dict[bytes, tuple[str, str]] = {}
+        self._of_manifests: dict[str, dict[bytes, tuple[str, str]]] = {}
+
+    def keep_run(self, run_id: str, manifest: RunManifest) -> None:
+        """Keep the records of this run alone, from now on."""
+        self._run_id = run_id
+        keys = {
+            MANIFESTS_KEY: ManifestRecord.kind,
+            timeline_key(run_id): TimelineRecord.kind,
+            end_key(run_id): EndRecord.kind,
+            revocations_key(run_id): RevocationsRecord.kind,
+            coordination_key(run_id): CoordinationRecord.kind,
+        }
+        self._of_run = {self._key_id(key): (kind, run_id) for key, kind in keys.items()}
+        self._keep_manifest(manifest)
+
+    def _keep_manifest(self, manifest: RunManifest) -> None:
+        stages = range(UNDECIDED, manifest.stages.count)
+        keys = {stage_key(manifest.hash, stage): Announcement.kind for stage in stages}
+        keys[progress_key(manifest.hash)] = ProgressRecord.kind
+        self._of_manifests[manifest.hash] = {self._key_id(key): (kind, manifest.hash) for key, kind in keys.items()}
+        for oldest in list(self._of_manifests)[:-MOST_MANIFESTS]:
+            del self._of_manifests[oldest]
+
+    def check(self, key: bytes, author: str, envelope: bytes, place: bytes, lifetime_s: float) -> None:
+        """Check that a record may stand under a key, for so long, as this author's.
+
+        Args:
+            key: the key's id
+            place: what the signature must cover besides the record
+
+        Raises:
+            InvalidMessage: it may not, with the reason
+        """
+        # Before anything is built of it, and before its signature is checked.
+        if not isinstance(envelope, bytes) or len(envelope) > MAX_STORED_BYTES:
+            raise InvalidMessage(f"not an envelope of at most {MAX_STORED_BYTES} bytes")
+        if not lifetime_s <= LONGEST_LIFETIME_S:
+            raise InvalidMessage(f"to be kept for {lifetime_s:.0f} s; at most {LONGEST_LIFETIME_S:.0f} s go")
+        right = self._kind_and_run(key)
+        if self._run_id is not None and right is None:
+            raise InvalidMessage(f"a key that run {self._run_id} does not have")
+        kind, run, body = open_envelope(envelope, author, place)
+        if kind not in STORED_KINDS:
+            raise InvalidMessage(f"a {kind:.20}, which is not stored")
+        if self._run_id is None or right is None:
+            return
+        if (kind, run) != right:
+            raise InvalidMessage(f"a {kind:.20} of run {run:.60} where a {right[0]} of run {right[1]} belongs")
+        if kind in _KINDS_OF_THE_RUN_KEY and author != self._run_id:
+            raise InvalidMessage(f"a {kind} of {author:.60}; the key of run {self._run_id} signs it")
+        if kind == CoordinationRecord.kind:
+            parse(CoordinationRecord, body, kind).term(self._run_id, author)
+        elif kind == ManifestRecord.kind:
+            self._learn(parse(ManifestRecord, body, kind))
+
+    def _kind_and_run(self, key: bytes) -> tuple[str, str] | None:
+        found = (places[key] for places in (self._of_run, *self._of_manifests.values()) if key in places)
+        return next(found, None)
+
+    def _learn(self, record: ManifestRecord) -> None:
+        """Keep the records of a manifest that the run's key has published anew."""
+        if hashlib.sha256(record.manifest.encode()).hexdigest()[:32] in self._of_manifests:
+            return
+        try:
+            self._keep_manifest(RunManifest.model_validate_json(record.manifest))
+        except ValidationError:
+            return  # of a version of this program that this one does not understand

@@ -1,0 +1,167 @@
+"""The command lines as newcomers type them: what --help shows, and one line for each mistake, before anything heavy."""
+
+import re
+import sys
+
+import pytest
+
+import coordinator.cli
+import swarm_peer.cli
+from coordinator.config_files import PEERS, RUNS, find_file
+from coordinator.planning.peers_file import load_peers
+from swarm_peer.errors import UserError
+from swarm_peer.wire.identity import Identity
+
+ENTRIES = {"swarm-peer": swarm_peer.cli.run, "swarm-coordinator": coordinator.cli.run}
+COMMANDS = [
+    ("swarm-peer",),
+    ("swarm-coordinator",),
+    *(("swarm-coordinator", command.__name__) for command in coordinator.cli.EXAMPLES),
+]
+ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a command line; returns its exit code and what it printed."""
+
+    def run_line(program, *words):
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        try:
+            ENTRIES[program]()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run_line
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_reads_as_one_types(command, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(*command, "--help")
+    assert code == 0
+    assert "()" not in out
+    assert "',)" not in out
+    assert not re.search(r"default: (None|False|inf|)\]", out)
+    # A parameter that is named in capitals beside its option reads as if it were positional.
+    assert not re.search(r"[A-Z]+ --", out)
+    example = out.partition("\nExample")[2] or out.partition("\nMore")[2]
+    assert f"\n  {' '.join(command)}" in example
+    assert all(len(line) < 80 for line in example.splitlines()), "it can be copied"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_program_and_command_has_its_version(command, run):
+    program = command[0]
+    assert run(*command, "--version") == (0, f"{program} {swarm_peer.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", "--initial-peers is missing (addresses of any peers of the run, as the coordinator prints them"),
+        ("--initial-peers", "--initial-peers needs a value; see swarm-peer --help"),
+        ("--initial-peers ADDRESS --metrics-port 99999", "--metrics-port: Input should be less than or equal to 65535"),
+        ("--initial-peers ADDRESS --metrics-port", "--metrics-port needs a value"),
+        ("--initial-peers ADDRESS --max-memory lots", "--max-memory: expected a size such as 8GiB (got 'lots')"),
+        (
+            "--initial-peers ADDRESS --data-dir /nowhere",
+            "--data-dir: there is no folder /nowhere: correct the path, or",
+        ),
+        ("--initial-peers ADDRESS --stage first", "--stage: expected a number or auto, got 'first'"),
+        ("--initial-peers ADDRESS --host-maddrs", "--host-maddrs needs a value"),
+        ("--initial-peers ADDRESS --announce-maddrs 1.2.3.4:0", "--announce-maddrs 1.2.3.4:0: nobody can dial port 0"),
+        ("--initial-peers 1.2.3.4:5", "'1.2.3.4:5' does not say who listens there"),
+        ("--initial-peers ADDRESS --sped 3", "Unknown option: --sped"),
+    ],
+)
+def test_mistakes_of_a_peer(words, line, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swarm_peer.runtime.startup", None)  # found out before what takes seconds
+    code, out, err = run("swarm-peer", *words.replace("ADDRESS", ADDRESS).split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"swarm-peer: {line}")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "serve",
+            "CONFIG is missing (the run's YAML file, or a run that comes with Swarm, such as demo); see swarm-coo",
+        ),
+        (
+            "serve dmo",
+            "dmo: no such file, and none of that name comes with Swarm (demo, gpt2-124m, llama, swarm-1b-sha",
+        ),
+        ("serve demo --metrics-port 99999", 'Invalid value "99999" for --metrics-port. Must be <= 65535'),
+        ("serve demo --initial-peers", "--initial-peers needs a value"),
+        ("serve demo --initial-peers 1.2.3.4:5", "'1.2.3.4:5' does not say who listens there"),
+        ("serve demo --host-maddrs localhost", "'localhost' is no address"),
+        ("serve demo --announce-maddrs a.example.org:0", "--announce-maddrs a.example.org:0: nobody can dial port 0"),
+        (
+            "serve demo --set training.step=5",
+            "demo: training.step: unknown key: remove it or correct its spelling (ste",
+        ),
+        ("serve demo --min-replicas 0", 'Invalid value "0" for --min-replicas. Must be > 0'),
+        ("local demo --steps 1.5", "Invalid value for --steps: '1.5' is no whole number"),
+        (
+            "baseline demo --output /dev/null/x",
+            "--output /dev/null/x: cannot write there (Not a directory); name another",
+        ),
+        (
+            "simulate --stages 2 --trace /nowhere",
+            "--trace: cannot read /nowhere: No such file or directory; check the p",
+        ),
+        (
+            "simulate --stages 2 --peers 4 --hours 1 --figure /nowhere/x.png",
+            "--figure /nowhere/x.png: cannot write there (No such file or directory)",
+        ),
+        ("local demo --peers one", "--peers one: expected a number for each stage, such as 2,2"),
+        ("status --initial-peers 1.2.3.4:5", "'1.2.3.4:5' does not say who listens there"),
+        ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
+        (
+            "plan demo --peers volunters",
+            "--peers: volunters: no such file, and none of that name comes with Swarm (spot-",
+        ),
+        ("statsu", 'Unknown command "statsu". Did you mean "status"?'),
+    ],
+)
+def test_mistakes_of_a_coordinator(words, line, run):
+    code, out, err = run("swarm-coordinator", *words.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"swarm-coordinator: {line}")
+
+
+def test_runs_that_come_with_swarm_have_names_in_any_folder(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_file(RUNS / "demo.yaml", RUNS).name == "demo.yaml"
+    assert find_file(PEERS / "spot-t4.yaml", PEERS) == PEERS / "spot-t4.yaml"
+    (tmp_path / "demo").mkdir()  # a folder of the user's is no run
+    code, out, _ = run("swarm-coordinator", "plan", "demo", "--peers", "volunteers", "--tokens", "3e9", "--json")
+    assert (code, '"tokens": 3000000000,' in out) == (0, True)
+    assert load_peers(tmp_path.joinpath("volunteers").relative_to(tmp_path), "bf16")
+
+
+def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "demo"
+    path.write_text("mine")
+    assert find_file(path.relative_to(tmp_path), RUNS).read_text() == "mine"
+    with pytest.raises(UserError, match=r"no such file.*did you mean llama\?$"):
+        find_file(path.with_name("lama"), RUNS)
+
+
+def test_a_short_run_warms_up_for_as_long_as_it_lasts(caplog):
+    from coordinator.commands.options import load_and_resolve
+
+    manifest = load_and_resolve(RUNS / "demo.yaml", (), None, steps=5).manifest
+    assert (manifest.training.steps, manifest.schedule.warmup_steps) == (5, 5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "warmup_shortened from=20 to=5 reason=the run ends with --steps"
+    ]
+    caplog.clear()
+    manifest = load_and_resolve(RUNS / "demo.yaml", (), None, steps=50).manifest
+    assert (manifest.training.steps, manifest.schedule.warmup_steps, caplog.records) == (50, 20, [])

@@ -1,0 +1,72 @@
+"""How a command finds its run: by addresses, by its folder, or the newest live one."""
+
+import os
+
+import pytest
+
+from coordinator.run import found_runs
+from coordinator.run.found_runs import addresses_of_run, find_live_run
+from swarm_peer.errors import UserError
+
+ID = "12D3KooWQesj3rCQXBSXiQYgCbooCQU8No5gkgRdpAaK8ahDYgsJ"
+
+
+def address(port):
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{ID}"
+
+
+def make_run(folder, *, coordinator, peers=(), written_s):
+    folder.mkdir(parents=True)
+    (folder / "coordinator").write_text("\n".join(map(address, coordinator)))
+    if peers:
+        (folder / "peers").write_text("\n".join(map(address, peers)))
+    for file in folder.iterdir():
+        os.utime(file, (written_s, written_s))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    make_run(tmp_path / "old", coordinator=[1], written_s=100)
+    make_run(tmp_path / "live", coordinator=[2], peers=[3, 4], written_s=200)
+    make_run(tmp_path / "ended", coordinator=[5], peers=[6], written_s=300)
+    (tmp_path / "baseline").mkdir()
+    (tmp_path / "baseline" / "metrics.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def listening_at(*ports):
+    async def answering(addresses):
+        return [known for known in addresses if known in map(address, ports)]
+
+    return answering
+
+
+@pytest.mark.parametrize(
+    ("ports", "name", "found"), [([1, 2, 4], "live", [2, 4]), ([1], "old", [1]), ([4, 6], "ended", [6])]
+)
+def test_the_newest_live_run_is_found_at_any_of_its_addresses(ports, name, found, runs):
+    assert find_live_run(runs, listening_at(*ports)) == (runs / name, [address(port) for port in found])
+
+
+def test_if_none_is_live_the_newest_is_named(runs, tmp_path):
+    with pytest.raises(UserError, match=r"no run in .* answers \(the newest is .*ended\): name the folder"):
+        find_live_run(runs, listening_at())
+    with pytest.raises(UserError, match=r"there is no run in .*nowhere: name the folder"):
+        find_live_run(tmp_path / "nowhere", listening_at(1))
+
+
+def test_the_run_that_is_found_is_named_beside_the_output(runs, monkeypatch, capsys):
+    monkeypatch.setattr(found_runs, "find_live_run", lambda folder: (folder / "live", [address(2)]))
+    assert addresses_of_run(None, (), runs) == [address(2)]
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"The run in {runs / 'live'}:\n")
+
+
+def test_a_run_is_named_by_its_folder_or_by_addresses(runs, capsys):
+    assert addresses_of_run(runs / "live", ()) == [address(port) for port in (2, 3, 4)]
+    assert addresses_of_run(None, (f"127.0.0.1:7/{ID}", "@file")) == [f"127.0.0.1:7/{ID}", "@file"]
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="leave one of them out"):
+        addresses_of_run(runs / "live", (address(7),))
+    with pytest.raises(UserError, match="no addresses of a run are kept there"):
+        addresses_of_run(runs / "baseline", ())

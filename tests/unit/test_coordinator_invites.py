@@ -1,0 +1,75 @@
+"""The files that a run's operator manages its invites by."""
+
+import time
+
+import pytest
+
+from coordinator.run.invites import MAX_MEMBERS, InviteBook, coordinator_invite
+from swarm_peer.errors import UserError
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.passes import Invite, open_pass
+
+ADDRESSES = ["/ip4/1.2.3.4/tcp/31337/p2p/x"]
+
+
+@pytest.fixture
+def run_key(tmp_path):
+    return Identity.load_or_create(tmp_path / "identity")
+
+
+@pytest.fixture
+def book(tmp_path):
+    return InviteBook(tmp_path)
+
+
+def test_the_standing_invite_stays_the_same_until_it_is_revoked(book, run_key, tmp_path):
+    first = book.standing(run_key, ADDRESSES)
+    elsewhere = book.standing(run_key, ["/ip4/5.6.7.8/tcp/1/p2p/x"])
+    assert (elsewhere.key.peer_id, elsewhere.addresses) == (first.key.peer_id, ("/ip4/5.6.7.8/tcp/1/p2p/x",))
+    assert Invite.parse((tmp_path / "invite").read_text().strip()).addresses == elsewhere.addresses
+    assert (tmp_path / "invite").stat().st_mode & 0o077 == 0
+    (tmp_path / "members.json").write_text("half")
+    assert book.members() == {}
+    book.revoke(run_key, "serve")
+    assert book.standing(run_key, ADDRESSES).key.peer_id != first.key.peer_id
+    assert [listed.state for listed in book.listed(int(time.time()))] == ["revoked", "holds"]
+    (tmp_path / "invite").write_text("swarm-invite-half")
+    book.standing(run_key, ADDRESSES)
+    assert len(book.listed(0)) == 3
+
+
+def test_invites_are_listed_with_their_peers_and_revoked_by_label_or_peer(book, run_key):
+    made = {name: book.issue(run_key, ADDRESSES, label=name, seconds=3600, at_once=2) for name in ("alice", "bob")}
+    alice, bob = (Identity.generate().peer_id for _ in range(2))
+    book.keep_members({made["alice"].key.peer_id: {alice}})
+    book.keep_members({made["bob"].key.peer_id: {bob}})
+    with pytest.raises(UserError, match="has this label already"):
+        book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)
+    with pytest.raises(UserError, match=r"neither the label of an invite \(known: alice, bob\) nor the id of a peer"):
+        book.revoke(run_key, "carol")
+    assert book.revoke(run_key, "alice") == "the invite alice and all peers that came by it"
+    assert book.revoke(run_key, bob) == f"the peer {bob}"
+    assert book.revocations(run_key.peer_id).serial == 2
+    now = int(time.time())
+    assert [(each.label, each.state, each.peers) for each in book.listed(now)] == [
+        ("alice", "revoked", (alice,)),
+        ("bob", "holds", (f"{bob} (revoked)",)),
+    ]
+    assert book.listed(now + 7200)[1].state == "expired"
+    book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)
+
+
+def test_few_of_many_members_are_written_down(book):
+    book.keep_members({"ticket": [f"{number:05}" for number in range(2 * MAX_MEMBERS)]})
+    book.keep_members({"ticket": ["late"]})
+    assert len(book.members()["ticket"]) == MAX_MEMBERS
+
+
+def test_a_coordinator_invites_itself(run_key):
+    peer = Identity.generate().peer_id
+    assert open_pass(coordinator_invite(run_key).pass_for(peer), run_key.peer_id).peer_id == peer
+
+
+def test_a_folder_without_the_runs_key_invites_nobody(book):
+    with pytest.raises(UserError, match="the run's key is not there"):
+        book.run_key()

@@ -1,0 +1,122 @@
+"""Peers of a run on one machine that die, and what becomes of the run."""
+
+import signal
+
+import pytest
+
+from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch
+from coordinator.run.local_peers import LocalPeers
+from swarm_peer.errors import SwarmError
+
+
+class FakeProcess:
+    returncode = None
+
+    def poll(self):
+        return self.returncode
+
+    def wait(self, timeout=None):
+        return self.returncode
+
+    def terminate(self):
+        self.returncode = 0
+
+    def kill(self):
+        self.returncode = -signal.SIGKILL
+
+
+class Machine:
+    """Peers that are started on it, what the user is told, and a clock that a test sets."""
+
+    def __init__(self, folder, *, restart=True, peers_by_stage=(1, 2)):
+        self.now_s, self.told, self.options = 0.0, [], []
+        self.peers = LocalPeers(["/ip4/address"], peers_by_stage, folder, launch=self.launch)
+        self.watch = PeerWatch(peers=self.peers, restart=restart, say=self.told.append, now_s=lambda: self.now_s)
+
+    def launch(self, options, log_file, threads):
+        log_file.write_text("first words\nlast words\n\n")
+        self.options.append(list(options))
+        return FakeProcess()
+
+    def end(self, name, returncode, after_s=0.0):
+        """End a peer after it has run for some seconds, and look."""
+        self.watch.look()
+        self.now_s += after_s
+        (peer,) = (peer for peer in self.peers.peers if peer.name == name)
+        peer.process.returncode = returncode
+        self.watch.look()
+
+    @property
+    def running(self):
+        return [peer.name for peer in self.peers.peers]
+
+
+async def test_another_peer_takes_the_place_of_one_that_died(tmp_path):
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        machine.end("1.0", -signal.SIGKILL)
+        assert machine.told == [
+            "Peer 1.0 of stage 1 was killed by SIGKILL; peer 1.0-2 takes its place, and the run goes on."
+        ]
+        assert machine.running == ["0.0", "1.1", "1.0-2"]
+        first, second = machine.options[1], machine.options[3]
+        assert [each.replace("1.0-2", "1.0") for each in second] == list(first), "it is started as the first one was"
+        machine.watch.look()
+        assert len(machine.told) == 1
+        machine.end("1.0-2", 0)
+        assert "peer 1.0-3 takes its place" in machine.told[1]
+        assert "Peer 1.0-2 of stage 1 left;" in machine.told[1]
+    assert all(peer.process.returncode == 0 for peer in machine.peers.peers)
+
+
+async def test_the_loss_of_a_whole_stage_is_said(tmp_path):
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        machine.end("0.0", 1)
+    assert machine.told == [
+        "Peer 0.0 of stage 0 ended with exit code 1, the last one there; peer 0.0-2 takes its place, and the run goes "
+        "back to its last snapshot or its beginning."
+    ]
+
+
+async def test_a_place_where_peers_die_again_and_again_ends_the_run(tmp_path):
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        machine.end("1.0", 1, after_s=EARLY_S - 1)
+        machine.end("1.1", 1)  # another place has a count of its own
+        machine.end("1.0-2", 1)
+        with pytest.raises(SwarmError) as caught:
+            machine.end("1.0-3", 1)
+    said = str(caught.value)
+    assert said.startswith(
+        f"peer 1.0-3 of stage 1 ended with exit code 1, and so the run ends: {MAX_EARLY_DEATHS} peers"
+    )
+    assert said.endswith(f"last words (see {tmp_path}/logs/peer-1.0-3.log)")
+    assert len(machine.told) == 3
+
+
+async def test_a_peer_that_lasts_shows_that_its_place_is_fine(tmp_path):
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        for number in range(2, 3 * MAX_EARLY_DEATHS):
+            name = "1.0" if number == 2 else f"1.0-{number - 1}"
+            machine.end(name, 1, after_s=EARLY_S if number % 3 == 0 else 0)
+    assert len(machine.told) == 3 * MAX_EARLY_DEATHS - 2
+
+
+@pytest.mark.parametrize("restart", [True, False])
+async def test_a_peer_that_cannot_work_as_it_was_started_ends_the_run_at_once(tmp_path, restart):
+    machine = Machine(tmp_path, restart=restart)
+    async with machine.peers.running():
+        with pytest.raises(SwarmError, match=r"peer 1\.1 of stage 1 ended with exit code 2: last words \(see "):
+            machine.end("1.1", 2)
+
+
+async def test_without_restart_the_run_goes_on_while_each_stage_has_peers(tmp_path):
+    machine = Machine(tmp_path, restart=False)
+    async with machine.peers.running():
+        machine.end("1.0", -signal.SIGTERM)
+        assert machine.told == ["Peer 1.0 of stage 1 was killed by SIGTERM; the run goes on without it."]
+        assert machine.running == ["0.0", "1.1"]
+        with pytest.raises(SwarmError, match=r"peer 1\.1 of stage 1 left, the last one there, so the run cannot go on"):
+            machine.end("1.1", 0)

@@ -1,0 +1,166 @@
+"""Tickets, passes and invites, and who is let in by them."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_peer.errors import InvalidMessage, NotAdmitted, UserError
+from swarm_peer.runtime.host.identities import KeptFile
+from swarm_peer.runtime.network.pass_checker import SEEN_S, PassChecker
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.passes import Invite, Revocations, Ticket, open_pass
+from swarm_peer.wire.records import seal
+
+RUN, OTHER_RUN = Identity.generate(), Identity.generate()
+ALICE, BOB, MALLORY = (Identity.generate().peer_id for _ in range(3))
+NOW = 2_000_000_000
+
+
+class Clock:
+    now_s = float(NOW)
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return self.now_s
+
+
+def invite(run: Identity = RUN, expires: int = NOW + 3600, at_once: int = 2, label: str = "friends") -> Invite:
+    return Invite.issue(run, ["/ip4/1.2.3.4/tcp/31337/p2p/x"], label=label, expires=expires, at_once=at_once)
+
+
+def revoking(*, key: Identity = RUN, **changes: Any) -> bytes:
+    fields = {"serial": 1, "tickets": (), "peers": ()} | changes
+    return seal(Revocations(**fields), RUN.peer_id, key)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def checker(clock: Clock) -> PassChecker:
+    return PassChecker(RUN.peer_id, clock=clock)
+
+
+def test_an_invite_survives_its_text_and_lets_its_holder_in(checker: PassChecker) -> None:
+    given = Invite.parse(invite().text())
+    assert given.addresses == ("/ip4/1.2.3.4/tcp/31337/p2p/x",)
+    known = checker.check(ALICE, given.pass_for(ALICE))
+    assert known is not None
+    assert (known.peer_id, known.ticket.label) == (ALICE, "friends")
+    assert checker.members() == {known.ticket.key: [ALICE]}
+
+
+def test_the_run_itself_needs_no_pass_and_an_open_run_asks_for_none(checker: PassChecker, clock: Clock) -> None:
+    assert checker.check(RUN.peer_id, b"") is None
+    assert PassChecker(None, clock=clock).check(MALLORY, b"") is None
+
+
+FRIENDS = invite()
+SELF_MADE = Invite(RUN.peer_id, (), invite(OTHER_RUN).ticket, Identity.generate())
+TICKET = Ticket(key=SELF_MADE.key.peer_id, label="x", expires=NOW + 3600, at_once=9)
+FORGED = Invite(RUN.peer_id, (), seal(TICKET, RUN.peer_id, SELF_MADE.key), SELF_MADE.key)
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        (b"", "by invitation"),
+        (b"\xc1", "none of run"),
+        (b"x" * 2000, "none of run"),
+        (invite(OTHER_RUN).pass_for(MALLORY), "none of run"),
+        (SELF_MADE.pass_for(MALLORY), "none of run"),
+        (FORGED.pass_for(MALLORY), "none of run"),
+        (Invite(RUN.peer_id, (), FRIENDS.ticket, SELF_MADE.key).pass_for(MALLORY), "none of run"),  # without its key
+        (FRIENDS.pass_for(ALICE), "not"),
+        (invite(expires=NOW - 1).pass_for(MALLORY), "has expired"),
+    ],
+)
+def test_strangers_are_told_why_they_are_not_let_in(checker: PassChecker, shown: bytes, why: str) -> None:
+    with pytest.raises(NotAdmitted, match=why):
+        checker.check(MALLORY, shown)
+    assert checker.members() == {}
+
+
+def test_as_many_as_the_ticket_is_for_and_others_once_they_are_gone(checker: PassChecker, clock: Clock) -> None:
+    given = invite(at_once=2)
+    for peer in (ALICE, BOB, ALICE):
+        checker.check(peer, given.pass_for(peer))
+    with pytest.raises(NotAdmitted, match="2 peers at a time"):
+        checker.check(MALLORY, given.pass_for(MALLORY))
+    clock.now_s += SEEN_S / 2
+    checker.check(BOB, given.pass_for(BOB))
+    clock.now_s += SEEN_S / 2 + 1
+    checker.check(MALLORY, given.pass_for(MALLORY))
+    with pytest.raises(NotAdmitted, match="2 peers at a time"):
+        checker.check(ALICE, given.pass_for(ALICE))
+
+
+def test_a_member_stays_though_others_come_by_its_ticket(clock: Clock) -> None:
+    given = invite(at_once=1)
+    mine = PassChecker(RUN.peer_id, clock=clock, own_pass=given.pass_for(ALICE))
+    mine.check(BOB, given.pass_for(BOB))
+    mine.check_own(ALICE)
+    mine.learn(revoking(peers=(ALICE,)))
+    with pytest.raises(NotAdmitted, match="revoked"):
+        mine.check_own(ALICE)
+
+
+def test_what_was_revoked_holds_no_more(checker: PassChecker) -> None:
+    friends, others = invite(), invite(label="others")
+    for given in (friends, others):
+        checker.check(ALICE, given.pass_for(ALICE))
+    assert checker.learn(revoking(tickets=(friends.key.peer_id,)))
+    with pytest.raises(NotAdmitted, match="revoked"):
+        checker.check(ALICE, friends.pass_for(ALICE))
+    checker.check(ALICE, others.pass_for(ALICE))
+    assert checker.learn(revoking(serial=2, peers=(ALICE,)))
+    with pytest.raises(NotAdmitted, match="revoked"):
+        checker.check(ALICE, others.pass_for(ALICE))
+    assert not checker.learn(revoking(serial=1)), "an older list is played back"
+    assert not checker.learn(b"")
+
+
+def test_what_was_revoked_outlives_a_restart(checker: PassChecker, clock: Clock, tmp_path: Path) -> None:
+    friends = invite()
+    file = tmp_path / "state" / "revoked"
+    checker.keep_in(KeptFile(file))
+    assert checker.learn(revoking(tickets=(friends.key.peer_id,)))
+    again = PassChecker(RUN.peer_id, clock=clock)
+    again.keep_in(KeptFile(file))
+    with pytest.raises(NotAdmitted, match="revoked"):
+        again.check(ALICE, friends.pass_for(ALICE))
+    file.write_bytes(b"half")
+    PassChecker(RUN.peer_id, clock=clock).keep_in(KeptFile(file))
+
+
+def test_nobody_else_revokes(checker: PassChecker) -> None:
+    with pytest.raises(InvalidMessage):
+        checker.learn(revoking(peers=(ALICE,), key=OTHER_RUN))
+
+
+def test_a_damaged_invite_is_not_repeated_to_the_screen() -> None:
+    text = invite().text()
+    for damaged in (text[:-20], text[:60] + "A" + text[61:], "swarm-invite-", "swarm-invite-%%%", text * 9):
+        with pytest.raises(UserError, match="damaged") as caught:
+            Invite.parse(damaged)
+        assert damaged[20:] not in str(caught.value) or len(damaged) < 25
+
+
+@pytest.mark.parametrize("label", ["", "x" * 65, "a b", "<b>", "a\n"])
+def test_labels_are_names(label: str) -> None:
+    with pytest.raises(ValueError, match="label"):
+        invite(label=label)
+
+
+def test_a_pass_is_checked_in_little_time() -> None:
+    shown = [(peer, invite().pass_for(peer)) for peer in (Identity.generate().peer_id for _ in range(50))]
+    begin = time.process_time()
+    for peer, data in shown:
+        assert open_pass(data, RUN.peer_id).peer_id == peer
+    assert time.process_time() - begin < 50 * 0.01
