@@ -108,6 +108,18 @@ async def sigterm(tube: Tube, rng: random.Random) -> None:
 
 
 @kind(1.0)
+async def revoke(tube: Tube, rng: random.Random) -> None:
+    """The operator revokes a peer, which hears of it at another moment than others do; another comes in its place."""
+    if victim := tube.expendable(rng):
+        tube.struck("revoke", victim)
+        tube.gone(victim)
+        tube.revoke(victim)
+        await anyio.sleep(rng.choice([3.0, 10.0, 30.0]))
+        if len(tube.peers()) < tube.most_peers:
+            tube.start_peer(rng)
+
+
+@kind(1.0)
 async def leave_in_doubt(tube: Tube, rng: random.Random) -> None:
     """A peer is told to leave, and does not learn whether another has taken its gradient."""
     if victim := tube.expendable(rng):

@@ -17,6 +17,7 @@ from network import TubeTransport
 
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.identity import Identity
@@ -117,7 +118,8 @@ class Host:
 
         async def run() -> None:
             try:
-                await program()
+                with first_error():
+                    await program()
                 self.world.note("exit", self.name)
             except UserError as error:  # it could not take part, and says why
                 self.world.note("refused", self.name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotAdmitted, NotServing, PeerUnreachable
 from swarm_peer.runtime.network.p2p_transport import CONNECT_TIMEOUT_S
 from swarm_peer.runtime.network.transport import CallHandler, Reply, Transport, error_body, error_from_body
 from swarm_peer.wire.frames import PREFIX, Frame, FrameType, parse_frame, parse_lengths
@@ -157,9 +157,31 @@ class TubeNetwork:
         if not callee.is_alive or callee.transport is None or callee.transport.handler is None:
             self.fail(connection, PeerUnreachable(f"{connection.peer_id}: connection refused"), True)
             return
-        connection.is_up = True
-        for call in connection.calls.values():
-            self._send(connection, call)
+        if self._lets_in(connection):
+            callee.do(callee.passes.learn, connection.caller.passes.revocations)
+            connection.is_up = True
+            for call in connection.calls.values():
+                self._send(connection, call)
+
+    def _lets_in(self, connection: Connection) -> bool:
+        """Whether the callee takes the caller's pass; a caller that is turned away hears what was revoked."""
+        callee, caller = connection.callee, connection.caller
+        assert callee is not None
+        try:
+            callee.passes.check(caller.peer_id, caller.passes.own_pass)
+        except NotAdmitted as error:
+            refusal = error
+
+            def turn_away() -> None:
+                if caller.is_alive:
+                    caller.do(caller.passes.learn, callee.passes.revocations)
+                self.fail(connection, refusal)
+
+            for call in connection.calls.values():
+                self._cancel_handler(call)
+            self.transmit(callee, caller, 500, turn_away)
+            return False
+        return True
 
     def fail(self, connection: Connection, error: CallError, dialling: bool = False) -> None:
         """End a connection as its caller sees it."""
@@ -240,7 +262,7 @@ class TubeNetwork:
                 reset = PeerUnreachable(f"{connection.peer_id}: connection reset")
                 self.transmit(callee, connection.caller, 0, lambda: self.fail(connection, reset))
             return
-        if call.is_cancelled or connection.is_over:
+        if call.is_cancelled or connection.is_over or not self._lets_in(connection):
             return
         self._world.note("call", connection.caller.name, callee.name, call.op)
         self.on_call(callee, call.op)
@@ -296,7 +318,6 @@ class TubeNetwork:
         transport = callee.transport
         assert transport is not None
         try:
-            callee.passes.check(caller_id, self._world.network.by_peer_id[caller_id].passes.own_pass)
             if transport.handler is None:
                 raise NotServing("this peer is on its way to another stage")
             reply = await transport.handler(caller_id, frame.op, frame.body or {}, frame.tensors)

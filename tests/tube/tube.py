@@ -30,6 +30,7 @@ from world import LogToWorld, World
 
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.run.invites import InviteBook
 from coordinator.watch.observer import end_run_for
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -125,6 +126,7 @@ class Tube:
         self._committed: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
         self._faults: anyio.CancelScope | None = None
         self._stores: list[FailingStore] = []
+        self._revoked: set[str] = set()
         self.world.on_violation = self._cut_short
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
         # When a peer of a stage was gone, or of any stage (None) out of reach.
@@ -149,7 +151,12 @@ class Tube:
         self._committed[stage].add(round_number)
 
     def peers(self) -> list[Host]:
-        return [host for host in self.world.alive() if host.name.startswith("p") and not host.ended.is_set()]
+        """The peers that are to stay."""
+        alive = [host for host in self.world.alive() if host.name.startswith("p") and not host.ended.is_set()]
+        return [host for host in alive if host.peer_id not in self._revoked]
+
+    def _revoked_peers(self) -> list[Host]:
+        return [host for host in self.world.alive() if host.peer_id in self._revoked]
 
     def coordinators(self) -> list[Host]:
         return [host for host in self.world.alive() if host.name.startswith("c")]
@@ -236,6 +243,11 @@ class Tube:
         if who == "nobody" and len(self.peers()) > self.num_stages:
             return
         self.start_peer(rng, victim.name.partition("'")[0] if who == "same" else None)
+
+    def revoke(self, victim: Host) -> None:
+        """The operator lets a peer take part no more, by the folder of the run's first coordinator."""
+        InviteBook(self._folder / "c0").revoke(self._run_key, victim.peer_id)
+        self._revoked.add(victim.peer_id)
 
     async def stall(self, host: Host, seconds: float) -> None:
         self.gone(host)
@@ -332,11 +344,13 @@ class Tube:
         rng = self.world.rng("recovery")
         while len(self.peers()) < self.num_stages:
             self.start_peer(rng)
-        if not self.coordinators():
+        if not self.coordinators() or (self._revoked_peers() and not self.world.host("c0").is_alive):
             self.start_coordinator("c0")
         began = {stage: len(rounds) for stage, rounds in self._committed.items()}
         deadline = self.world.loop.time() + BOUND_S
-        while any(len(rounds) < began[stage] + STEPS_AFTER for stage, rounds in self._committed.items()):
+        while any(len(rounds) < began[stage] + STEPS_AFTER for stage, rounds in self._committed.items()) or (
+            self._revoked_peers()
+        ):
             await anyio.sleep(1.0)
             if self.world.violations:
                 return
@@ -346,7 +360,8 @@ class Tube:
                     self.world.note("lost")
                     return
                 done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
-                self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {done} by stage")
+                left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
+                self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {left}")
                 return
 
     def _is_lost(self) -> bool:
