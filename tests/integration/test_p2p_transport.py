@@ -435,6 +435,21 @@ async def test_a_pass_holds_until_it_is_revoked_also_on_a_stream_that_is_open() 
 
 
 @on_uvloop
+async def test_a_stream_to_a_transport_that_is_closed_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """hivemind's client goes on taking streams for it, until the peer has left the DHT."""
+    async with daemon() as p2p, daemon(p2p) as caller:
+        metrics, service = PeerMetrics(), Service()
+        async with P2PTransport.open(
+            p2p, passes=EVERYBODY, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=metrics
+        ) as transport:
+            await transport.serve(service)
+        stream = await Callee(transport, metrics, service, caller).raw_stream()
+        await stream.ended()
+    assert "Traceback" not in caplog.text
+    assert not service.begun
+
+
+@on_uvloop
 async def test_a_cancelled_call_ends_its_handler_and_no_other() -> None:
     async with serving() as callee:
         service, stream = callee.service, await callee.raw_stream()

@@ -224,16 +224,17 @@ def assert_state(state, stage, optimizer_step):
 
 
 class Watching:
-    """A peer of stage 1 that stands in a round while callers name later ones."""
+    """A peer of stage 1 that stands in a round when a caller names a later one, and then avoids it."""
 
     def __init__(self, swarm, peer):
         self.peer, self.rounds = peer, peer.donor.rounds
         self.rounds.enter(Phase.OPEN)
+        self.hints = [True]
 
     async def see(self):
         """What it finds out after a while."""
         with anyio.move_on_after(0.2):
-            return await self.peer.recovery.watch_run(self.rounds, lambda: True)
+            return await self.peer.recovery.watch_run(self.rounds, lambda: bool(self.hints) and self.hints.pop())
         return None
 
 

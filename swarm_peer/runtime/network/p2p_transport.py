@@ -271,6 +271,9 @@ class P2PTransport(Transport):
     async def _accept(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one inbound stream. hivemind calls this in a task of its own; a task of this transport serves it."""
         stream = self._make_stream(reader, writer)
+        if self._tasks.cancel_scope.cancel_called:  # hivemind's client lives longer than this transport
+            stream.close()
+            return
         self._tasks.start_soon(self._serve_stream, info.peer_id.to_base58(), stream)
 
     def _hello(self, shown: bytes) -> bytes:

@@ -301,7 +301,7 @@ class Recovery:
         These meet nobody of their own round any more, and would wait for ever.
 
         Args:
-            is_behind: whether other peers have named later rounds
+            is_behind: whether another peer has named a later round of late
 
         Raises:
             CallError: the run has gone on without this peer, and it has to join anew
@@ -310,9 +310,10 @@ class Recovery:
         while True:
             await self._context.changed.wait_for(is_behind)
             present = rounds.current
-            # At the end of a round some are further for a moment. Only a peer that is stuck is left behind.
+            # At the end of a round some are further for a moment. Only a peer that is stuck is left behind. Callers
+            # avoid it for ever longer, so it does not wait for another one to name a later round.
             await anyio.sleep(patience_s)
-            if rounds.current is not present or not is_behind():
+            if rounds.current is not present:
                 continue
             try:
                 standing, is_last = await self._compare(present.step)
