@@ -38,6 +38,18 @@ def multiaddress(text: str) -> str:
         return f"/dns/{host}/tcp/{port}"
 
 
+def own_address(text: str) -> str:
+    """The multiaddress to listen on, of HOST:PORT or of HOST alone, which leaves the port open.
+
+    Raises:
+        UserError: see multiaddress
+    """
+    try:
+        return f"/ip{ip_address(text.strip('[]')).version}/{text.strip('[]')}"
+    except ValueError:
+        return multiaddress(text)
+
+
 def peer_address(text: str) -> str:
     """The multiaddress, with peer id, of a peer to dial; from a multiaddress or from HOST:PORT/ID.
 
@@ -74,7 +86,7 @@ def check_own_addresses(host_maddrs: tuple[str, ...], announce_maddrs: tuple[str
     if not host_maddrs:
         raise UserError("--host-maddrs needs a value: an address to listen on, such as 0.0.0.0:31337")
     for value in host_maddrs:
-        if multiaddress(value).startswith("/dns"):
+        if own_address(value).startswith("/dns"):
             raise UserError(f"--host-maddrs {value}: listen on an IP address, such as 0.0.0.0, and announce the name")
     for value in announce_maddrs:
         if "/tcp/0" in multiaddress(value) + "/":

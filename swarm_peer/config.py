@@ -300,8 +300,8 @@ class PeerOptions(Section):
     """Which run to join, where the addresses lead to several (the coordinator's key)."""
     data_dir: Annotated[Path | None, RUN] = None
     """Folder that the run may read local data files from; none if not given."""
-    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0/tcp/0",)
-    """Addresses to listen on, as IP:PORT or multiaddresses; port 0 takes a free one."""
+    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0",)
+    """Addresses to listen on, as IP:PORT or multiaddresses; without a port, the first free one from 31338 on."""
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
     """Addresses that other peers dial, as HOST:PORT or multiaddresses, if they differ (port forwarding)."""
     name: Annotated[str | None, RUN] = Field(None, max_length=32, pattern=PEER_NAME)

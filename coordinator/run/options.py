@@ -17,7 +17,7 @@ class NodeOptions:
     """Where a coordinator listens, which peers it joins, and where it makes itself known; options of `serve`.
 
     Attributes:
-        host_maddrs: Addresses to listen on, as IP:PORT or multiaddresses.
+        host_maddrs: Addresses to listen on, as IP:PORT or multiaddresses; by default the first free port from 31337.
         announce_maddrs: Addresses that peers shall dial, as HOST:PORT or multiaddresses, where they differ.
         initial_peers: Addresses of peers of this run, to carry on with it from another machine.
         identity_path: The run's key, made if missing; OUTPUT/identity if not given. Its holder directs the run.
@@ -26,7 +26,7 @@ class NodeOptions:
         metrics_host: Address that this port listens on; 0.0.0.0 shows the metrics to everybody who reaches the machine.
     """
 
-    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0/tcp/31337",)
+    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0",)
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
     initial_peers: Annotated[Addresses, NETWORK] = ()
     identity_path: Annotated[Path | None, NETWORK] = None

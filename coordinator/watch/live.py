@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.policy.view import PeerView
 
 # Seconds between lines where the output is no terminal.
 PLAIN_LINE_S = 5.0
@@ -104,9 +105,15 @@ def peers_table(watch: RunWatch) -> Table:
                 f"{peer.samples_per_s * manifest.data.sequence_length:,.0f}",
                 str(peer.queue),
                 str(peer.optimizer_step),
-                Text(peer.note),  # another's words, in which rich must see no markup
+                Text(note_of(peer)),  # another's words, in which rich must see no markup
             )
     return table
+
+
+def note_of(peer: PeerView) -> str:
+    """The peer's own note, and whether others can dial it."""
+    unreachable = ["others cannot dial it"] if peer.is_reachable is False else []
+    return "; ".join([part for part in (peer.note,) if part] + unreachable)
 
 
 def _coordination(watch: RunWatch) -> str:

@@ -83,13 +83,15 @@ def observer_directory(
     manifest: RunManifest, dht: SwarmDHT, metrics: PeerMetrics | None = None, clock: Clock | None = None
 ) -> Directory:
     """A directory of the run's peers for a process that looks at them and announces nothing itself."""
-    return Directory(
+    directory = Directory(
         manifest=manifest,
         dht=dht,
         clock=clock or SystemClock(),
         metrics=metrics or PeerMetrics(),
         changed=Condition(),
     )
+    dht.dial_by(directory.addresses_of)
+    return directory
 
 
 @dataclass(frozen=True, kw_only=True)

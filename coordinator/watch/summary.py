@@ -43,6 +43,7 @@ def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
         "samples_per_s": round(peer.samples_per_s, 3),
         "tokens_per_s": round(peer.samples_per_s * sequence_length, 1),
         "queue": peer.queue,
+        "is_reachable": peer.is_reachable,
     }
 
 

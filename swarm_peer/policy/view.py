@@ -57,6 +57,7 @@ class PeerView:
         since_s: when it entered its state, on the clock of `now_s`; None if not known
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         announced: serial number of the announcement
+        is_reachable: whether others can dial it; None if that is not known
         incarnation: which life of the peer this is (see Life)
         name: by which people recognise it; empty if it has none
     """
@@ -74,6 +75,7 @@ class PeerView:
     memory_bytes: int = 0
     bandwidth_bytes_per_s: float = 0.0
     since_s: float | None = None
+    is_reachable: bool | None = None
     moved_from: int = UNDECIDED
     announced: int = 0
     incarnation: int = 0

@@ -8,7 +8,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, NotAdmitted, UserError
-from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # Pause between tries to join a stage.
 JOIN_PAUSE_S = 1.0
+# Peers that one which nobody can dial keeps connections to.
+MOST_DIALLED = 256
 # A leaving peer has this long to tell others that it is gone.
 GOODBYE_S = 5.0
 
@@ -79,6 +81,7 @@ class Peer:
             describe_self=self._describe,
             device=str(device),
         )
+        dht.dial_by(self._directory.addresses_of)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
         snapshots = SnapshotStore(
             clock=context.clock, threads=context.threads, storage=context.storage, is_member=self._members.include
@@ -112,6 +115,7 @@ class Peer:
             memory_bytes=self._options.max_memory or 0,
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
+            is_reachable=self._dht.is_reachable,
         )
         return about if replica is None else replica.describe(about)
 
@@ -136,12 +140,21 @@ class Peer:
                 for watch in (end, self._dht.watch, self._watch_event_loop, self._leave_on_notice, self._look_for_end):
                     tasks.start_soon(watch)
                 tasks.start_soon(self._look_for_revocations)
+                tasks.start_soon(self._keep_dialling)
                 self._replica = await StageReplica.open(self._parts, stage, self._counted)
                 while (next_stage := await self._stay()) is not None:
                     await self._begin_stay(next_stage)
                 tasks.cancel_scope.cancel()
         finally:
             self._device_thread.stop()
+
+    async def _keep_dialling(self) -> None:
+        """While others cannot dial this peer, dial them: they call it over the connections that it has made."""
+        while True:
+            await anyio.sleep(self._context.resolved.manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
+            if self._dht.is_reachable is False:
+                others = [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me]
+                await self._dht.dial(others[:MOST_DIALLED])
 
     async def _look_for_revocations(self) -> None:
         """Learn what the run's operator revokes; raise UserError if this peer may not take part any more."""

@@ -22,6 +22,7 @@ from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
 from swarm_peer.runtime.host.preparation import choose_device
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
@@ -81,6 +82,7 @@ async def _run(
         initial_peers=entrance.addresses,
         invite=entrance.invite,
         host_maddrs=options.host_maddrs,
+        first_port=FIRST_PORT_OF_PEERS,
         announce_maddrs=options.announce_maddrs,
         identity=identity,
         identity_path=identity_path,

@@ -120,7 +120,8 @@ class Announcement(Record):
         memory_bytes: memory that it has for a stage; 0 for no limit
         bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
-        addresses: on which it listens, by its own account
+        addresses: where others may dial it, by its own account, the best one first
+        is_reachable: whether others have found that they can dial it; None if none of them has tried
         incarnation: which life of the peer this is (see policy/view.py: Life)
         name: by which people recognise it; anybody may take any name
     """
@@ -142,6 +143,7 @@ class Announcement(Record):
     bandwidth_bytes_per_s: Measured = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES, fail_fast=True)
+    is_reachable: bool | None = None
     incarnation: Incarnation = 0
     name: str = Field("", max_length=32, pattern=PEER_NAME)
 

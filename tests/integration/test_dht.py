@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -16,20 +17,57 @@ import anyio
 import pytest
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils import get_dht_time
 
 from coordinator.watch.observer import open_node
-from swarm_peer.errors import SwarmError
+from swarm_peer.errors import PeerUnreachable, SwarmError
+from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network import dht
 from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.reachability import PROTOCOL, Reachability, Sight
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.passes import Invite
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key
 
 pytestmark = pytest.mark.timeout(120)
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 LIFETIME_S = 3600.0
+
+
+async def test_members_tell_each_other_how_they_are_reached_and_strangers_nothing(tmp_path: Path) -> None:
+    invite = Invite.issue(Identity.load_or_create(tmp_path / "run"), (), label="a", expires=2**31, at_once=9)
+    async with (
+        open_node(tmp_path / "run", Entrance((), invite), LOOPBACK) as run,
+        open_node(tmp_path / "peer", Entrance(tuple(run.addresses), invite), LOOPBACK) as peer,
+    ):
+        callee = PeerID.from_base58(run.identity.peer_id)
+        (address,) = (address.rpartition("/p2p/")[0] for address in peer.addresses)
+        port = int(address.rpartition("/")[2])
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            asker = Reachability(peer.p2p, [address, f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}"], ())
+            assert await asker._ask(callee) == Sight("/ip4/127.0.0.1", (port,))
+        peer.p2p.passes = PassChecker(invite.run_id, clock=SystemClock())
+        with pytest.raises(PeerUnreachable):
+            await asker._ask(callee)
+
+
+async def test_a_peer_is_dialled_where_it_announces_itself(tmp_path: Path) -> None:
+    """libp2p has heard of no address of it."""
+    async with (
+        open_node(tmp_path / "one", Entrance(), LOOPBACK) as one,
+        open_node(tmp_path / "other", Entrance(), LOOPBACK) as other,
+    ):
+        other_id = PeerID.from_base58(other.identity.peer_id)
+        with pytest.raises(P2PDaemonError):
+            await one.p2p.call_binary_stream_handler(other_id, PROTOCOL)
+        one.dial_by(lambda peer_id: other.addresses)
+        *_, writer = await one.p2p.call_binary_stream_handler(other_id, PROTOCOL)
+        writer.close()
 
 
 async def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.reachability import Ways
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite, Ticket
 from swarm_peer.wire.records import Assignment, seal
@@ -90,12 +91,12 @@ class Host:
         """Become a node of the DHT."""
         self.node = TubeNode(self.world, self)
         self.world.network.by_peer_id[self.peer_id] = self
-        address = f"/ip4/10.0.0.1/tcp/1/p2p/{self.peer_id}"
+        address = "/ip4/10.0.0.1/tcp/1"
         return SwarmDHT(
             node=self.node,  # type: ignore[arg-type]
             identity=self.identity,
             metrics=self.metrics,
-            addresses=[address],
+            ways=lambda: Ways((address,)),
             clock=self.clock,
             places=self.node.places,
             passes=self.passes,

@@ -442,6 +442,9 @@ class FakeDHT:
     def keep_run(self, run_id, manifest):
         pass
 
+    def dial_by(self, announced):
+        pass
+
     async def store(self, *_, **__):
         return True
 

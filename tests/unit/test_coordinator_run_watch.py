@@ -444,6 +444,7 @@ def test_the_summary():
             "samples_per_s": 2.0,
             "tokens_per_s": 20.0,
             "queue": 3,
+                "is_reachable": None,
         }
     ]
 

@@ -49,6 +49,9 @@ class FakeDHT:
     async def fetch(self, *_):
         raise CallError("no answer")
 
+    def dial_by(self, announced):
+        pass
+
 
 async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch):
     """Stage 0 may tell of steps that have not been; and peers may be gone just then."""

@@ -18,6 +18,7 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.addresses import GREETING, is_tcp_address, listening
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.reachability import Ways
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, place_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite
@@ -54,7 +55,7 @@ async def test_a_record_without_its_authors_pass_is_neither_stored_nor_read():
             node=SimpleNamespace(p2p=None, get=AsyncMock(return_value=found)),
             identity=ME,
             metrics=PeerMetrics(),
-            addresses=(),
+            ways=lambda: Ways(()),
             clock=SystemClock(),
             places=validator.places,
             passes=passes,
@@ -148,7 +149,7 @@ async def test_whoever_stores_a_record_that_no_node_keeps_is_told():
         node=SimpleNamespace(p2p=None),
         identity=ME,
         metrics=PeerMetrics(),
-        addresses=(),
+        ways=lambda: Ways(()),
         clock=SystemClock(),
         places=validator.places,
         passes=EVERYBODY,

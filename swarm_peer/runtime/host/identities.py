@@ -27,8 +27,9 @@ def free_identity(folder: Path, scratch: Path) -> Iterator[Path]:
         scratch: where to keep the identity of this one start, if the folder cannot be written to
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, lock = next((number, lock) for number in itertools.count() if (lock := _locked(folder, number)))
+        number, lock = next(
+            (number, lock) for number in itertools.count() if (lock := locked(folder, f"identity-{number}"))
+        )
     except OSError as error:
         log.warning("identity_not_kept folder=%s reason=%s", folder, error.strerror)
         yield scratch / "identity"
@@ -59,9 +60,10 @@ class KeptFile:
             log.warning("not_kept path=%s reason=%s", self._path, error.strerror)
 
 
-def _locked(folder: Path, number: int) -> IO[str] | None:
-    """The lock of an identity, held until it is closed; None if another process holds it."""
-    lock = (folder / f"identity-{number}.lock").open("w")
+def locked(folder: Path, name: str) -> IO[str] | None:
+    """The lock of that name in a folder, held until it is closed; None if another process holds it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = (folder / f"{name}.lock").open("w")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,16 +1,14 @@
-"""Addresses of peers: which can be reached, which can be listened on. Knows nothing of the DHT."""
+"""Addresses of peers: which can be one, and at which somebody listens. Knows nothing of the DHT."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Sequence
 from contextlib import closing
+from ipaddress import ip_address
 
 import anyio
-
-from swarm_peer.errors import UserError
 
 # If there are several initial peers, those that do not accept a connection in this time are not dialled.
 CONNECT_TIMEOUT_S = 3.0
@@ -18,20 +16,6 @@ CONNECT_TIMEOUT_S = 3.0
 MOST_CONNECTING = 32
 # libp2p sends this first, unasked.
 GREETING = b"\x13/multistream/1.0.0\n"
-
-
-def check_port_is_free(address: str) -> None:
-    """Raise UserError if the port is taken: libp2p's daemon would report nothing, and never become ready."""
-    match address.split("/"):
-        case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
-            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((host, int(port)))
-                except OSError as error:
-                    raise UserError(
-                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
-                    ) from error
 
 
 async def listening(addresses: Sequence[str]) -> list[str]:
@@ -68,6 +52,22 @@ def is_tcp_address(address: str, peer_id: str) -> bool:
     """Whether an address is one of the peer, over TCP. libp2p's daemon does not start if it is given any other form."""
     host = "/(ip4|ip6|dns[46]?)/[0-9A-Za-z.:-]{1,253}"
     return re.fullmatch(rf"{host}/tcp/[0-9]{{1,5}}/p2p/{re.escape(peer_id)}", address) is not None
+
+
+def ports_of(addresses: Sequence[str]) -> list[int]:
+    """The TCP ports of some multiaddresses, each once."""
+    parts = [address.split("/") for address in addresses]
+    ports = [int(part[4]) for part in parts if len(part) > 4 and part[3] == "tcp" and part[4].isdecimal()]
+    return list(dict.fromkeys(ports))
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the internet, or a name; the others work in private networks alone."""
+    host = address.split("/")[2]
+    try:
+        return ip_address(host).is_global
+    except ValueError:
+        return True
 
 
 def is_loopback(address: str) -> bool:

@@ -11,19 +11,21 @@ from typing import Any
 
 import anyio
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P
+from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.addresses import multiaddress
+from swarm_peer.addresses import multiaddress, own_address
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, SwarmError, UserError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.addresses import check_port_is_free, listening
+from swarm_peer.runtime.host.ports import FIRST_PORT, with_port
+from swarm_peer.runtime.network.addresses import listening
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, PassBearer, refusal_of
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.reachability import Reachability, Ways
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.passes import Invite, RevocationsRecord, revocations_key
@@ -65,7 +67,6 @@ class SwarmDHT:
 
     Attributes:
         p2p: client of the daemon
-        addresses: that this node listens on
         passes: who may take part in the run
     """
 
@@ -75,15 +76,15 @@ class SwarmDHT:
         node: DHTNode,
         identity: Identity,
         metrics: PeerMetrics,
-        addresses: Sequence[str],
+        ways: Callable[[], Ways],
         clock: Clock,
         places: RecordPlaces,
         passes: PassChecker,
     ):
-        self.p2p: P2P = node.p2p
+        self.p2p: GuardedP2P = node.p2p
         self.passes = passes
         self.identity = identity
-        self.addresses = list(addresses)
+        self._ways = ways
         self._node = node
         self._metrics = metrics
         self._clock = clock
@@ -98,6 +99,7 @@ class SwarmDHT:
         initial_peers: Sequence[str],
         invite: Invite | None,
         host_maddrs: Sequence[str],
+        first_port: int = FIRST_PORT,
         announce_maddrs: Sequence[str],
         identity: Identity,
         identity_path: Path,
@@ -107,18 +109,18 @@ class SwarmDHT:
 
         Args:
             invite: to a run by invitation; None if the run is open to everybody
+            first_port: where an address to listen on names no port, it gets the first one from here on that is free
 
         Raises:
             UserError: an address is malformed, no initial peer answers, or a port is taken
         """
-        host_maddrs = [multiaddress(address) for address in host_maddrs]
+        host_maddrs = [own_address(address) for address in host_maddrs]
         announce_maddrs = [multiaddress(address) for address in announce_maddrs]
-        _check_addresses(initial_peers, host_maddrs, announce_maddrs)
-        if len(initial_peers) > 1:
-            initial_peers = await listening(initial_peers) or initial_peers
+        initial_peers = await _checked(initial_peers, (*host_maddrs, *announce_maddrs))
         clock = SystemClock()
         validator = SignedRecordValidator(clock, PassChecker.for_holder(invite, identity, clock))
         async with AsyncExitStack() as opened:
+            host_maddrs = [opened.enter_context(with_port(address, first_port)) for address in host_maddrs]
             try:
                 p2p = await GuardedP2P.create(
                     initial_peers=list(initial_peers) or None,
@@ -134,7 +136,7 @@ class SwarmDHT:
                 opened.push_async_callback(_in_time, p2p.shutdown)
                 p2p.passes = validator.passes
                 node = await _join(p2p, initial_peers, validator)
-                addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+                reachability = await Reachability.begin(p2p, announce_maddrs)
             except UserError:
                 raise
             except Exception as error:  # hivemind raises errors of many types
@@ -143,14 +145,24 @@ class SwarmDHT:
                 node=node,
                 identity=identity,
                 metrics=metrics,
-                addresses=addresses,
+                ways=lambda: reachability.ways,
                 clock=clock,
                 places=validator.places,
                 passes=validator.passes,
             )
             opened.push_async_callback(_in_time, dht._close)
-            dht._tasks.add(asyncio.get_running_loop().create_task(dht._rejoin()))
+            dht._tasks |= {asyncio.create_task(dht._rejoin()), asyncio.create_task(reachability.run())}
             yield dht
+
+    @property
+    def addresses(self) -> list[str]:
+        """The multiaddresses, with this node's id, at which others may reach it; the best one first."""
+        return [f"{address}/p2p/{self.identity.peer_id}" for address in self._ways().addresses]
+
+    @property
+    def is_reachable(self) -> bool | None:
+        """Whether others can dial this node; None if nobody has told."""
+        return self._ways().is_reachable
 
     async def _rejoin(self) -> None:
         """Call peers that the routing table has lost.
@@ -174,6 +186,16 @@ class SwarmDHT:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._node.shutdown()
+
+    def dial_by(self, announced: Callable[[str], Sequence[str]]) -> None:
+        """Have peers dialled at the addresses that they announce."""
+        self.p2p.announced = announced
+
+    async def dial(self, peer_ids: Sequence[str]) -> None:
+        """Keep connections to some peers: those that cannot dial this node call it by them."""
+        async with anyio.create_task_group() as tasks:
+            for peer_id in peer_ids:
+                tasks.start_soon(self.p2p.dial, PeerID.from_base58(peer_id))
 
     def keep_run(self, run_id: str, manifest: RunManifest) -> None:
         """Have this node store the records of this run alone from now on."""
@@ -331,13 +353,13 @@ async def _in_time(shut_down: Callable[[], Awaitable[None]]) -> None:
         await shut_down()
 
 
-def _check_addresses(initial_peers: Sequence[str], host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> None:
+async def _checked(initial_peers: Sequence[str], own: Sequence[str]) -> Sequence[str]:
+    """The initial peers to dial, their addresses and one's own checked."""
     for address in initial_peers:
         check_peer_address(address)
-    for address in (*host_maddrs, *announce_maddrs):
+    for address in own:
         _check_multiaddress(address)
-    for address in host_maddrs:
-        check_port_is_free(address)
+    return (len(initial_peers) > 1 and await listening(initial_peers)) or initial_peers
 
 
 def _check_multiaddress(address: str) -> Multiaddr:

@@ -21,7 +21,7 @@ from swarm_peer.policy.view import (
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.addresses import is_loopback, is_tcp_address
+from swarm_peer.runtime.network.addresses import is_tcp_address
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
 
@@ -165,13 +165,12 @@ class Directory:
 
     def addresses(self) -> list[str]:
         """The addresses that the peers in view announce."""
-        return [
-            address
-            for peer in self.view.peers
-            if peer.peer_id in self._peers
-            for address in self._peers[peer.peer_id][0].addresses
-            if is_tcp_address(address, peer.peer_id)  # a peer can announce any text
-        ]
+        return [address for peer in self.view.peers for address in self.addresses_of(peer.peer_id)]
+
+    def addresses_of(self, peer_id: str) -> list[str]:
+        """The addresses that a peer announces; none if it is not known."""
+        announced = self._peers[peer_id][0].addresses if peer_id in self._peers else ()
+        return [address for address in announced if is_tcp_address(address, peer_id)]  # a peer can announce any text
 
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
@@ -220,7 +219,8 @@ class Directory:
             memory_bytes=me.memory_bytes,
             bandwidth_bytes_per_s=me.bandwidth_bytes_per_s,
             moved_from=me.moved_from,
-            addresses=tuple(sorted(self._dht.addresses, key=is_loopback)[:MAX_ADDRESSES]),
+            addresses=tuple(self._dht.addresses[:MAX_ADDRESSES]),
+            is_reachable=me.is_reachable,
             incarnation=me.incarnation,
             name=me.name,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthorizerBase
+from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.errors import NotAdmitted
 from swarm_peer.runtime.network.pass_checker import PassChecker
@@ -27,6 +29,24 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     """A libp2p client whose unary handlers answer members of the run alone. Set `passes` before any is added."""
 
     passes: PassChecker
+    # The addresses that a peer announces.
+    announced: Callable[[str], Sequence[str]] = staticmethod(lambda peer_id: ())
+
+    async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
+        """Open a stream to a peer; see hivemind's P2P."""
+        await self.dial(peer_id)
+        return await super().call_binary_stream_handler(peer_id, handler_name)
+
+    async def dial(self, peer_id: PeerID) -> None:
+        """Connect to a peer where it announces itself: libp2p may have heard of no address, or of an old one.
+
+        A failure says nothing. The peer may be known elsewhere, or have dialled this node.
+        """
+        if addresses := self.announced(peer_id.to_base58()):
+            with suppress(Exception):  # hivemind's client raises errors of many types
+                await self._client.connect(
+                    peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
+                )
 
     async def add_protobuf_handler(
         self, name: str, handler: Callable[..., Any], input_protobuf_type: Any, **options: Any

@@ -1,0 +1,70 @@
+"""TCP ports to listen on: a peer keeps the same one over restarts, so that a router can forward it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.host.identities import locked, state_folder
+
+# A coordinator's. Peers leave it free, since invites name it.
+FIRST_PORT = 31337
+FIRST_PORT_OF_PEERS = 31338
+# Ports that are looked through for a free one: as many programs of this kind may run on one machine.
+MAX_PORTS = 256
+
+
+@contextmanager
+def with_port(address: str, first: int) -> Iterator[str]:
+    """A multiaddress to listen on, with its port; one that names no port gets the first free one from `first` on.
+
+    While the context is open, no other process of this user chooses that port: two daemons of libp2p that begin at the
+    same moment would both listen on it, and report nothing.
+
+    Raises:
+        UserError: the port is taken, or all are
+    """
+    if "/tcp/" in address:
+        _check_is_free(address)
+        yield address
+        return
+    for port in range(first, first + MAX_PORTS):
+        if (lock := _locked(port)) is None:
+            continue
+        with lock:
+            with_its_port = f"{address}/tcp/{port}"
+            if _is_free(with_its_port):
+                yield with_its_port
+                return
+    raise UserError(f"no port from {first} to {first + MAX_PORTS - 1} is free: name one in --host-maddrs")
+
+
+def _locked(port: int) -> AbstractContextManager[object] | None:
+    try:
+        return locked(state_folder(), f"port-{port}")
+    except OSError:  # this user has no folder to keep anything in
+        return nullcontext()
+
+
+def _is_free(address: str) -> bool:
+    try:
+        _check_is_free(address)
+    except UserError:
+        return False
+    return True
+
+
+def _check_is_free(address: str) -> None:
+    """Raise UserError if the port is taken: libp2p's daemon would report nothing, and never become ready."""
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
+            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, int(port)))
+                except OSError as error:
+                    raise UserError(
+                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
+                    ) from error

@@ -1,0 +1,265 @@
+"""Where others reach this node: peers that it has dialled tell it what they see of it, and try it.
+
+A node that is asked connects to the host that the asking node's connection comes from, and to no other: nobody can
+have it knock at a stranger's door. It takes whatever greets as libp2p does for the node: peers that dial check the id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+import anyio
+import msgpack
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+
+from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted
+from swarm_peer.runtime.network.addresses import CONNECT_TIMEOUT_S, is_loopback, is_public, listening, ports_of
+from swarm_peer.runtime.network.frame_stream import on_network
+from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
+from swarm_peer.wire.packing import unpack
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/swarm/reach/1"
+# Ports that a node may have tried at a time, and nodes that may have theirs tried here at a time.
+MAX_PORTS = 4
+MAX_ASKING = 16
+# Peers that a node asks. Some may be in its own network, and some may lie.
+PEERS_ASKED = 5
+# A pass, and some numbers.
+MAX_REQUEST_BYTES = 4096
+ANSWER_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
+# Pause between looks at this machine's own addresses, and between questions as long as those stay the same. Until
+# somebody has answered, a node asks at each look.
+LOOK_S = 15.0
+ASK_EVERY_S = 300.0
+
+
+@dataclass(frozen=True)
+class Sight:
+    """This node as one peer sees it.
+
+    Attributes:
+        host: where this node's connection comes from, such as /ip4/1.2.3.4
+        open_ports: those of this node's ports on which libp2p greets there
+    """
+
+    host: str
+    open_ports: tuple[int, ...]
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether the host is one of the internet, and not of a private network or of this machine."""
+        return is_public(self.host)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How others reach this node.
+
+    Attributes:
+        addresses: the multiaddresses that may work, best first, without the node's id
+        is_reachable: whether those who are furthest away can dial it; None if nobody has told
+        closed: hosts and ports that do not answer those who are furthest away
+    """
+
+    addresses: tuple[str, ...]
+    is_reachable: bool | None = None
+    closed: tuple[str, ...] = ()
+
+
+def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight]) -> Ways:
+    """Conclude how a node is reached, from what others see of it.
+
+    Args:
+        own: the addresses of the node's interfaces, with its ports, without its id
+        announced: the addresses that its operator has named; they stand in place of all others
+        sights: what peers see
+    """
+    far = [sight for sight in sights if sight.is_from_outside]
+    far = far or [sight for sight in sights if not is_loopback(f"{sight.host}/")]
+    # Half of them at least must see a host: a single one that lies has no say where several answer.
+    hosts = [host for host, count in Counter(sight.host for sight in far).most_common() if 2 * count >= len(far)]
+    tried = ports_of(announced or own)
+    opened = {(sight.host, port) for sight in far for port in sight.open_ports if port in tried}
+    seen = [f"{host}/tcp/{port}" for host in hosts for port in tried if (host, port) in opened]
+    closed = [f"{host.split('/')[2]}:{port}" for host in hosts for port in tried if (host, port) not in opened]
+    elsewhere = [address for address in own if not is_loopback(address)]
+    addresses = announced or dict.fromkeys([*seen, *sorted(elsewhere or own, key=is_public, reverse=True)])
+    return Ways(tuple(addresses), bool(seen) if hosts else None, () if seen else tuple(closed))
+
+
+class Reachability:
+    """Finds out how others reach this node, and tells others the same of theirs.
+
+    Attributes:
+        ways: what is known by now
+    """
+
+    def __init__(self, p2p: GuardedP2P, own: Sequence[str], announced: Sequence[str]):
+        self._p2p = p2p
+        self._own = list(own)
+        self._announced = announced
+        self._asking: set[str] = set()
+        self.ways = ways_to(own, announced, ())
+
+    @classmethod
+    async def begin(cls, p2p: GuardedP2P, announced: Sequence[str]) -> Reachability:
+        """As this machine sees it by itself.
+
+        Args:
+            announced: the addresses that the node's operator has named
+        """
+        return cls(p2p, await _own_addresses(p2p), announced)
+
+    async def run(self) -> None:
+        """Answer others, and ask anew now and then, until cancelled."""
+        await self._p2p.add_binary_stream_handler(PROTOCOL, self._answer)
+        asked_s = -ASK_EVERY_S
+        sights: list[Sight] = []
+        while True:
+            try:
+                own = await _own_addresses(self._p2p)
+                now_s = anyio.current_time()
+                if own != self._own or not sights or now_s >= asked_s + ASK_EVERY_S:
+                    self._own, asked_s = own, now_s
+                    sights = await self._ask_some()
+                    self._conclude(sights)
+            except CallError as error:
+                log.warning("addresses_unknown reason=%s", error)
+            await anyio.sleep(LOOK_S)
+
+    def _conclude(self, sights: Sequence[Sight]) -> None:
+        before, self.ways = self.ways, ways_to(self._own, self._announced, sights)
+        if before != self.ways:
+            log.info("addresses_changed addresses=%s", " ".join(self.ways.addresses))
+        if self.ways.is_reachable is False and before.is_reachable is not False:
+            ports = " and ".join(map(str, ports_of(self._announced or self._own)))
+            log.warning(
+                "not_reachable closed=%s: others cannot dial this node; forward TCP port %s of the router to this "
+                "machine, and let its firewall through. Until then it works only with peers that it can dial itself",
+                ",".join(self.ways.closed),
+                ports,
+            )
+
+    async def _ask_some(self) -> list[Sight]:
+        """Ask some of the peers that this node is connected to."""
+        with _of_daemon():
+            peers = [info.peer_id for info in await self._p2p.list_peers()]
+        sights: list[Sight] = []
+
+        async def ask(peer_id: PeerID) -> None:
+            try:
+                sights.append(await self._ask(peer_id))
+            except CallError as error:
+                log.debug("reachability_unknown peer=%s reason=%s", peer_id, error)
+
+        async with anyio.create_task_group() as tasks:
+            for peer_id in random.sample(peers, min(PEERS_ASKED, len(peers))):
+                tasks.start_soon(ask, peer_id)
+        return sights
+
+    async def _ask(self, peer_id: PeerID) -> Sight:
+        """Have a peer try this node's ports.
+
+        Raises:
+            CallError: it does not, or its answer is none
+        """
+        with _of_daemon():
+            _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, PROTOCOL)
+            with closing(writer):
+                await _send(writer, [self._p2p.passes.own_pass, ports_of(self._announced or self._own)[:MAX_PORTS]])
+                return parse_sight(await _receive(reader))
+
+    async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Try the ports of a node that asks, at the host that its connection comes from."""
+        peer_id = info.peer_id.to_base58()
+        with closing(writer):
+            if peer_id in self._asking or len(self._asking) >= MAX_ASKING:
+                return
+            self._asking.add(peer_id)
+            try:
+                with on_network(ANSWER_TIMEOUT_S, errors=(OSError, EOFError, TimeoutError)):
+                    shown, ports = _parse_request(await _receive(reader))
+                    self._p2p.passes.check(peer_id, shown)
+                    host = _host_of(str(info.addr))
+                    opened = await listening([f"{host}/tcp/{port}/p2p/{peer_id}" for port in ports])
+                    await _send(writer, [host, ports_of(opened)])
+            except (CallError, NotAdmitted) as error:
+                log.debug("reachability_not_told peer=%s reason=%s", peer_id, error)
+            finally:
+                self._asking.discard(peer_id)
+
+
+def _of_daemon() -> AbstractContextManager[None]:
+    """Have PeerUnreachable raised for all that hivemind's client raises: its errors have no common class."""
+    return on_network(ANSWER_TIMEOUT_S, errors=(Exception,))
+
+
+async def _own_addresses(p2p: GuardedP2P) -> list[str]:
+    with _of_daemon():
+        addresses = await p2p.get_visible_maddrs(latest=True)
+    return [str(address).rpartition("/p2p/")[0] for address in addresses]
+
+
+async def _send(writer: asyncio.StreamWriter, values: list[Any]) -> None:
+    data = msgpack.packb(values)
+    writer.write(len(data).to_bytes(2, "big") + data)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader) -> bytes:
+    num_bytes = int.from_bytes(await reader.readexactly(2), "big")
+    if num_bytes > MAX_REQUEST_BYTES:
+        raise InvalidMessage(f"{num_bytes} bytes; at most {MAX_REQUEST_BYTES} go")
+    return await reader.readexactly(num_bytes)
+
+
+def _parse_request(data: bytes) -> tuple[bytes, tuple[int, ...]]:
+    match unpack(data, "reach"):
+        case [bytes() as shown, tuple() as ports] if len(ports) <= MAX_PORTS and all(map(_is_port, ports)):
+            return shown, ports
+        case _:
+            raise InvalidMessage(f"reach: not [pass, {MAX_PORTS} ports at most]")
+
+
+def parse_sight(data: bytes) -> Sight:
+    """Read the answer of a peer.
+
+    Raises:
+        InvalidMessage: it is no sight
+    """
+    match unpack(data, "reach"):
+        case [str() as host, tuple() as ports] if len(ports) <= MAX_PORTS and all(map(_is_port, ports)):
+            return Sight(_host_of(host), ports)
+        case _:
+            raise InvalidMessage("reach: not [host, ports]")
+
+
+def _is_port(value: object) -> bool:
+    return type(value) is int and 0 < value < 65536
+
+
+def _host_of(address: str) -> str:
+    """The host that a multiaddress begins with.
+
+    Raises:
+        InvalidMessage: it begins with none
+    """
+    match address.split("/"):
+        case ["", "ip4" | "ip6" as family, host, *rest] if "p2p-circuit" not in rest:
+            try:
+                if ip_address(host).version == int(family[2]):
+                    return f"/{family}/{ip_address(host)}"
+            except ValueError:
+                pass
+    raise InvalidMessage(f"{address!r:.80} names no host")

@@ -1,0 +1,120 @@
+"""A run across a router that translates addresses: a public machine, a router, and a machine at home behind it.
+
+The networks are namespaces of this kernel, with addresses that libp2p takes for public ones. Nothing leaves them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from programs import Processes, wait_for
+from swarm import tiny_manifest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("iptables")),
+        reason="needs root, ip and iptables, to make networks",
+    ),
+]
+
+PUBLIC, ROUTER, HOME = (f"swarm-test-{name}" for name in ("public", "router", "home"))
+PUBLIC_IP, ROUTER_IP, ROUTER_HOME_IP, HOME_IP = "11.0.0.1", "11.0.0.2", "192.168.77.1", "192.168.77.2"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def iptables(*arguments: str) -> None:
+    ip("netns", "exec", ROUTER, "iptables", "-t", "nat", *arguments)
+
+
+@pytest.fixture
+def networks() -> Iterator[None]:
+    for name in (PUBLIC, ROUTER, HOME):
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+    try:
+        for one, its_ip, other, other_ip in ((PUBLIC, PUBLIC_IP, ROUTER, ROUTER_IP), (HOME, HOME_IP, ROUTER, "")):
+            wire = f"to-{one[-4:]}"
+            ip("-n", one, "link", "add", "uplink", "type", "veth", "peer", "name", wire, "netns", other)
+            ip("-n", one, "address", "add", f"{its_ip}/24", "dev", "uplink")
+            ip("-n", other, "address", "add", f"{other_ip or ROUTER_HOME_IP}/24", "dev", wire)
+            ip("-n", one, "link", "set", "uplink", "up")
+            ip("-n", other, "link", "set", wire, "up")
+        ip("-n", HOME, "route", "add", "default", "via", ROUTER_HOME_IP)
+        ip("netns", "exec", ROUTER, "sysctl", "-w", "net.ipv4.ip_forward=1")
+        iptables("-A", "POSTROUTING", "-o", "to-blic", "-j", "MASQUERADE")
+        yield
+    finally:
+        for name in (PUBLIC, ROUTER, HOME):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+class Machines:
+    """Programs on the machines of these networks; each machine has its own user's files."""
+
+    def __init__(self, folder: Path, processes: Processes):
+        self._folder = folder
+        self._processes = processes
+
+    def start(self, machine: str, name: str, module: str, *options: str):
+        state = self._folder / f"state-{machine}"
+        # The fork server is in no namespace: these programs are started anew.
+        log = self._processes.path(name).open("w")
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", machine, sys.executable, "-m", module, *options],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"XDG_STATE_HOME": str(state)},
+        )
+        self._processes.running.append(process)
+        return process
+
+
+def test_a_peer_behind_a_router_works_with_public_ones(tmp_path: Path, processes: Processes, networks: None) -> None:
+    machines = Machines(tmp_path, processes)
+    manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": 6.0})
+    config, output = tmp_path / "run.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
+    machines.start(PUBLIC, "coordinator", "coordinator.cli", "serve", str(config), "--output", str(output))
+    wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line")
+    invite = next(word for word in processes.log("coordinator").split() if word.startswith("swarm-invite-"))
+    assert (output / "coordinator").read_text().split() == [
+        address for address in (output / "coordinator").read_text().split() if address.startswith(f"/ip4/{PUBLIC_IP}/")
+    ], "no loopback address"
+    peer = ("swarm_peer.cli", "--initial-peers", invite, "--threads", "1", "--device", "cpu")
+    machines.start(PUBLIC, "public", *peer, "--stage", "0")
+    home = machines.start(HOME, "home", *peer, "--stage", "1")
+
+    # The public peer calls the one at home over the connection that the latter has made.
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 5, "steps", 120)
+    wait_for(lambda: "not_reachable" in processes.log("home"), "the word that nobody can dial it", 60)
+    (line,) = (line for line in processes.log("home").splitlines() if "not_reachable" in line)
+    assert re.search(rf"closed={ROUTER_IP}:31338: .* forward TCP port 31338 ", line)
+    assert "not_reachable" not in processes.log("public")
+
+    # The router forwards the port: the peer's public address is known, and so are its steps.
+    iptables("-A", "PREROUTING", "-i", "to-blic", "-p", "tcp", "--dport", "31338", "-j", "DNAT", "--to", HOME_IP)
+    home.terminate()
+    assert home.wait(60) == 0
+    machines.start(HOME, "again", *peer, "--stage", "1")
+    wait_for(lambda: f"addresses=/ip4/{ROUTER_IP}/tcp/31338" in processes.log("again"), "its public address", 60)
+    wait_for(lambda: processes.log("again").count("step_done") > 3, "its steps", 60)
+    status = ("coordinator.cli", "status", str(output), "--json")
+    assert machines.start(PUBLIC, "status", *status).wait(60) == 0
+    peers = json.loads(processes.log("status").splitlines()[-1])["stages"][1]["peers"]
+    assert [peer["is_reachable"] for peer in peers if peer["state"] == "serving"] == [True]

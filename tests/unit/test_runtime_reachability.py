@@ -1,0 +1,127 @@
+"""What a node concludes from what others see of it, and which ports of a machine are chosen."""
+
+import socket
+import sys
+from subprocess import PIPE, Popen
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_peer.errors import InvalidMessage, UserError
+from swarm_peer.runtime.host import ports
+from swarm_peer.runtime.host.ports import with_port
+from swarm_peer.runtime.network.reachability import Sight, Ways, parse_sight, ways_to
+
+LOOPBACK, HOME, CLOUD = "/ip4/127.0.0.1/tcp/7", "/ip4/192.168.1.5/tcp/7", "/ip4/11.0.0.5/tcp/7"
+NAME = "/dns4/me.example.org/tcp/9"
+
+
+def sees(host, *open_ports):
+    return Sight(f"/ip4/{host}", open_ports)
+
+
+@pytest.mark.parametrize(
+    ("own", "announced", "sights", "expected"),
+    [
+        ([LOOPBACK, HOME], [], [], Ways((HOME,))),
+        ([LOOPBACK], [], [], Ways((LOOPBACK,))),
+        ([LOOPBACK, HOME], [], [sees("127.0.0.1", 7)], Ways((HOME,))),
+        ([LOOPBACK, HOME, CLOUD], [], [], Ways((CLOUD, HOME))),
+        # A port that the router forwards, one that it does not, and another one.
+        ([LOOPBACK, HOME], [], [sees("11.0.0.9", 7)], Ways(("/ip4/11.0.0.9/tcp/7", HOME), True)),
+        ([LOOPBACK, HOME], [], [sees("11.0.0.9")], Ways((HOME,), False, ("11.0.0.9:7",))),
+        ([LOOPBACK, HOME], [], [sees("11.0.0.9", 8)], Ways((HOME,), False, ("11.0.0.9:7",))),
+        # A neighbour at home sees the private address, which says nothing of the world outside.
+        ([LOOPBACK, HOME], [], [sees("192.168.1.5", 7)], Ways((HOME,), True)),
+        ([LOOPBACK, HOME], [], [sees("192.168.1.5", 7), sees("11.0.0.9")], Ways((HOME,), False, ("11.0.0.9:7",))),
+        # One of three lies.
+        (
+            [HOME],
+            [],
+            [sees("11.0.0.9", 7), sees("12.0.0.1", 7), sees("11.0.0.9", 7)],
+            Ways(("/ip4/11.0.0.9/tcp/7", HOME), True),
+        ),
+        # The operator has named an address.
+        ([NAME], [NAME], [], Ways((NAME,))),
+        ([NAME], [NAME], [sees("11.0.0.9", 9)], Ways((NAME,), True)),
+        ([NAME], [NAME], [sees("11.0.0.9")], Ways((NAME,), False, ("11.0.0.9:9",))),
+    ],
+)
+def test_what_others_see_tells_how_they_reach_a_node(own, announced, sights, expected):
+    assert ways_to(own, announced, sights) == expected
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=64),
+        st.recursive(st.integers(-(2**63), 2**63) | st.text() | st.binary(), st.lists).map(msgpack.packb),
+    )
+)
+def test_an_answer_is_a_sight_or_refused(data):
+    try:
+        sight = parse_sight(data)
+    except InvalidMessage:
+        return
+    assert sight.host.startswith("/ip")
+
+
+def test_a_sight_is_read_as_it_is_written():
+    assert parse_sight(msgpack.packb(["/ip4/11.0.0.9/tcp/4001", [7, 8]])) == sees("11.0.0.9", 7, 8)
+    for host in ("/ip4/11.0.0.9/tcp/1/p2p/Q/p2p-circuit", "/dns4/me.example.org/tcp/1", "/ip4/::1", "11.0.0.9"):
+        with pytest.raises(InvalidMessage):
+            parse_sight(msgpack.packb([host, []]))
+
+
+@pytest.fixture
+def first(tmp_path, monkeypatch):
+    """The first of some ports that nobody listens on."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def chosen(first):
+    return with_port("/ip4/127.0.0.1", first)
+
+
+WAITING = """
+import sys
+from swarm_peer.runtime.host.ports import with_port
+with with_port("/ip4/127.0.0.1", int(sys.argv[1])) as address:
+    print(address, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_each_process_gets_a_port_of_its_own_and_the_same_one_again(first):
+    command = [sys.executable, "-c", WAITING, str(first)]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdout.readline().strip() == f"/ip4/127.0.0.1/tcp/{first}"
+        with chosen(first) as address:
+            assert not address.endswith(f"/{first}")
+        other.stdin.close()
+    with chosen(first) as address:
+        assert address.endswith(f"/{first}")
+
+
+def test_a_port_that_is_taken_is_passed_over_unless_it_is_named(first, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        with pytest.raises(UserError, match="cannot listen on"), with_port(f"/ip4/127.0.0.1/tcp/{first}", 1):
+            pass
+        with chosen(first) as address:
+            assert not address.endswith(f"/{first}")
+        monkeypatch.setattr(ports, "MAX_PORTS", 1)
+        with pytest.raises(UserError, match="no port from"), chosen(first):
+            pass
+
+
+def test_a_user_without_a_folder_gets_a_port_all_the_same(first, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with chosen(first) as address:
+        assert address.endswith(f"/{first}")
