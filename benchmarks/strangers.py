@@ -21,6 +21,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean
@@ -40,7 +41,7 @@ from swarm import LiveSwarm, SwarmStopped, forked_peer, run_swarm, tiny_manifest
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.network.record_validator import key_id_of
 from swarm_peer.wire.frames import Frame, FrameType
-from swarm_peer.wire.messages import PROTOCOL, Body
+from swarm_peer.wire.messages import PROTOCOL, Call
 from swarm_peer.wire.records import end_key, progress_key, stage_key
 
 PEERS_BY_STAGE = (2, 2)
@@ -106,7 +107,7 @@ class Stranger:
         await anyio.sleep_forever()
 
     async def _call(self, p2p: P2P, callees: list[PeerID]) -> None:
-        ops = [kind.model_fields["op"].default for kind in Body.__subclasses__() if "op" in kind.model_fields]
+        ops = operations(Call)
         for number in itertools.count():
             with suppress(Exception), anyio.move_on_after(2.0):
                 _, reader, writer = await p2p.call_binary_stream_handler(callees[number % len(callees)], PROTOCOL)
@@ -117,15 +118,21 @@ class Stranger:
                 writer.write(hello.head() + call.head() + bytes(tensor[0]))
                 self.done["calls"] += 1
                 answer = await reader.read()
-                self.done["answered"] += b"NotAdmitted" not in answer and b"not_admitted" not in answer
+                self.done["answered"] += bool(answer) and b"not_admitted" not in answer
                 writer.close()
             await anyio.sleep(0.02)
 
 
-def memory_bytes() -> int:
-    """Proportional memory of this process, of the peers and of all daemons."""
+def operations(kind: type[Call]) -> list[str]:
+    """The operations of a call, and of all that derive from it."""
+    own = [kind.model_fields["op"].default] if "op" in kind.model_fields else []
+    return own + [op for derived in kind.__subclasses__() for op in operations(derived)]
+
+
+def memory_bytes(pids: Sequence[int]) -> int:
+    """Memory of some processes; what they share counts once."""
     total = 0
-    for pid in [os.getpid(), *descendants()]:
+    for pid in pids:
         with suppress(OSError, StopIteration):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             total += int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
@@ -153,7 +160,8 @@ class StrangerMeasurement:
 
     async def _phase(self, swarm: LiveSwarm, addresses: list[str] | None) -> None:
         phase: dict[str, Any] = {"begun": time.time(), "attacked": addresses is not None}
-        before = memory_bytes()
+        pids = [os.getpid(), *descendants()]
+        before = memory_bytes(pids)
         if addresses is None:
             await anyio.sleep(self._seconds)
         else:
@@ -161,7 +169,7 @@ class StrangerMeasurement:
             async with await anyio.open_process([*attack, *self._options], stderr=None) as process:
                 await anyio.sleep(self._seconds)
                 phase["ended"] = time.time()
-                phase["memory_mb"] = (memory_bytes() - before) / 2**20
+                phase["memory_mb"] = (memory_bytes(pids) - before) / 2**20
                 assert process.stdout is not None
                 phase["stranger"] = json.loads(b"".join([part async for part in process.stdout]).splitlines()[-1])
         phase.setdefault("ended", time.time())
