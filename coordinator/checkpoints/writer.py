@@ -104,6 +104,7 @@ class CheckpointWriter:
         acts: tells whether this coordinator is the one that acts
         threads: write the files
         rng: chooses among the peers of a stage
+        tell: told in a sentence of each checkpoint that is saved, or not
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class CheckpointWriter:
         threads: Threads,
         rng: random.Random,
         acts: Callable[[], bool] = lambda: True,
+        tell: Callable[[str], None] = lambda _: None,
     ):
         assert plan.store is not None
         self._resolved = resolved
@@ -127,6 +129,7 @@ class CheckpointWriter:
         self._acts = acts
         self._threads = threads
         self._rng = rng
+        self._tell = tell
         self._saved = (
             max(watch.optimizer_step, plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
         )
@@ -157,11 +160,13 @@ class CheckpointWriter:
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
                 await self._threads.run(self._store.save, optimizer_step, self._manifest, states)
+                self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 return
             except CallError as error:
                 log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
             except UserError as error:
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
+                self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
                 return
             if self._watch.optimizer_step >= self._manifest.training.steps:
                 break
@@ -169,6 +174,7 @@ class CheckpointWriter:
         log.error(
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
         )
+        self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
 
     async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
         view = self._directory.view

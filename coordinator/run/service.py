@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -25,12 +26,15 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
 from coordinator.run.invites import InviteBook
 from coordinator.run.rebalancer import Rebalancer
+from coordinator.run.run_files import RunFiles
+from coordinator.run.silent_peers import drop_silent_peers
+from coordinator.watch.journal import Journal
 from coordinator.watch.metrics import CoordinatorMetrics
-from coordinator.watch.metrics_file import MetricsFile, MetricsLine
+from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.observer import end_run_for, observe, observer_directory
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, PeerUnreachable, SwarmError, UserError
+from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
@@ -44,7 +48,6 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import ListSnapshotsCall
 from swarm_peer.wire.passes import RevocationsRecord, revocations_key
 from swarm_peer.wire.records import (
     MANIFESTS_KEY,
@@ -58,7 +61,6 @@ from swarm_peer.wire.records import (
 log = logging.getLogger(__name__)
 
 RUN_LOOK_S = 2.0
-PROBE_TIMEOUT_S = 3.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
@@ -140,6 +142,7 @@ class RunService:
 
     Attributes:
         ended: why, if the run has been ended by another coordinator or its operator
+        journal: what has happened to the run
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class RunService:
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
         self.metrics = CoordinatorMetrics()
+        self.journal = Journal(options.output)
         self.ended: str | None = None
         self._dht = dht
         self._options = options
@@ -189,7 +193,7 @@ class RunService:
         check_output(self._options.output)
         self._dht.keep_run(self._run_id, self.manifest)
         with (
-            closing(MetricsFile(self._options.output, self._options.resume)) as metrics_file,
+            closing(self._open_files()) as files,
             tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as scratch,
         ):
             async with (
@@ -198,21 +202,31 @@ class RunService:
             ):
                 tasks.start_soon(self._dht.watch)
                 if (checkpoint := self._options.plan.resume) is not None:
-                    known_round = metrics_file.round_number
-                    self._timeline = await self._resume(checkpoint, transport, known_round, Path(scratch))
+                    self._timeline = await self._resume(checkpoint, transport, files.round_number, Path(scratch))
                 else:
                     await self._find_timeline()
-                coordination = await self._begin(transport, tasks)
+                coordination = await self._begin(transport, tasks, files)
                 saved = False
                 while not saved and self.ended is None:
-                    await self._look_at_run(metrics_file, coordination)
+                    await self._look_at_run(files, coordination)
                     if coordination.acts and self._steps_are_done():
                         saved = await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
+                files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")
                 tasks.cancel_scope.cancel()
         if not saved and coordination.acts and self._steps_are_done():
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
+
+    def _open_files(self) -> RunFiles:
+        return RunFiles(
+            folder=self._options.output,
+            manifest=self.manifest,
+            resume=self._options.resume,
+            journal=self.journal,
+            clock=self._context.clock,
+            on_line=self._events.on_line,
+        )
 
     async def _resume(self, checkpoint: Checkpoint, transport: Transport, known_round: int, folder: Path) -> Timeline:
         clock, threads = self._context.clock, self._context.threads
@@ -223,7 +237,7 @@ class RunService:
         snapshots = SnapshotStore(clock=clock, threads=threads, storage=FolderStorage(folder), is_member=is_member)
         return await resume(checkpoint, transport, self.manifest, known_round, snapshots, threads)
 
-    async def _begin(self, transport: Transport, tasks: TaskGroup) -> Coordination:
+    async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""
         await self._publish_run()
         tasks.start_soon(self._keep_published)
@@ -244,20 +258,27 @@ class RunService:
                 threads=self._context.threads,
                 rng=self._context.random.stream("checkpoints"),
                 acts=lambda: coordination.acts,
+                tell=partial(files.tell, "checkpoint"),
             )
             tasks.start_soon(writer.run, transport)
-        tasks.start_soon(self._drop_silent_peers, transport)
+        tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
         tasks.start_soon(self._look_for_end)
         return coordination
 
-    async def _look_at_run(self, metrics_file: MetricsFile, coordination: Coordination) -> None:
+    async def _look_at_run(self, files: RunFiles, coordination: Coordination) -> None:
         """Take in what the DHT says now, write it down, and move peers if this coordinator is the one that acts."""
+        has_answer = False
         with self._going_on("observe"):
-            await self._write_lines(metrics_file)
+            lines = await self._observe()
+            has_answer = lines is not None
+            files.write_lines(lines or ())
         self._known_peers.keep(self._directory.addresses())
         with self._going_on("invites"):
             await self._keep_invites()
         self.watch.observe_coordinator(coordination.newest)
+        with self._going_on("journal"):
+            if has_answer:  # a coordinator that is cut off from all peers would tell of their deaths
+                files.look(self.watch)
         with self._going_on("rebalance"):
             await self._rebalance(coordination)
         with self._going_on("show"):
@@ -275,14 +296,6 @@ class RunService:
             self.metrics.look_defects.labels(work).inc()
             log.exception("look_failed work=%s", work)
 
-    async def _write_lines(self, metrics_file: MetricsFile) -> None:
-        for line in await self._observe():
-            if 0 < metrics_file.optimizer_step < line["optimizer_step"] - 1:
-                missing = f"{metrics_file.optimizer_step + 1} to {line['optimizer_step'] - 1}"
-                log.warning("lines_missing optimizer_steps=%s reason=no peer tells of them any more", missing)
-            if metrics_file.write(line):
-                self._events.on_line(line)
-
     async def _keep_invites(self) -> None:
         """Write down who has come by which invite, and tell everybody what the operator has revoked since."""
         passes = self._dht.passes
@@ -295,12 +308,12 @@ class RunService:
             except InvalidMessage as error:
                 log.warning("revocations_not_read reason=%s", error)
 
-    async def _observe(self) -> list[MetricsLine]:
+    async def _observe(self) -> list[MetricsLine] | None:
         try:
             return await observe(self._dht, self._directory.view, self.watch)
         except CallError as error:
             log.warning("run_not_seen reason=%s", error)
-            return []
+            return None
 
     async def _rebalance(self, coordination: Coordination) -> None:
         if self._options.min_replicas is None or not coordination.acts:
@@ -336,24 +349,6 @@ class RunService:
             if (record := records.get(self._run_id)) is not None:
                 self._timeline, self._begun = record.timeline(), record.begun
             return
-
-    async def _drop_silent_peers(self, transport: Transport) -> None:
-        """Call peers that have missed an announcement: to wait until the last one expires would take longer."""
-        call = ListSnapshotsCall(manifest=self.manifest.hash)
-
-        async def ask(peer_id: str) -> None:
-            try:
-                await transport.call(peer_id, call, timeout_s=PROBE_TIMEOUT_S)
-            except (PeerUnreachable, CallTimeout):
-                self._directory.drop(peer_id)
-            except CallError:
-                return  # it answers
-
-        while True:
-            await anyio.sleep(RUN_LOOK_S)
-            async with anyio.create_task_group() as tasks:
-                for peer_id in self._directory.overdue():
-                    tasks.start_soon(ask, peer_id)
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""

@@ -73,7 +73,7 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
 
 async def test_a_look_without_an_answer_ends_nothing(tmp_path):
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert await run._observe() == []
+    assert await run._observe() is None
     with anyio.move_on_after(0.05) as scope:
         await run._look_for_end()
     assert scope.cancelled_caught, "asked again"

@@ -1,0 +1,79 @@
+"""The files that a coordinator writes as it looks at its run: metrics.jsonl and events.jsonl."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from coordinator.watch.happenings import EventKind
+from coordinator.watch.journal import Journal
+from coordinator.watch.metrics_file import MetricsFile, MetricsLine
+from coordinator.watch.run_watch import RunWatch
+from swarm_peer.config import RunManifest
+from swarm_peer.runtime.context import Clock
+
+log = logging.getLogger(__name__)
+
+
+class RunFiles:
+    """The files of one run in its folder, opened. Belongs to the event loop's thread.
+
+    Args:
+        resume: carry on with the files that are there
+        journal: of this folder, not begun yet
+        on_line: called for each line that is new in metrics.jsonl
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        manifest: RunManifest,
+        resume: bool,
+        journal: Journal,
+        clock: Clock,
+        on_line: Callable[[MetricsLine], None],
+    ):
+        self._metrics = MetricsFile(folder, resume)
+        self._journal = journal
+        self._clock = clock
+        self._on_line = on_line
+        is_known = journal.begin(
+            lifetime_s=manifest.limits.announcement_s,
+            now_s=clock.unix_s(),
+            resume=resume,
+            optimizer_step=self._metrics.optimizer_step,
+            round_number=self._metrics.round_number,
+        )
+        if is_known:
+            self.tell("coordinator", "A coordinator begins to write this journal again.")
+        else:
+            stages, steps = manifest.stages.count, manifest.training.steps
+            self.tell("started", f"Run {manifest.name}: {stages} stages, {steps} optimizer steps to make.")
+
+    @property
+    def round_number(self) -> int:
+        """The round of the last line of metrics.jsonl; -1 if there is none."""
+        return self._metrics.round_number
+
+    def write_lines(self, lines: Iterable[MetricsLine]) -> None:
+        """Write down the optimizer steps that are new."""
+        for line in lines:
+            if 0 < self._metrics.optimizer_step < line["optimizer_step"] - 1:
+                missing = f"{self._metrics.optimizer_step + 1} to {line['optimizer_step'] - 1}"
+                log.warning("lines_missing optimizer_steps=%s reason=no peer tells of them any more", missing)
+            if self._metrics.write(line):
+                self._on_line(line)
+
+    def look(self, watch: RunWatch) -> None:
+        """Write down what has happened since the last look."""
+        self._journal.look(watch, self._clock.unix_s())
+
+    def tell(self, kind: EventKind, text: str) -> None:
+        """Write down an event that looking at the peers does not show."""
+        self._journal.tell(kind, text, self._clock.unix_s())
+
+    def close(self) -> None:
+        """Close the files; everything is in them already."""
+        self._metrics.close()

@@ -1,0 +1,153 @@
+"""events.jsonl: what has happened to a run, one event a line, kept over restarts of its coordinator.
+
+It is for people alone: whatever goes wrong with the file is logged, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import cast, get_args
+
+from coordinator.watch.happenings import Event, EventKind, Happenings, make_event, standing
+from coordinator.watch.run_watch import RunWatch
+
+log = logging.getLogger(__name__)
+
+EVENTS = "events.jsonl"
+# Some 8000 events. When the file is longer, its older half goes.
+MAX_BYTES = 2 * 1024 * 1024
+# Kept in memory, for those who look.
+NEWEST_KEPT = 300
+
+
+def read_events(folder: Path) -> list[Event]:
+    """The events in a run's folder, the oldest first; lines that are no events are left out.
+
+    Raises:
+        OSError: the file is there and cannot be read
+    """
+    try:
+        lines = (folder / EVENTS).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _parse(line: str) -> Event | None:
+    try:
+        fields = json.loads(line)
+    except ValueError:  # cut off when its writer was killed
+        return None
+    match fields:
+        case {
+            "time": float() | int(),
+            "kind": str() as kind,
+            "stage": int() | None,
+            "peer": str() | None,
+            "name": str() | None,
+            "text": str(),
+        } if kind in get_args(EventKind):
+            return cast(Event, fields)
+    return None
+
+
+class Journal:
+    """The events of one run, in its folder and, the newest ones, in memory. Belongs to the event loop's thread.
+
+    Args:
+        folder: of the run; None to keep them in memory alone
+
+    Attributes:
+        newest: the last events, the oldest of them first
+        num_events: how many have been told or read so far
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self._path = None if folder is None else folder / EVENTS
+        self._happenings: Happenings | None = None
+        self._has_failed = False
+        self.newest: deque[Event] = deque(maxlen=NEWEST_KEPT)
+        self.num_events = 0
+
+    def begin(
+        self,
+        *,
+        lifetime_s: float,
+        now_s: float,
+        resume: bool = True,
+        optimizer_step: int = 0,
+        round_number: int = -1,
+    ) -> bool:
+        """Read what an earlier process has told, and go on from there.
+
+        Args:
+            lifetime_s, optimizer_step, round_number: see Happenings
+            resume: keep the events that are there
+
+        Returns:
+            whether there are any
+        """
+        known: list[Event] = []
+        if self._path is not None:
+            try:
+                known = read_events(self._path.parent) if resume else []
+                self._rewrite(known)
+            except OSError as error:
+                self._fail(error)
+        self._remember(known)
+        self._happenings = Happenings(
+            lifetime_s=lifetime_s,
+            begun_s=now_s,
+            known=known,
+            optimizer_step=optimizer_step,
+            round_number=round_number,
+        )
+        return bool(known)
+
+    def look(self, watch: RunWatch, now_s: float) -> None:
+        """Write down what has happened since the last look at the run."""
+        assert self._happenings is not None, "begin comes first"
+        self._add(self._happenings.look(watch, now_s))
+
+    def tell(self, kind: EventKind, text: str, now_s: float) -> None:
+        """Write down what cannot be seen from looking at the run's peers."""
+        self._add([make_event(kind, text, now_s)])
+
+    def _add(self, events: Sequence[Event]) -> None:
+        self._remember(events)
+        if not events or self._path is None:
+            return
+        try:
+            with self._path.open("a") as file:
+                file.writelines(json.dumps(event) + "\n" for event in events)
+                num_bytes = file.tell()
+            if num_bytes > MAX_BYTES:
+                self._shorten()
+        except OSError as error:
+            self._fail(error)
+
+    def _remember(self, events: Sequence[Event]) -> None:
+        self.newest.extend(events)
+        self.num_events += len(events)
+
+    def _shorten(self) -> None:
+        """Drop the older half, but for what still holds: a restart must know which peers are there."""
+        assert self._path is not None
+        events = read_events(self._path.parent)
+        older, newer = events[: len(events) // 2], events[len(events) // 2 :]
+        self._rewrite([*standing(older), *newer])
+
+    def _rewrite(self, events: Iterable[Event]) -> None:
+        assert self._path is not None
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_text("".join(json.dumps(event) + "\n" for event in events))
+        partial.replace(self._path)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:  # a full disk would fail at each look
+            self._has_failed = True
+            log.warning("events_not_written path=%s reason=%s", self._path, error.strerror)
