@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from coordinator.commands.export import export
 from coordinator.commands.invites import invite, invites, revoke
-from coordinator.commands.live import end, evaluate, sample, status
+from coordinator.commands.live import dashboard, end, evaluate, sample, status
 from coordinator.commands.plan import plan
 from coordinator.commands.runs import baseline, local, serve
 from coordinator.commands.simulate import simulate
@@ -20,6 +20,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     invites: "swarm-coordinator invites runs/demo",
     revoke: "swarm-coordinator revoke alice",
     status: "swarm-coordinator status\nswarm-coordinator status runs/demo --json",
+    dashboard: "swarm-coordinator dashboard\nswarm-coordinator dashboard --initial-peers swarm-invite-lNk0MTJEM0...",
     sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100",
     evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
     export: "swarm-coordinator export --output my-model",

@@ -1,4 +1,4 @@
-"""Commands that ask a live run, or end it: `status`, `evaluate`, `sample` and `end`."""
+"""Commands that ask a live run, or end it: `status`, `dashboard`, `evaluate`, `sample` and `end`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from coordinator.commands.options import CacheDir, Count, Json, NotNegative, Positive, RunFolder, RunId, RunPeers
+from coordinator.commands.options import (
+    DASHBOARD,
+    CacheDir,
+    Count,
+    Json,
+    NotNegative,
+    Positive,
+    RunFolder,
+    RunId,
+    RunPeers,
+)
+from coordinator.dashboard.place import parse_place
 from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import NETWORK, RUN, Addresses
+from swarm_peer.config import LOGS, NETWORK, RUN, Addresses
 from swarm_peer.errors import UserError
 
 # A heading of --help.
@@ -41,6 +52,30 @@ def status(
     else:
         Console().print(run_table(watch))
         Console().print(peers_table(watch))
+
+
+def dashboard(
+    run: RunFolder = None,
+    /,
+    *,
+    port: Annotated[str, LOGS, Parameter(name="--dashboard")] = DASHBOARD,
+    initial_peers: RunPeers = (),
+    run_id: RunId = None,
+) -> None:
+    """Show a live run in a browser, from any machine, for as long as any of its peers lives.
+
+    Args:
+        port: Where to show it, as [HOST:]PORT; the next port that is free, if that one is taken.
+    """
+    configure_logging("warning")
+    check_peer_addresses(initial_peers)
+    place = parse_place(port)
+
+    from coordinator.dashboard.observing import observe_and_show
+    from coordinator.run.found_runs import addresses_of_run, folder_of_run
+
+    folder = None if initial_peers else folder_of_run(run)
+    observe_and_show(addresses_of_run(folder, initial_peers), run_id, place, folder)
 
 
 def end(*, identity_path: Annotated[Path, RUN], initial_peers: Annotated[Addresses, NETWORK] = ()) -> None:

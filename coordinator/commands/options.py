@@ -58,6 +58,17 @@ Overrides = Annotated[
     RUN,
     Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=500; may be repeated."),
 ]
+# Of the page on which people watch a run.
+DASHBOARD = "127.0.0.1:8470"
+Dashboard = Annotated[
+    str | None,
+    LOGS,
+    Parameter(
+        name="--dashboard",
+        negative_none="no-",
+        help="Where to show the run in a browser, as [HOST:]PORT; the next port that is free, if that one is taken.",
+    ),
+]
 Json = Annotated[
     bool, Parameter(name="--json", negative="", help="Print JSON.", group=Group.create_ordered("Output", sort_key=1))
 ]

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from coordinator.commands.options import (
+    DASHBOARD,
     CacheDir,
     Config,
     Count,
+    Dashboard,
     Flat,
     LogLevel,
     LogTo,
@@ -21,6 +23,7 @@ from coordinator.commands.options import (
     Positive,
     load_and_resolve,
 )
+from coordinator.dashboard.place import parse_place
 from coordinator.run.options import CheckpointOptions, LocalCheckpointOptions, NodeOptions
 from coordinator.watch.loggers import check_installed, open_loggers
 from swarm_peer.addresses import check_own_addresses, check_peer_addresses
@@ -45,6 +48,7 @@ def serve(
     checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
     cache_dir: CacheDir = None,
     log_to: LogTo = (),
+    dashboard: Dashboard = DASHBOARD,
     log_level: LogLevel = "info",
 ) -> None:
     """Begin a run, or carry on with it: publish its manifest, watch it, save its model at the end.
@@ -73,6 +77,7 @@ def serve(
         cache_dir=cache_dir,
         min_replicas=min_replicas if rebalance else None,
         standby=standby,
+        dashboard=None if dashboard is None else parse_place(dashboard),
     )
     run_serve(resolved, node, options, log_to)
 
@@ -91,6 +96,7 @@ def local(
     device: Annotated[str, MACHINE] = "cpu",
     cache_dir: CacheDir = None,
     log_to: LogTo = (),
+    dashboard: Dashboard = DASHBOARD,
     log_level: LogLevel = "warning",
 ) -> None:
     """Run coordinator and peers on this machine, until the run has its steps and its model is saved.
@@ -119,7 +125,8 @@ def local(
     choose_device(device)
     validation_samples(manifest, 1, cache_dir)
     plan = plan_checkpoints(manifest, output, checkpoints)
-    options = RunOptions(output=output, plan=plan, cache_dir=cache_dir)
+    place = None if dashboard is None else parse_place(dashboard)
+    options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place)
     service = run_local(
         manifest, peers_by_stage or [2] * manifest.stages.count, device, options, log_to, restart=restart
     )

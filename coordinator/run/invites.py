@@ -145,6 +145,11 @@ class InviteBook:
         except (OSError, ValueError, TypeError):  # the coordinator writes it anew
             return {}
 
+    def labels(self) -> dict[str, str]:
+        """The label of the invite that each peer has come by, by peer id."""
+        members = self.members()
+        return {peer: issued.label for issued in self.issued() for peer in members.get(issued.key, ())}
+
     def listed(self, now: int) -> list[Listed]:
         """All invites with their state at some Unix time, the oldest first."""
         revoked, members = self.revocations(self.run_key().peer_id), self.members()

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 import anyio
 
+from coordinator.run.events import RunEvents
 from coordinator.run.local_peers import LOOPBACK, LocalPeer, LocalPeers
-from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
+from coordinator.run.service import RunOptions, RunService, check_output
+from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import temporary_node
@@ -78,7 +80,7 @@ async def _run(
         ):
             service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
             peers = LocalPeers(dht.addresses, peers_by_stage, output, device=device, cache_dir=options.cache_dir)
-            async with peers.running():
+            async with shown(service, options, live.print), peers.running():
                 await _run_to_its_end(service, PeerWatch(peers=peers, restart=restart, say=live.print))
             return service
 

@@ -1,4 +1,4 @@
-"""The files that a coordinator writes as it looks at its run: metrics.jsonl and events.jsonl."""
+"""The files that a coordinator writes as it looks at its run: metrics.jsonl, events.jsonl, contributions.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from coordinator.watch.contributions import Contributions
 from coordinator.watch.happenings import EventKind
 from coordinator.watch.journal import Journal
 from coordinator.watch.metrics_file import MetricsFile, MetricsLine
@@ -21,7 +22,8 @@ class RunFiles:
 
     Args:
         resume: carry on with the files that are there
-        journal: of this folder, not begun yet
+        journal: of this folder, and
+        contributions: of this folder, both not begun yet
         on_line: called for each line that is new in metrics.jsonl
     """
 
@@ -32,13 +34,16 @@ class RunFiles:
         manifest: RunManifest,
         resume: bool,
         journal: Journal,
+        contributions: Contributions,
         clock: Clock,
         on_line: Callable[[MetricsLine], None],
     ):
         self._metrics = MetricsFile(folder, resume)
         self._journal = journal
+        self._contributions = contributions
         self._clock = clock
         self._on_line = on_line
+        contributions.begin(resume)
         is_known = journal.begin(
             lifetime_s=manifest.limits.announcement_s,
             now_s=clock.unix_s(),
@@ -69,6 +74,7 @@ class RunFiles:
     def look(self, watch: RunWatch) -> None:
         """Write down what has happened since the last look."""
         self._journal.look(watch, self._clock.unix_s())
+        self._contributions.look(watch, self._clock.unix_s())
 
     def tell(self, kind: EventKind, text: str) -> None:
         """Write down an event that looking at the peers does not show."""
@@ -76,4 +82,5 @@ class RunFiles:
 
     def close(self) -> None:
         """Close the files; everything is in them already."""
+        self._contributions.save(self._clock.unix_s())
         self._metrics.close()

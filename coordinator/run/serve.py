@@ -15,9 +15,11 @@ from anyio import to_thread
 
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.addresses import COORDINATOR, PEERS, KnownPeers, write_addresses
+from coordinator.run.events import RunEvents
 from coordinator.run.invites import InviteBook, coordinator_invite
 from coordinator.run.options import NodeOptions
-from coordinator.run.service import RunEvents, RunOptions, RunService, check_output
+from coordinator.run.service import RunOptions, RunService, check_output
+from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
@@ -104,6 +106,7 @@ async def _serve_on(
         LiveView(manifest.training.steps) as live,
     ):
         told: list[str] = []
+        joins: list[str] = []
 
         def tell_way_in() -> None:
             if told == dht.addresses:
@@ -111,7 +114,8 @@ async def _serve_on(
             told[:] = dht.addresses
             is_private = manifest.admission == "invite"
             way_in = [InviteBook(options.output).standing(run_key, told).text()] if is_private else told
-            live.print(f"Peers join with:\n\n  swarm-peer --stage auto --initial-peers {' '.join(way_in)}\n")
+            joins[:] = [f"swarm-peer --stage auto --initial-peers {' '.join(way_in)}"]
+            live.print(f"Peers join with:\n\n  {joins[0]}\n")
             if not any(is_public(address) or is_loopback(address) for address in told):
                 live.print(NOT_PUBLIC.format(port=ports_of(told)[0]))
             write_addresses(options.output / COORDINATOR, told)
@@ -131,7 +135,8 @@ async def _serve_on(
         if node.metrics_port is not None:
             port = serve_metrics(service.metrics.registry, node.metrics_host, node.metrics_port)
             log.info("metrics_served host=%s port=%d", node.metrics_host, port)
-        await _serve(service, options.plan)
+        async with shown(service, options, live.print, join=lambda: joins[0] if joins else ""):
+            await _serve(service, options.plan)
 
 
 def _lock(output: Path) -> IO[str]:

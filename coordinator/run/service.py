@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,12 @@ from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, Check
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
+from coordinator.run.events import NO_EVENTS, RunEvents
 from coordinator.run.invites import InviteBook
 from coordinator.run.rebalancer import Rebalancer
 from coordinator.run.run_files import RunFiles
 from coordinator.run.silent_peers import drop_silent_peers
+from coordinator.watch.contributions import Contributions
 from coordinator.watch.journal import Journal
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsLine
@@ -106,6 +108,7 @@ class RunOptions:
         cache_dir: where tokenizers are cached
         min_replicas: peers that each stage keeps while one of them moves elsewhere; None to move no peer
         standby: leave the run to another coordinator for as long as there is one
+        dashboard: host and port of the page that shows the run; None for no page
     """
 
     output: Path
@@ -114,24 +117,7 @@ class RunOptions:
     cache_dir: Path | None = None
     min_replicas: int | None = 1
     standby: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunEvents:
-    """Functions to call when something happens to a run.
-
-    Attributes:
-        on_ready: when peers may join
-        on_update: after each look at the DHT
-        on_line: for each line that is new in metrics.jsonl
-    """
-
-    on_ready: Callable[[], None] = lambda: None
-    on_update: Callable[[RunWatch], None] = lambda _: None
-    on_line: Callable[[MetricsLine], None] = lambda _: None
-
-
-NO_EVENTS = RunEvents()
+    dashboard: tuple[str, int] | None = None
 
 
 class RunService:
@@ -143,6 +129,7 @@ class RunService:
     Attributes:
         ended: why, if the run has been ended by another coordinator or its operator
         journal: what has happened to the run
+        contributions: which peer has given how much to it
     """
 
     def __init__(
@@ -161,6 +148,7 @@ class RunService:
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
         self.metrics = CoordinatorMetrics()
         self.journal = Journal(options.output)
+        self.contributions = Contributions(options.output)
         self.ended: str | None = None
         self._dht = dht
         self._options = options
@@ -174,6 +162,11 @@ class RunService:
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
         self._invites = InviteBook(options.output)
+
+    @property
+    def begun_s(self) -> int:
+        """Unix seconds at which the run began, or was resumed."""
+        return self._begun
 
     @property
     def model_folder(self) -> Path:
@@ -224,6 +217,7 @@ class RunService:
             manifest=self.manifest,
             resume=self._options.resume,
             journal=self.journal,
+            contributions=self.contributions,
             clock=self._context.clock,
             on_line=self._events.on_line,
         )

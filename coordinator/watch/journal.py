@@ -79,6 +79,7 @@ class Journal:
         lifetime_s: float,
         now_s: float,
         resume: bool = True,
+        known: Sequence[Event] = (),
         optimizer_step: int = 0,
         round_number: int = -1,
     ) -> bool:
@@ -87,11 +88,11 @@ class Journal:
         Args:
             lifetime_s, optimizer_step, round_number: see Happenings
             resume: keep the events that are there
+            known: events that another process has written down, for a journal without a folder
 
         Returns:
             whether there are any
         """
-        known: list[Event] = []
         if self._path is not None:
             try:
                 known = read_events(self._path.parent) if resume else []

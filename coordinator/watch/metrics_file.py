@@ -76,7 +76,7 @@ class MetricsFile:
     def __init__(self, folder: Path, resume: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
-        self._lines = _whole_lines(self._path) if resume and self._path.exists() else []
+        self._lines = whole_lines(self._path) if resume and self._path.exists() else []
         self._rewrite()
 
     @property
@@ -118,8 +118,12 @@ class MetricsFile:
         self._file = self._path.open("a")
 
 
-def _whole_lines(path: Path) -> list[MetricsLine]:
-    """All lines but a last one that was cut off when its writer was killed."""
+def whole_lines(path: Path) -> list[MetricsLine]:
+    """All lines of a metrics.jsonl but a last one that was cut off when its writer was killed.
+
+    Raises:
+        UserError: another version of this program wrote them
+    """
     lines: list[MetricsLine] = []
     for line in path.read_text().splitlines():
         try:

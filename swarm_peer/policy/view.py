@@ -60,6 +60,8 @@ class PeerView:
         is_reachable: whether others can dial it; None if that is not known
         incarnation: which life of the peer this is (see Life)
         name: by which people recognise it; empty if it has none
+        device: what it computes on, in words, and
+        version: of its program; for people alone, as is the name
     """
 
     peer_id: str
@@ -80,6 +82,8 @@ class PeerView:
     announced: int = 0
     incarnation: int = 0
     name: str = ""
+    device: str = ""
+    version: str = ""
 
     @property
     def life(self) -> Life:

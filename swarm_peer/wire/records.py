@@ -154,7 +154,7 @@ class Announcement(Record):
             peer_id: the announcement's author
             arrived_s: when this announcement came, on the reader's clock
         """
-        own = {"serial", "state", "state_s", "version", "device", "addresses"}  # the others are alike in both
+        own = {"serial", "state", "state_s", "addresses"}  # the others are alike in both
         return PeerView(
             peer_id=peer_id,
             state=PeerState(self.state),

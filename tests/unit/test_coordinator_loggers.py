@@ -21,7 +21,8 @@ from coordinator.checkpoints.writer import NO_CHECKPOINTS
 from coordinator.cli import app
 from coordinator.run import local, service
 from coordinator.run.context import CoordinatorContext
-from coordinator.run.service import RunEvents, RunOptions, RunService
+from coordinator.run.events import RunEvents
+from coordinator.run.service import RunOptions, RunService
 from coordinator.watch import loggers
 from coordinator.watch.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line

@@ -6,7 +6,8 @@ import anyio
 import pytest
 
 from coordinator.run import service
-from coordinator.run.service import RunEvents, RunOptions, RunService
+from coordinator.run.events import RunEvents
+from coordinator.run.service import RunOptions, RunService
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest

@@ -1,0 +1,231 @@
+"""Makes the state of the page of a run as it is seen now. Pure: time is an argument.
+
+The page shows what this returns as text, so whatever comes from peers is made fit for that here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from coordinator.watch.contributions import Given
+from coordinator.watch.happenings import Event
+from coordinator.watch.plain_text import plain_text
+from coordinator.watch.run_watch import RunWatch
+from swarm_peer.policy.view import PeerState, PeerView
+
+# Optimizer steps whose mean length tells how long the others will take.
+ETA_STEPS = 20
+# A stage counts as the bottleneck if it is slower than the next one by so much; speeds wander by some percent.
+BOTTLENECK_GAP = 0.05
+MAX_CONTRIBUTORS = 200
+MAX_PEERS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Background:
+    """All else that is known of a run, beside what is seen now.
+
+    Attributes:
+        given: what each peer has given, by id
+        labels: of the invite by which each peer came, as far as it is known
+        gone: peers that were seen lately and are not any more
+        begun_s: Unix seconds at which the run began; None if not known
+        join: the line with which a machine joins; empty if it is not for those who look
+        ended: why the run is over; empty if it is not
+    """
+
+    given: Mapping[str, Given]
+    labels: Mapping[str, str]
+    gone: Sequence[PeerView] = ()
+    begun_s: float | None = None
+    join: str = ""
+    ended: str = ""
+
+
+def make_snapshot(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
+    """The whole state but for journal and curves, in JSON's types; a key is missing where nothing is known.
+
+    Args:
+        unix_s: now
+    """
+    supply = _supply(watch)
+    state: dict[str, Any] = {
+        "now": round(unix_s),
+        "run": _run(watch, known, unix_s),
+        "stages": {str(stage): _stage(watch, stage, supply) for stage in range(watch.view.num_stages)},
+        "peers": _peers(watch, known, unix_s),
+        "contributions": _contributions(known),
+    }
+    if watch.coordination is not None:
+        term, record = watch.coordination
+        state["decision"] = {
+            "coordinator": f"…{term.coordinator[-8:]}",
+            "term": term.number,
+            "reason": plain_text(record.reason, 300),
+            "moves": {
+                move.peer: [move.from_stage, move.to_stage, plain_text(move.reason, 300)] for move in record.assignments
+            },
+        }
+    if known.join:
+        state["join"] = known.join
+    return state
+
+
+def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
+    manifest, line, step = watch.manifest, watch.last_line, watch.optimizer_step
+    training = manifest.training
+    run: dict[str, Any] = {
+        "name": plain_text(manifest.name, 80),
+        "step": step,
+        "steps": training.steps,
+        "batch_samples": watch.current_samples,
+        "batch_size": training.global_batch_size,
+        "tokens": step * training.global_batch_size * manifest.data.sequence_length,
+        "peers": len(watch.view.peers),
+        "state": _run_state(watch, known),
+    }
+    if line is not None:
+        run |= {"loss": round(line["loss"], 4), "tokens_per_s": round(line["tokens_per_s"])}
+        seconds = mean(each["seconds"] for each in watch.lines[-ETA_STEPS:])
+        run["step_s"] = round(seconds, 2)
+        if step < training.steps and not known.ended:
+            run["eta_s"] = round(seconds * (training.steps - step))
+    if watch.validation_loss is not None:
+        run["validation_loss"] = round(watch.validation_loss, 4)
+    if known.begun_s is not None:
+        run["age_s"] = max(0, round(unix_s - known.begun_s, -1))
+    if known.ended:
+        run["ended"] = plain_text(known.ended, 300)
+    return run
+
+
+def _run_state(watch: RunWatch, known: Background) -> str:
+    if known.ended:
+        return "ended"
+    if not watch.view.peers:
+        return "no peers"
+    if watch.view.fewest_serving() == 0:
+        return "waiting"
+    return "training" if watch.last_line or watch.current_samples else "starting"
+
+
+def _supply(watch: RunWatch) -> list[float]:
+    """Tokens per second that the peers of each stage announce; 0 where nothing is measured yet."""
+    length = watch.manifest.data.sequence_length
+    return [
+        sum(peer.samples_per_s for peer in watch.view.serving(stage)) * length for stage in range(watch.view.num_stages)
+    ]
+
+
+def _stage(watch: RunWatch, stage: int, supply: Sequence[float]) -> dict[str, Any]:
+    peers, num_serving = watch.view.in_stage(stage), len(watch.view.serving(stage))
+    is_slowest = num_serving > 0 and 0 < supply[stage] == min(supply)
+    others = [each for number, each in enumerate(supply) if number != stage]
+    is_bottleneck = is_slowest and bool(others) and supply[stage] < (1 - BOTTLENECK_GAP) * min(others)
+    return {
+        "serving": num_serving,
+        "joining": sum(peer.state is PeerState.JOINING for peer in peers),
+        "draining": sum(peer.state is PeerState.DRAINING for peer in peers),
+        "supply": _three_digits(supply[stage]),
+        "queue": sum(peer.queue for peer in peers),
+        "is_empty": num_serving == 0,
+        "is_bottleneck": is_bottleneck,
+        "limit": _limit(watch, stage, supply, is_bottleneck),
+    }
+
+
+def _limit(watch: RunWatch, stage: int, supply: Sequence[float], is_bottleneck: bool) -> str:
+    """Why the stage does or does not hold up the run, in words."""
+    if not watch.view.serving(stage):
+        waiting = [peer for peer in watch.view.in_stage(stage) if peer.note]
+        if waiting:
+            return f"no peer serves it; {waiting[0].name or 'a peer'} waits: {plain_text(waiting[0].note, 200)}"
+        if watch.view.in_stage(stage):
+            return "no peer serves it yet; one is joining"
+        return "no peer serves it: the run waits until a new peer comes, or another stage's peer moves here"
+    if supply[stage] == 0:
+        return "speed not measured yet"
+    if is_bottleneck:
+        return "the slowest stage: one more peer helps most here"
+    if min(supply) == 0:
+        return ""
+    spare = supply[stage] / min(supply) - 1
+    return "no slower than the others" if spare < BOTTLENECK_GAP else f"{spare:.0%} faster than the slowest stage"
+
+
+def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
+    length = watch.manifest.data.sequence_length
+    total = sum(given.samples for given in known.given.values())
+    rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in known.gone]
+    return {peer.peer_id: _peer(peer, state, known, (length, total, unix_s)) for peer, state in rows[:MAX_PEERS]}
+
+
+def _peer(peer: PeerView, state: str, known: Background, context: tuple[int, float, float]) -> dict[str, Any]:
+    length, total, unix_s = context
+    given = known.given.get(peer.peer_id)
+    begun_s = peer.incarnation / 1000
+    row: dict[str, Any] = {
+        "name": plain_text(peer.name, 32),
+        "stage": peer.stage,
+        "state": state,
+        "note": plain_text(peer.note, 200),
+        "device": plain_text(peer.device, 64),
+        "version": plain_text(peer.version, 32),
+        "speed": _three_digits(peer.samples_per_s * length),
+        "queue": peer.queue,
+        "step": peer.optimizer_step,
+    }
+    if label := known.labels.get(peer.peer_id):
+        row["label"] = plain_text(label, 64)
+    if given is not None:
+        row |= {
+            "samples": round(given.samples),
+            "share": round(100 * given.samples / total, 1) if total else 0,
+            "moves": given.moves,
+            # A peer dates its own life; nobody else knows when it began.
+            "since": round(begun_s if 0 < begun_s <= unix_s else given.since_s),
+        }
+    return row
+
+
+def _contributions(known: Background) -> dict[str, Any]:
+    """Sums by the invite's label, or else by the name that peers give themselves; the largest ones."""
+    sums: dict[str, dict[str, Any]] = {}
+    total = sum(given.samples for given in known.given.values())
+    for peer_id, given in known.given.items():
+        label = known.labels.get(peer_id)
+        who = plain_text(label or given.name, 64) or f"…{peer_id[-8:]}"
+        row = sums.setdefault(
+            f"{'invite' if label else 'name'} {who}",
+            {"who": who, "by_invite": bool(label), "samples": 0.0, "hours": 0.0, "peers": 0},
+        )
+        row["samples"] += given.samples
+        row["hours"] += given.served_s / 3600
+        row["peers"] += 1
+    largest = sorted(sums.items(), key=lambda entry: -entry[1]["samples"])[:MAX_CONTRIBUTORS]
+    return {
+        key: row
+        | {
+            "samples": round(row["samples"]),
+            "hours": round(row["hours"], 1),
+            "share": round(100 * row["samples"] / total, 1) if total else 0,
+        }
+        for key, row in largest
+    }
+
+
+def events_by_number(events: Sequence[Event], num_events: int) -> dict[str, Any]:
+    """The newest events, by their number, for the timeline."""
+    first = num_events - len(events)
+    return {
+        str(first + at): {key: value for key, value in event.items() if value is not None}
+        for at, event in enumerate(events)
+    }
+
+
+def _three_digits(value: float) -> float:
+    """A speed without the digits that change all the time."""
+    return float(f"{value:.3g}")

@@ -1,0 +1,257 @@
+// The page of a run: takes its state from the server's events, and shows it. All text goes through textContent.
+import { drawCharts } from "/static/charts.js";
+import { ago, amount, duration, stateOf, when } from "/static/words.js";
+import { showTable } from "/static/tables.js";
+
+const $ = (id) => document.getElementById(id);
+const SILENCE_MS = 30000;
+const RETRY_MS = 2000;
+const KINDS = {
+  joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", stage_empty: "! stage empty",
+  stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", coordinator: "◇ coordinator",
+  started: "▶ started", ended: "■ ended",
+};
+
+let state = null;
+let source = null;
+let heardAt = 0;
+let axis = "step";
+let sort = { key: "stage", ascending: true };
+
+function merge(target, patch) {
+  for (const [key, value] of Object.entries(patch)) {
+    if (value === null) delete target[key];
+    else if (value.constructor === Object && target[key]?.constructor === Object) merge(target[key], value);
+    else target[key] = value;
+  }
+}
+
+function connect() {
+  source = new EventSource("/events");
+  source.addEventListener("state", (event) => take(() => { state = JSON.parse(event.data); }));
+  source.addEventListener("patch", (event) => take(() => merge(state, JSON.parse(event.data))));
+  source.onerror = () => lose();
+}
+
+function take(change) {
+  heardAt = Date.now();
+  change();
+  document.body.classList.remove("stale");
+  $("banner").hidden = true;
+  render();
+}
+
+async function lose() {
+  source.close();
+  document.body.classList.add("stale");
+  $("connection").textContent = "not connected";
+  const since = heardAt ? ` What you see is of ${new Date(heardAt).toLocaleTimeString()}.` : "";
+  let why = "The program that shows this page does not answer; the run itself may well go on.";
+  try {
+    const answer = await fetch("/", { method: "HEAD" });
+    if (answer.status === 401) why = "This page's link does not hold any more: open the one that the program printed.";
+    else if (answer.ok) why = "The connection broke.";
+  } catch { /* nobody answers */ }
+  $("banner").textContent = `${why} This page tries again by itself.${since}`;
+  $("banner").hidden = false;
+  setTimeout(connect, RETRY_MS);
+}
+
+function render() {
+  if (state === null) return;
+  const run = state.run;
+  document.title = `${run.step}/${run.steps} ${run.name}`;
+  $("title").textContent = `Run ${run.name}`;
+  $("connection").textContent = `live, as of ${new Date(state.now * 1000).toLocaleTimeString()}`;
+  showRun(run);
+  showStages();
+  showPeers();
+  showEvents();
+  showContributions();
+  $("join").hidden = !state.join;
+  if (state.join && $("join-line").textContent !== state.join) $("join-line").textContent = state.join;
+  drawCharts(state.history, axis);
+}
+
+const SENTENCES = {
+  training: "▶ Training.",
+  starting: "◔ Starting: all stages have peers, and the first step is on its way.",
+  waiting: "! Waiting: a stage has no serving peer. Training goes on as soon as one serves it.",
+  "no peers": "! No peer is seen. Training waits until peers join.",
+};
+
+function showRun(run) {
+  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : SENTENCES[run.state];
+  $("run-state").className = `lead ${run.state === "waiting" || run.state === "no peers" ? "bad" : ""}`;
+  $("progress").max = run.steps;
+  $("progress").value = run.step;
+  const percent = (100 * run.step / run.steps).toFixed(1);
+  $("progress-text").textContent = `step ${amount(run.step)} of ${amount(run.steps)} (${percent} %)`;
+  const figures = {
+    "Loss": run.loss?.toFixed(4),
+    "Validation loss": run.validation_loss?.toFixed(4),
+    "Tokens per second": amount(run.tokens_per_s),
+    "Time left, at this speed": duration(run.eta_s),
+    "One step takes": duration(run.step_s),
+    "Tokens so far": amount(run.tokens),
+    "Running for": duration(run.age_s),
+    "Next step's samples": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
+    "Peers": amount(run.peers),
+    "Devices busy": run.busy === undefined ? undefined : `${Math.round(100 * run.busy)} %`,
+  };
+  $("figures").replaceChildren(...Object.entries(figures).filter(([, value]) => value !== undefined).map(([name, value]) => {
+    const box = document.createElement("div");
+    box.append(element("dt", name), element("dd", value));
+    return box;
+  }));
+}
+
+function element(tag, text, className = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+function showStages() {
+  const demand = state.run.tokens_per_s;
+  const rows = Object.entries(state.stages).map(([stage, row]) => ({
+    key: stage,
+    className: row.is_empty ? "empty" : row.is_bottleneck ? "bottleneck" : "",
+    cells: [
+      { text: row.is_empty ? `✕ ${stage}` : row.is_bottleneck ? `▼ ${stage}` : stage },
+      { text: row.is_empty ? "none" : String(row.serving) },
+      { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`].filter(Boolean).join(", ") },
+      { text: row.supply ? amount(row.supply) : "–" },
+      { text: demand && row.supply ? `${Math.round(100 * demand / row.supply)} %` : "–" },
+      { text: String(row.queue) },
+      { text: row.limit },
+    ],
+  }));
+  showTable($("stage-table"), [
+    { title: "Stage" }, { title: "Peers serving", number: true }, { title: "Coming and going" },
+    { title: "Can do, tokens/s", number: true }, { title: "In use", number: true },
+    { title: "In the queue", number: true }, { title: "What limits it" },
+  ], rows);
+  const decision = state.decision, lines = [];
+  if (decision) {
+    lines.push(`Coordinator ${decision.coordinator} on who serves what: ${decision.reason || "no decision yet"}.`);
+    for (const [peer, [from, to, reason]] of Object.entries(decision.moves)) {
+      lines.push(`→ ${state.peers[peer]?.name || "Peer"} …${peer.slice(-8)} moves from stage ${from} to stage ${to}: ${reason}.`);
+    }
+  } else lines.push("No coordinator is seen: training goes on without one, but no peer is moved and no checkpoint is saved.");
+  $("decision").replaceChildren(...lines.map((line) => element("p", line.replace(/\.\.$/, "."))));
+}
+
+const COLUMNS = [
+  { title: "Peer", key: "name" }, { title: "Stage", key: "stage", number: true }, { title: "State", key: "state" },
+  { title: "Speed, tokens/s", key: "speed", number: true }, { title: "Share", key: "share", number: true },
+  { title: "Samples", key: "samples", number: true }, { title: "Queue", key: "queue", number: true, minor: true },
+  { title: "Moves", key: "moves", number: true, minor: true }, { title: "Here for", key: "since", number: true },
+  { title: "Device", key: "device" }, { title: "Version", key: "version", minor: true },
+  { title: "Note", key: "note" },
+];
+
+function showPeers() {
+  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const all = Object.entries(state.peers);
+  const found = all.filter(([id, peer]) => {
+    const text = `${id} ${peer.name} ${peer.device} ${peer.state} ${peer.note} ${peer.version} ${peer.label ?? ""} stage ${peer.stage}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
+  const value = (peer) => peer[sort.key] ?? 0;
+  found.sort(([idA, a], [idB, b]) => {
+    const [x, y] = [value(a), value(b)];
+    const order = typeof x === "string" ? x.localeCompare(y) : x - y;
+    return (sort.ascending ? order : -order) || (idA < idB ? -1 : 1);
+  });
+  const rows = found.map(([id, peer]) => {
+    const shown = stateOf(peer.state);
+    return {
+      key: id,
+      className: peer.state === "gone" ? "gone" : "",
+      cells: [
+        { text: peer.name || "(no name)", more: `…${id.slice(-8)}${peer.label ? `, invite ${peer.label}` : ""}`, title: id },
+        { text: String(peer.stage) },
+        { text: shown.text, className: `state ${shown.className}` },
+        { text: peer.speed ? amount(peer.speed) : "–" },
+        { text: peer.share === undefined ? "–" : `${peer.share.toFixed(1)} %` },
+        { text: amount(peer.samples) ?? "–" },
+        { text: String(peer.queue) },
+        { text: String(peer.moves ?? 0) },
+        { text: peer.since ? ago(state.now - peer.since) : "–", title: peer.since ? when(peer.since) : "" },
+        { text: peer.device }, { text: peer.version }, { text: peer.note },
+      ],
+    };
+  });
+  $("peer-count").textContent = words.length ? `${found.length} of ${all.length} peers` : `${all.length} peers`;
+  showTable($("peer-table"), COLUMNS, rows, { sort, onSort: (key) => {
+    sort = { key, ascending: sort.key === key ? !sort.ascending : true };
+    showPeers();
+  } });
+}
+
+let shownEvents = "";
+
+function showEvents() {
+  const kind = $("kind").value;
+  const numbers = Object.keys(state.events).map(Number).sort((a, b) => b - a);
+  const key = `${kind} ${numbers[0]} ${numbers.length}`;
+  if (key === shownEvents) return; // the list may be scrolled
+  shownEvents = key;
+  const events = numbers.map((number) => state.events[number]).filter((event) => !kind || event.kind === kind);
+  $("events").replaceChildren(...events.map((event) => {
+    const item = document.createElement("li");
+    const bad = ["died", "stage_empty", "rewound"].includes(event.kind);
+    const time = element("time", when(event.time));
+    time.dateTime = new Date(event.time * 1000).toISOString();
+    item.append(time, element("span", KINDS[event.kind] ?? event.kind, bad ? "bad" : ""), element("span", event.text));
+    return item;
+  }));
+  if (!events.length) $("events").append(element("li", "Nothing of that kind has happened yet."));
+}
+
+function showContributions() {
+  const rows = Object.entries(state.contributions).sort(([, a], [, b]) => b.samples - a.samples).map(([key, row]) => ({
+    key,
+    cells: [
+      { text: row.who }, { text: row.by_invite ? "invite" : "name" }, { text: String(row.peers) },
+      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)} %` }, { text: `${row.hours.toFixed(1)} h` },
+    ],
+  }));
+  showTable($("contribution-table"), [
+    { title: "Who" }, { title: "Known by" }, { title: "Peers so far", number: true }, { title: "Samples", number: true },
+    { title: "Share of the work", number: true }, { title: "Time served", number: true },
+  ], rows);
+}
+
+function chooseAxis(chosen) {
+  axis = chosen;
+  $("by-step").setAttribute("aria-pressed", String(axis === "step"));
+  $("by-hour").setAttribute("aria-pressed", String(axis === "hour"));
+  render();
+}
+
+$("by-step").onclick = () => chooseAxis("step");
+$("by-hour").onclick = () => chooseAxis("hour");
+$("search").oninput = () => state && showPeers();
+$("kind").onchange = () => state && showEvents();
+$("kind").append(...Object.entries(KINDS).map(([kind, words]) => {
+  const option = element("option", words);
+  option.value = kind;
+  return option;
+}));
+$("copy").onclick = async () => {
+  try {
+    await navigator.clipboard.writeText(state.join);
+    $("copied").textContent = "Copied.";
+  } catch {
+    getSelection().selectAllChildren($("join-line"));
+    $("copied").textContent = "Selected: copy it with the keyboard.";
+  }
+};
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
+addEventListener("resize", render);
+setInterval(() => { if (heardAt && Date.now() - heardAt > SILENCE_MS && source.readyState !== EventSource.CLOSED) lose(); }, 5000);
+history.replaceState(null, "", "/"); // the token stays out of bookmarks and screenshots
+connect();
