@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.dashboard.feed import MAX_VIEWERS, Feed
+from coordinator.dashboard.feed import GZIP_HEADER, MAX_VIEWERS, Feed
 
 STATIC = Path(__file__).parent / "static"
 SECURITY_HEADERS = {
@@ -124,12 +124,17 @@ def make_app(feed: Feed, *, token: str, names: Sequence[str] = (), routes: Seque
         if feed.is_full:
             return PlainTextResponse(f"{MAX_VIEWERS} people look already; come back later.\n", 503)
 
+        is_packed = "gzip" in request.headers.get("accept-encoding", "")
+
         async def sent() -> AsyncIterator[bytes]:
+            if is_packed:
+                yield GZIP_HEADER
             async with feed.viewer() as stream:
                 async for event in stream:
-                    yield event
+                    yield event.packed if is_packed else event.plain
 
-        return StreamingResponse(sent(), media_type="text/event-stream")
+        headers = {"Content-Encoding": "gzip"} if is_packed else {}
+        return StreamingResponse(sent(), headers=headers, media_type="text/event-stream")
 
     static = Mount("/static", StaticFiles(directory=STATIC))
     app = Starlette(routes=[Route("/", page), Route("/events", events), static, *routes])

@@ -143,7 +143,7 @@ class Happenings:
             self._assigned[each.peer] = (each.to_stage, each.reason)
         if term != self._term:
             self._term = term
-            text = f"Coordinator …{term.coordinator[-8:]} directs the run from now on (term {term.number})."
+            text = f"Coordinator …{term.coordinator[-8:]} directs the run from now on."
             yield make_event("coordinator", text, now_s)
 
     def _arrivals(self, watch: RunWatch, now_s: float) -> Iterator[Event]:

@@ -11,6 +11,8 @@ from forks import ForkedProcess, fork
 
 PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
 COORDINATOR = (sys.executable, "-m", "coordinator.cli")
+# These show a page, which no test but that of the page needs.
+WITH_PAGE = [(*COORDINATOR, "serve"), (*COORDINATOR, "local")]
 
 
 class Processes:
@@ -21,6 +23,8 @@ class Processes:
         self.running: list[ForkedProcess] = []
 
     def start(self, name: str, *command: str, environment: Mapping[str, str] | None = None) -> ForkedProcess:
+        if command[:4] in WITH_PAGE and "--dashboard" not in command:
+            command = (*command, "--no-dashboard")
         process = fork(command, self.path(name), environment)
         self.running.append(process)
         return process

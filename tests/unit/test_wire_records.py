@@ -101,6 +101,8 @@ def test_records_become_what_policies_use():
         moved_from=0,
         announced=7,
         incarnation=5,
+        device=ANNOUNCEMENT.device,
+        version=ANNOUNCEMENT.version,
     )
 
 

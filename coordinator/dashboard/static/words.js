@@ -22,7 +22,7 @@ export function ago(seconds) {
 }
 
 export function when(unixSeconds) {
-  return new Date(unixSeconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+  return new Date(unixSeconds * 1000).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
 }
 
 const STATES = {
