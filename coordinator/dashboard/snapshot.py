@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 from coordinator.watch.contributions import Given
 from coordinator.watch.happenings import Event
+from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.view import PeerState, PeerView
@@ -93,6 +94,8 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         run["step_s"] = round(seconds, 2)
         if step < training.steps and not known.ended:
             run["eta_s"] = round(seconds * (training.steps - step))
+        if busy := [share for share in _busy_shares(line) if share is not None]:
+            run["busy"] = round(mean(busy), 2)
     if watch.validation_loss is not None:
         run["validation_loss"] = round(watch.validation_loss, 4)
     if known.begun_s is not None:
@@ -100,6 +103,11 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     if known.ended:
         run["ended"] = plain_text(known.ended, 300)
     return run
+
+
+def _busy_shares(line: MetricsLine) -> list[float | None]:
+    """The share of its time that the devices of each stage computed, where peers tell it."""
+    return list(cast(Mapping[str, Any], line).get("busy_share") or ())
 
 
 def _run_state(watch: RunWatch, known: Background) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from functools import lru_cache
 
 # Control, format (among them those that turn the direction of writing), surrogate, private and unassigned characters.
 UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -10,6 +11,8 @@ UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 MAX_MARKS = 2
 
 
+# Peers announce the same words again and again.
+@lru_cache(maxsize=8192)
 def plain_text(text: str, max_length: int) -> str:
     """The text on one line without characters that cannot be seen, cut to a length."""
     kept: list[str] = []

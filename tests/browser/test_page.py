@@ -117,7 +117,7 @@ async def test_a_real_run_is_shown_and_a_death_in_it(tmp_path: Path, processes: 
     assert "Traceback" not in processes.log("local")
 
 
-@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("width", [390, 900, 1200])
 async def test_hostile_words_are_shown_as_words(width: int) -> None:
     made = made_up_page(num_peers=40)
     peers = [

@@ -90,6 +90,13 @@ def test_an_empty_stage_says_what_it_waits_for():
     assert made.page.state()["run"]["state"] == "no peers"
 
 
+def test_the_busy_share_of_the_devices_is_shown_where_it_is_known():
+    made = made_up_page(num_peers=12)
+    assert "busy" not in made.page.state()["run"]
+    made.watch.lines[-1]["busy_share"] = [0.5, None, 0.75, None]
+    assert made.page.state()["run"]["busy"] == 0.62
+
+
 def test_the_slowest_stage_is_marked():
     made = made_up_page(num_peers=12)
     slow = [replace(peer, samples_per_s=0.5 if peer.stage == 1 else 5.0) for peer in made.watch.view.peers]

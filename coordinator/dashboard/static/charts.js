@@ -29,6 +29,7 @@ function options(axis, width, names) {
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const axisStyle = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
   const [first, second] = names;
+  const fromZero = (plot, least, most) => [0, (most || 1) * 1.1];
   const series = [
     { label: axis === "step" ? "step" : "hours" },
     { label: first, stroke: colour("--accent"), width: 1.5, points: { show: false } },
@@ -39,7 +40,7 @@ function options(axis, width, names) {
   }
   return {
     width, height: HEIGHT, series,
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: second ? {} : { range: fromZero } },
     axes: [axisStyle, { ...axisStyle, size: 60 }],
     cursor: { drag: { x: true, y: false } },
     legend: { live: true },

@@ -86,7 +86,7 @@ function showRun(run) {
   $("progress").max = run.steps;
   $("progress").value = run.step;
   const percent = (100 * run.step / run.steps).toFixed(1);
-  $("progress-text").textContent = `step ${amount(run.step)} of ${amount(run.steps)} (${percent} %)`;
+  $("progress-text").textContent = `step ${amount(run.step)} of ${amount(run.steps)} (${percent}%)`;
   const figures = {
     "Loss": run.loss?.toFixed(4),
     "Validation loss": run.validation_loss?.toFixed(4),
@@ -97,7 +97,7 @@ function showRun(run) {
     "Running for": duration(run.age_s),
     "Next step's samples": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
     "Peers": amount(run.peers),
-    "Devices busy": run.busy === undefined ? undefined : `${Math.round(100 * run.busy)} %`,
+    "Devices busy": run.busy === undefined ? undefined : `${Math.round(100 * run.busy)}%`,
   };
   $("figures").replaceChildren(...Object.entries(figures).filter(([, value]) => value !== undefined).map(([name, value]) => {
     const box = document.createElement("div");
@@ -123,7 +123,7 @@ function showStages() {
       { text: row.is_empty ? "none" : String(row.serving) },
       { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`].filter(Boolean).join(", ") },
       { text: row.supply ? amount(row.supply) : "–" },
-      { text: demand && row.supply ? `${Math.round(100 * demand / row.supply)} %` : "–" },
+      { text: demand && row.supply ? `${Math.round(100 * demand / row.supply)}%` : "–" },
       { text: String(row.queue) },
       { text: row.limit },
     ],
@@ -131,11 +131,11 @@ function showStages() {
   showTable($("stage-table"), [
     { title: "Stage" }, { title: "Peers serving", number: true }, { title: "Coming and going" },
     { title: "Can do, tokens/s", number: true }, { title: "In use", number: true },
-    { title: "In the queue", number: true }, { title: "What limits it" },
+    { title: "Waiting", number: true }, { title: "What limits it", long: true },
   ], rows);
   const decision = state.decision, lines = [];
   if (decision) {
-    lines.push(`Coordinator ${decision.coordinator} on who serves what: ${decision.reason || "no decision yet"}.`);
+    lines.push(`The coordinator's last decision on who serves which stage: ${decision.reason || "none yet"}.`);
     for (const [peer, [from, to, reason]] of Object.entries(decision.moves)) {
       lines.push(`→ ${state.peers[peer]?.name || "Peer"} …${peer.slice(-8)} moves from stage ${from} to stage ${to}: ${reason}.`);
     }
@@ -144,12 +144,12 @@ function showStages() {
 }
 
 const COLUMNS = [
-  { title: "Peer", key: "name" }, { title: "Stage", key: "stage", number: true }, { title: "State", key: "state" },
+  { title: "Peer", key: "name", long: true }, { title: "Stage", key: "stage", number: true }, { title: "State", key: "state" },
   { title: "Speed, tokens/s", key: "speed", number: true }, { title: "Share", key: "share", number: true },
   { title: "Samples", key: "samples", number: true }, { title: "Queue", key: "queue", number: true, minor: true },
   { title: "Moves", key: "moves", number: true, minor: true }, { title: "Here for", key: "since", number: true },
-  { title: "Device", key: "device" }, { title: "Version", key: "version", minor: true },
-  { title: "Note", key: "note" },
+  { title: "Device", key: "device", long: true }, { title: "Version", key: "version", minor: true },
+  { title: "Note", key: "note", long: true },
 ];
 
 function showPeers() {
@@ -171,11 +171,11 @@ function showPeers() {
       key: id,
       className: peer.state === "gone" ? "gone" : "",
       cells: [
-        { text: peer.name || "(no name)", more: `…${id.slice(-8)}${peer.label ? `, invite ${peer.label}` : ""}`, title: id },
+        { text: peer.name || "(no name)", more: `…\u2060${id.slice(-8)}${peer.label ? `, invite ${peer.label}` : ""}`, title: id },
         { text: String(peer.stage) },
         { text: shown.text, className: `state ${shown.className}` },
         { text: peer.speed ? amount(peer.speed) : "–" },
-        { text: peer.share === undefined ? "–" : `${peer.share.toFixed(1)} %` },
+        { text: peer.share === undefined ? "–" : `${peer.share.toFixed(1)}%` },
         { text: amount(peer.samples) ?? "–" },
         { text: String(peer.queue) },
         { text: String(peer.moves ?? 0) },
@@ -216,11 +216,11 @@ function showContributions() {
     key,
     cells: [
       { text: row.who }, { text: row.by_invite ? "invite" : "name" }, { text: String(row.peers) },
-      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)} %` }, { text: `${row.hours.toFixed(1)} h` },
+      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)}%` }, { text: `${row.hours.toFixed(1)} h` },
     ],
   }));
   showTable($("contribution-table"), [
-    { title: "Who" }, { title: "Known by" }, { title: "Peers so far", number: true }, { title: "Samples", number: true },
+    { title: "Who", long: true }, { title: "Known by" }, { title: "Peers so far", number: true }, { title: "Samples", number: true },
     { title: "Share of the work", number: true }, { title: "Time served", number: true },
   ], rows);
 }

@@ -50,7 +50,7 @@ function makeRow(columns, key) {
 }
 
 function classOf(column) {
-  return [column.number && "number", column.minor && "minor"].filter(Boolean).join(" ");
+  return [column.number && "number", column.minor && "minor", column.long && "long"].filter(Boolean).join(" ");
 }
 
 function fill(cell, { text, more, title, className }, column) {
