@@ -146,9 +146,10 @@ class InviteBook:
             return {}
 
     def labels(self) -> dict[str, str]:
-        """The label of the invite that each peer has come by, by peer id."""
+        """The label of the invite that each peer has come by, by peer id; that of `serve` says nothing of anybody."""
         members = self.members()
-        return {peer: issued.label for issued in self.issued() for peer in members.get(issued.key, ())}
+        issued = (each for each in self.issued() if each.label != STANDING_LABEL)
+        return {peer: each.label for each in issued for peer in members.get(each.key, ())}
 
     def listed(self, now: int) -> list[Listed]:
         """All invites with their state at some Unix time, the oldest first."""

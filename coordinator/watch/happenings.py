@@ -206,7 +206,10 @@ class Happenings:
             if num_serving and stage in self._empty:
                 self._empty.discard(stage)
                 yield make_event(
-                    "stage_served", f"Stage {stage} is served again, by {num_serving}.", now_s, stage=stage
+                    "stage_served",
+                    f"Stage {stage} is served again, by {num_serving} peer{'s' * (num_serving > 1)}.",
+                    now_s,
+                    stage=stage,
                 )
             elif not num_serving and stage in self._served - self._empty and not is_waited_for:
                 self._empty.add(stage)

@@ -73,3 +73,10 @@ def test_a_coordinator_invites_itself(run_key):
 def test_a_folder_without_the_runs_key_invites_nobody(book):
     with pytest.raises(UserError, match="the run's key is not there"):
         book.run_key()
+
+
+def test_peers_have_the_label_of_the_invite_that_they_came_by(book, run_key):
+    ticket = book.issue(run_key, ADDRESSES, label="alice", seconds=60, at_once=8).opened_ticket()
+    everybody = book.standing(run_key, ADDRESSES).opened_ticket()
+    book.keep_members({ticket.key: ["a", "b"], everybody.key: ["c"], "of another run": ["d"]})
+    assert book.labels() == {"a": "alice", "b": "alice"}

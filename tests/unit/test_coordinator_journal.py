@@ -3,7 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.run.run_files import RunFiles
 from coordinator.watch import journal as journal_module
+from coordinator.watch.contributions import Contributions
 from coordinator.watch.happenings import MOVING_S, Happenings, make_event, standing
 from coordinator.watch.journal import EVENTS, Journal, read_events
 from coordinator.watch.metrics_file import metrics_line
@@ -12,6 +14,7 @@ from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.wire.records import Assignment, CoordinationRecord
 
 LIFETIME_S = 30.0
@@ -249,3 +252,35 @@ def test_a_journal_without_a_folder_is_in_memory():
     journal, _ = begun(None)
     journal.tell("ended", "over", 1.0)
     assert [event["text"] for event in journal.newest] == ["over"]
+
+
+def open_files(folder, *, resume):
+    written = []
+    files = RunFiles(
+        folder=folder,
+        manifest=MANIFEST,
+        resume=resume,
+        journal=Journal(folder),
+        contributions=Contributions(folder),
+        clock=SystemClock(),
+        on_line=written.append,
+    )
+    return files, written
+
+
+def test_a_coordinator_goes_on_with_the_files_of_its_run(tmp_path):
+    run = Run()
+    run.look(A, C)
+    run.line(1, 0)
+    for resume in (False, True, True):
+        files, written = open_files(tmp_path, resume=resume)
+        files.write_lines(run.watch.lines)
+        files.look(run.watch)
+        files.close()
+        assert len(written) == (0 if resume else 1)
+    assert files.round_number == 0
+    told = [event["kind"] for event in read_events(tmp_path)]
+    assert told == ["started", "joined", "joined", "coordinator", "coordinator"]
+    assert json.loads((tmp_path / "contributions.json").read_text()).keys() == {"a", "c"}
+    files, _ = open_files(tmp_path, resume=False)
+    assert [event["kind"] for event in read_events(tmp_path)] == ["started"]
