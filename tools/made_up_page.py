@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import httpx
@@ -329,7 +330,7 @@ def shoot(url: str, path: str, width: int, height: int, scheme: str, place: str)
         playwright = opened.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_OPTIONS))
         opened.callback(browser.close)
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=cast(Any, scheme))
         page.goto(url)
         page.wait_for_selector("#peer-table tbody tr")
         page.wait_for_selector("#loss-chart canvas")
