@@ -157,6 +157,7 @@ class CheckpointWriter:
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
                 await self._threads.run(self._store.save, optimizer_step, self._manifest, states)
+                self._watch.observe_checkpoint(optimizer_step)
                 return
             except CallError as error:
                 log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)

@@ -113,8 +113,11 @@ async def _serve_on(
 
         events = RunEvents(on_ready=on_ready, on_update=live.update, on_line=on_line)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
+        service.metrics.registry.register(dht.metrics.dht_failures)
         if node.metrics_port is not None:
-            port = serve_metrics(service.metrics.registry, node.metrics_host, node.metrics_port)
+            port = serve_metrics(
+                service.metrics.registry, node.metrics_host, node.metrics_port, lambda: service.metrics.targets
+            )
             log.info("metrics_served host=%s port=%d", node.metrics_host, port)
         await _serve(service, options.plan)
 

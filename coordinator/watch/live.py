@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.policy.view import PeerView
 
 # Seconds between lines where the output is no terminal.
 PLAIN_LINE_S = 5.0
@@ -73,7 +74,7 @@ def run_table(watch: RunWatch) -> Table:
     samples = f"({watch.current_samples}/{manifest.training.global_batch_size} samples of the next)"
     caption = "   ".join([f"{_step(watch)} {samples}", *_figures(watch)]) + _coordination(watch)
     table = Table(title=f"run {manifest.name}", expand=True, caption=caption)
-    for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "step"):
+    for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "busy", "step"):
         table.add_column(column, justify="right")
     for stage in range(manifest.stages.count):
         peers, num_serving = watch.view.in_stage(stage), len(watch.view.serving(stage))
@@ -83,6 +84,7 @@ def run_table(watch: RunWatch) -> Table:
             str(len(peers) - num_serving),
             str(sum(peer.queue for peer in peers)),
             f"{sum(peer.samples_per_s for peer in peers) * manifest.data.sequence_length:,.0f}",
+            _number(None if (shares := watch.view.mean_time_shares(stage)) is None else shares[0], ".0%"),
             str(max((peer.optimizer_step for peer in peers), default="-")),
         )
     return table
@@ -91,7 +93,18 @@ def run_table(watch: RunWatch) -> Table:
 def peers_table(watch: RunWatch) -> Table:
     """All peers by stage, each by its name and the end of its id."""
     table = Table(expand=True)
-    for column in ("peer", "stage", "state", "tokens/s announced", "queue", "step"):
+    for column in (
+        "peer",
+        "stage",
+        "state",
+        "tokens/s announced",
+        "busy",
+        "waiting",
+        "ending",
+        "joining",
+        "queue",
+        "step",
+    ):
         table.add_column(column, justify="left" if column == "peer" else "right")
     table.add_column("note")
     manifest = watch.manifest
@@ -102,11 +115,19 @@ def peers_table(watch: RunWatch) -> Table:
                 str(stage),
                 peer.state.value,
                 f"{peer.samples_per_s * manifest.data.sequence_length:,.0f}",
+                *_time_percent(peer),
                 str(peer.queue),
                 str(peer.optimizer_step),
                 Text(peer.note),  # another's words, in which rich must see no markup
             )
     return table
+
+
+def _time_percent(peer: PeerView) -> list[str]:
+    """How a peer spends its time: computing, waiting for microbatches, ending rounds, joining."""
+    if (shares := peer.time_shares) is None:
+        return ["-"] * 4
+    return [f"{percent}%" for percent in (shares.computing, shares.waiting, shares.ending, shares.joining)]
 
 
 def _coordination(watch: RunWatch) -> str:
