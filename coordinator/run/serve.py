@@ -21,6 +21,7 @@ from coordinator.run.service import RunEvents, RunOptions, RunService, check_out
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
+from coordinator.watch.run_file import write_run_file
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -112,8 +113,8 @@ async def _serve_on(
                 write_addresses(node.address_file, way_in(), is_secret=manifest.admission == "invite")
 
         events = RunEvents(on_ready=on_ready, on_update=live.update, on_line=on_line)
+        write_run_file(options.output, run_key.peer_id, manifest)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
-        service.metrics.registry.register(dht.metrics.dht_failures)
         if node.metrics_port is not None:
             port = serve_metrics(
                 service.metrics.registry, node.metrics_host, node.metrics_port, lambda: service.metrics.targets

@@ -156,7 +156,7 @@ class RunService:
         self.resolved = resolved
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
-        self.metrics = CoordinatorMetrics(options.output, dht.addresses, options.plan.every)
+        self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
         self.ended: str | None = None
         self._dht = dht
         self._options = options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -13,6 +13,7 @@ from coordinator.watch.targets import scrape_targets
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import show_disk
 from swarm_peer.runtime.network.addresses import is_loopback
+from swarm_peer.runtime.network.dht import SwarmDHT
 
 
 class CoordinatorMetrics:
@@ -20,17 +21,18 @@ class CoordinatorMetrics:
 
     Args:
         output: the run's folder
-        addresses: that the coordinator listens on
+        dht: the coordinator's node
         checkpoint_every: optimizer steps between checkpoints; 0 for none
 
     Attributes:
         targets: the peers that show their metrics, as JSON for Prometheus' HTTP service discovery
     """
 
-    def __init__(self, output: Path, addresses: Sequence[str], checkpoint_every: int = 0) -> None:
+    def __init__(self, output: Path, dht: SwarmDHT, checkpoint_every: int = 0) -> None:
         registry = self.registry = CollectorRegistry()
+        registry.register(dht.metrics.dht_failures)
         self.targets = "[]"
-        self._is_local = all(map(is_loopback, addresses))
+        self._is_local = all(map(is_loopback, dht.addresses))
         self._round_number = -1
         self._num_moves = 0
         self._checkpoint_step: int | None = None
@@ -45,6 +47,8 @@ class CoordinatorMetrics:
         self._stepped_at.set_to_current_time()
         self._loss = gauge("loss", "Training loss of the last optimizer step, nats per token")
         self._validation_loss = gauge("validation_loss", "Last validation loss, nats per token")
+        for loss in (self._loss, self._validation_loss):  # 0 would be a loss
+            loss.set(math.nan)
         self._tokens_per_s = gauge("tokens_per_second", "Throughput of the last optimizer step")
         self._peers = gauge("stage_peers", "Peers of a stage", "stage", "state")
         self._samples_per_s = gauge("stage_samples_per_second", "Announced throughput of a stage's peers", "stage")

@@ -2,7 +2,7 @@ import io
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -16,6 +16,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, TimeShares
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.records import Progress, ProgressRecord, RoundReport, Validation
 
 LENGTH = 10
@@ -111,7 +112,7 @@ def test_a_finished_step_is_a_line():
     ]
 
 
-def test_a_line_says_how_the_peers_of_each_stage_spend_their_time():
+def test_a_line_says_how_the_peers_of_each_stage_spend_their_time(tmp_path):
     watch = make_watch()
     one, other, silent = TimeShares(80, 10, 0), TimeShares(41, 30, 9), None
     told = [replace(each, time_shares=shares) for each, shares in zip(VIEW.peers, (one, other, silent), strict=True)]
@@ -122,7 +123,7 @@ def test_a_line_says_how_the_peers_of_each_stage_spend_their_time():
     stages = summarise(watch)["stages"]
     assert [stage["busy_share"] for stage in stages] == [0.605, None]
     assert stages[0]["peers"][1]["time_percent"] == {"computing": 41, "ending": 30, "joining": 9, "waiting": 20}
-    metrics = CoordinatorMetrics(Path("/"), [])
+    metrics = CoordinatorMetrics(tmp_path, SimpleNamespace(addresses=[], metrics=PeerMetrics()))
     metrics.update(watch)
     read = metrics.registry.get_sample_value
     by_activity = {

@@ -3,6 +3,7 @@
 import json
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.targets import scrape_targets
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.host.metrics import serve_metrics
+from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.network.addresses import metrics_address
 
 PUBLIC = "/ip4/203.0.113.5/tcp/1/p2p/x"
@@ -34,6 +35,10 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/1/p2p/x"
 def test_a_peer_announces_where_others_reach_its_metrics(host, addresses, expected):
     assert metrics_address(host, 9464, addresses) == expected
     assert metrics_address(host, None, addresses) == ""
+
+
+def metrics_of(output):
+    return CoordinatorMetrics(output, SimpleNamespace(addresses=[PUBLIC], metrics=PeerMetrics()))
 
 
 def view_of(*addresses):
@@ -80,14 +85,14 @@ def test_targets_are_served_beside_the_metrics():
 
 
 def test_the_coordinator_counts_moves_over_its_terms(tmp_path):
-    metrics = CoordinatorMetrics(tmp_path, [PUBLIC])
+    metrics = metrics_of(tmp_path)
     for in_term in (0, 2, 2, 3, 0, 1):
         metrics.count_moves(in_term)
     assert metrics.registry.get_sample_value("swarm_run_moves_total") == 4
 
 
 def test_the_disk_is_shown_and_a_folder_that_is_gone_is_no_error(tmp_path):
-    there, gone = CoordinatorMetrics(tmp_path, []), CoordinatorMetrics(Path("/no/such/folder"), [])
+    there, gone = metrics_of(tmp_path), metrics_of(Path("/no/such/folder"))
     assert there.registry.get_sample_value("swarm_run_disk_total_bytes") > 0
     value = gone.registry.get_sample_value("swarm_run_disk_free_bytes")
     assert value != value, "it is not known"
