@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -95,12 +96,12 @@ class CoordinatorMetrics:
             self._peers.labels(stage, state.value).set(sum(peer.state is state for peer in peers))
         self._samples_per_s.labels(stage).set(sum(peer.samples_per_s for peer in peers))
         self._queue.labels(stage).set(sum(peer.queue for peer in peers))
-        # Of a stage without peers, nothing is spent on anything.
-        computing, ending, joining = shares or (0.0, 0.0, 0.0)
-        waiting = 0.0 if shares is None else 1 - sum(shares)
-        told = {"computing": computing, "waiting": waiting, "ending": ending, "joining": joining}
-        for activity, share in told.items():
-            self._time_share.labels(stage, activity).set(share)
+        for number, activity in enumerate(("computing", "ending", "joining", "waiting")):
+            if shares is not None:
+                self._time_share.labels(stage, activity).set((*shares, 1 - sum(shares))[number])
+            else:
+                with suppress(KeyError):  # there was none before either
+                    self._time_share.remove(stage, activity)
 
     def _update_checkpoint(self, watch: RunWatch) -> None:
         """Count from the newest checkpoint, or from the first step that this coordinator has seen."""

@@ -131,6 +131,9 @@ def test_a_line_says_how_the_peers_of_each_stage_spend_their_time(tmp_path):
         for activity in ("computing", "ending", "joining", "waiting")
     }
     assert by_activity == pytest.approx({"computing": 0.605, "ending": 0.2, "joining": 0.045, "waiting": 0.15})
+    metrics.update(make_watch())
+    gone = {"stage": "0", "activity": "waiting"}
+    assert read("swarm_run_stage_time_share", gone) is None, "no peer there tells it any more"
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(run_table(watch))
     console.print(peers_table(watch))
