@@ -96,3 +96,19 @@ def test_the_disk_is_shown_and_a_folder_that_is_gone_is_no_error(tmp_path):
     assert there.registry.get_sample_value("swarm_run_disk_total_bytes") > 0
     value = gone.registry.get_sample_value("swarm_run_disk_free_bytes")
     assert value != value, "it is not known"
+
+
+def test_steps_without_a_checkpoint_are_counted_from_the_first_that_this_coordinator_saw(tmp_path):
+    metrics = metrics_of(tmp_path)
+    watch = SimpleNamespace(lines=[], optimizer_step=0, checkpoint_step=None)
+
+    def uncovered(optimizer_step, checkpoint_step=None):
+        watch.optimizer_step, watch.checkpoint_step, watch.lines = optimizer_step, checkpoint_step, [{}]
+        metrics._update_checkpoint(watch)
+        return metrics.registry.get_sample_value("swarm_run_steps_since_checkpoint")
+
+    metrics._update_checkpoint(watch)
+    assert uncovered(1000) == 0, "it may have been started again"
+    assert uncovered(1070) == 70
+    assert uncovered(1110, checkpoint_step=1100) == 10
+    assert uncovered(1080, checkpoint_step=1100) == 0, "the run has gone back"
