@@ -32,7 +32,7 @@ class Prometheus:
     def _get(self, path: str, **parameters: str) -> Any:
         query = urllib.parse.urlencode(parameters)
         try:
-            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=30) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             if error.code == 503:
@@ -49,7 +49,7 @@ class Prometheus:
 
     def firing(self, alert: str) -> list[dict[str, str]]:
         """The labels of the alerts of this name that fire now."""
-        alerts = (self._get("alerts") or {"alerts": []})["alerts"]
+        alerts = self._get("alerts")["alerts"]
         return [it["labels"] for it in alerts if it["labels"]["alertname"] == alert and it["state"] == "firing"]
 
 
