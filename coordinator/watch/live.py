@@ -93,18 +93,7 @@ def run_table(watch: RunWatch) -> Table:
 def peers_table(watch: RunWatch) -> Table:
     """All peers by stage, each by its name and the end of its id."""
     table = Table(expand=True)
-    for column in (
-        "peer",
-        "stage",
-        "state",
-        "tokens/s announced",
-        "busy",
-        "waiting",
-        "ending",
-        "joining",
-        "queue",
-        "step",
-    ):
+    for column in ("peer", "stage", "state", "tokens/s", "busy", "waits/ends/joins", "queue", "step"):
         table.add_column(column, justify="left" if column == "peer" else "right")
     table.add_column("note")
     manifest = watch.manifest
@@ -124,10 +113,10 @@ def peers_table(watch: RunWatch) -> Table:
 
 
 def _time_percent(peer: PeerView) -> list[str]:
-    """How a peer spends its time: computing, waiting for microbatches, ending rounds, joining."""
+    """How a peer spends its time: computing; and waiting for microbatches, ending rounds and joining."""
     if (shares := peer.time_shares) is None:
-        return ["-"] * 4
-    return [f"{percent}%" for percent in (shares.computing, shares.waiting, shares.ending, shares.joining)]
+        return ["-", "-"]
+    return [f"{shares.computing}%", f"{shares.waiting}/{shares.ending}/{shares.joining}%"]
 
 
 def _coordination(watch: RunWatch) -> str:
