@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Points of a line; each is the mean of neighbouring steps where there are more.
 MAX_POINTS = 600
-# Steps whose mean the thick line of the training loss shows.
+# Most steps whose mean the thick line of the training loss shows.
 SMOOTHED_STEPS = 20
 # Where no step ends for so long, a curve is broken.
 GAP_S = 60.0
@@ -63,20 +63,17 @@ def _means(values: Sequence[float]) -> list[float]:
     return [float(piece.mean()) for piece in pieces]
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it."""
-    sums = np.cumsum([0.0, *values])
-    return [
-        float(sums[end] - sums[begin]) / (end - begin)
-        for end in range(1, len(sums))
-        for begin in [max(0, end - SMOOTHED_STEPS)]
-    ]
+def _smooth(values: Sequence[float], count: int) -> list[float]:
+    """The means of each value and those before it, so many together."""
+    return [sum(values[max(0, end - count) : end]) / min(count, end) for end in range(1, len(values) + 1)]
 
 
 def _draw_loss(figure: Figure, run: RecordedRun) -> bool:
     axes = figure.subplots(1, 3, sharey=True)
     losses = [line.loss for line in run.lines]
     tokens = np.cumsum([line.tokens for line in run.lines]) / 1e6
+    smoothed = min(SMOOTHED_STEPS, 1 + len(losses) // SMOOTHED_STEPS)  # a mean of few steps would lag far behind
+    name = f"training, mean of {smoothed} steps" if smoothed > 1 else "training"
     scales: list[tuple[str, Sequence[float]]] = [
         ("optimizer steps", [line.optimizer_step for line in run.lines]),
         (run.unit[0], [run.elapsed(end) for end in run.ends]),
@@ -84,9 +81,7 @@ def _draw_loss(figure: Figure, run: RecordedRun) -> bool:
     ]
     for ax, (label, xs) in zip(axes, scales, strict=True):
         ax.plot(_means(xs), _means(losses), color="tab:blue", alpha=0.35, linewidth=0.8)
-        ax.plot(
-            _means(xs), _means(_smooth(losses)), color="tab:blue", label=f"training, mean of {SMOOTHED_STEPS} steps"
-        )
+        ax.plot(_means(xs), _means(_smooth(losses, smoothed)), color="tab:blue", label=name)
         held_out = [(x, line.validation_loss) for x, line in zip(xs, run.lines, strict=True) if line.validation_loss]
         if held_out:
             ax.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", markersize=3, label="validation")

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from coordinator.report.figures import ACTIVITIES, SMOOTHED_STEPS, draw_all, time_by_stage
+from coordinator.report.figures import ACTIVITIES, draw_all, time_by_stage
 from coordinator.report.run_folder import HOUR_S, Event, RecordedRun, read_run
 from swarm_peer.errors import UserError
 
@@ -24,8 +24,8 @@ MAX_EVENTS = 2000
 SECTIONS = {
     "loss": (
         "Loss",
-        f"Training loss of each optimizer step (thin: as it was; thick: mean of {SMOOTHED_STEPS} steps), and loss on "
-        f"held-out samples, over steps, time and tokens: the same steps take more time while peers are few.",
+        "Training loss of each optimizer step (thin: as it was; thick: the mean of some steps), and loss on held-out "
+        "samples, over steps, time and tokens: the same steps take more time while peers are few.",
     ),
     "throughput": ("Throughput", "Tokens per second, the time included in which the run made no step."),
     "busy": (

@@ -93,7 +93,7 @@ def run_table(watch: RunWatch) -> Table:
 def peers_table(watch: RunWatch) -> Table:
     """All peers by stage, each by its name and the end of its id."""
     table = Table(expand=True)
-    for column in ("peer", "stage", "state", "tokens/s", "busy", "waits/ends/joins", "queue", "step"):
+    for column in ("peer", "stage", "state", "tokens/s", "busy", "waits / ends / joins", "queue", "step"):
         table.add_column(column, justify="left" if column == "peer" else "right")
     table.add_column("note")
     manifest = watch.manifest
