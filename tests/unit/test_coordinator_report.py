@@ -158,6 +158,11 @@ def test_a_loss_that_is_no_number_is_drawn_around(tmp_path):
     assert facts_of(write_report(tmp_path).read_text())["Optimizer steps"] == "3"
 
 
+def test_a_run_file_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    write_run_file(tmp_path / "gone", "12D3KooWrun", MANIFEST)
+    assert "run_file_not_written" in caplog.text
+
+
 def test_a_folder_of_no_run_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["swarm-coordinator", "report", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
