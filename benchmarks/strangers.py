@@ -130,7 +130,7 @@ def operations(kind: type[Call]) -> list[str]:
 
 
 def memory_bytes(pids: Sequence[int]) -> int:
-    """Memory of some processes; what they share counts once."""
+    """Memory of some processes, with the pages that they share counted once."""
     total = 0
     for pid in pids:
         with suppress(OSError, StopIteration):

@@ -8,6 +8,7 @@ from coordinator.commands.export import export
 from coordinator.commands.invites import invite, invites, revoke
 from coordinator.commands.live import dashboard, end, evaluate, sample, status
 from coordinator.commands.plan import plan
+from coordinator.commands.report import report
 from coordinator.commands.runs import baseline, local, serve
 from coordinator.commands.simulate import simulate
 from swarm_peer.cli import make_app, run_app
@@ -23,6 +24,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     dashboard: "swarm-coordinator dashboard\nswarm-coordinator dashboard --initial-peers swarm-invite-lNk0MTJEM0...",
     sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100",
     evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
+    report: "swarm-coordinator report runs/demo --price-per-peer-hour 0.4",
     export: "swarm-coordinator export --output my-model",
     end: "swarm-coordinator end --identity-path runs/demo/identity",
     plan: "swarm-coordinator plan gpt2-124m --peers volunteers --tokens 300e9",

@@ -161,6 +161,7 @@ class CheckpointWriter:
                 states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
                 await self._threads.run(self._store.save, optimizer_step, self._manifest, states)
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
+                self._watch.observe_checkpoint(optimizer_step)
                 return
             except CallError as error:
                 log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from contextlib import closing
@@ -131,6 +132,7 @@ def local(
         manifest, peers_by_stage or [2] * manifest.stages.count, device, options, log_to, restart=restart
     )
     _print_result(service, sample, cache_dir)
+    _write_report(output)
 
 
 def _parse_peers(peers: str) -> list[int]:
@@ -150,6 +152,16 @@ def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) 
         written = generate(service.resolved, service.model_folder, num_tokens, cache_dir)
         print(f"\nThe model writes:\n{written}\n")
     print(f"Hugging Face checkpoint: {service.model_folder}")
+
+
+def _write_report(output: Path) -> None:
+    """Write a page about the run, if there is matplotlib to draw with."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"For a report with figures: pip install 'swarm-train[figures]', swarm-coordinator report {output}")
+        return
+    from coordinator.report.page import write_report
+
+    print(f"Report: {write_report(output)}")
 
 
 def baseline(

@@ -18,6 +18,7 @@ from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import temporary_node
+from coordinator.watch.run_file import write_run_file
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -78,6 +79,7 @@ async def _run(
             open_loggers(log_to, manifest, output, options.resume) as on_line,
             LiveView(manifest.training.steps) as live,
         ):
+            write_run_file(output, dht.identity.peer_id, manifest)
             service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
             peers = LocalPeers(dht.addresses, peers_by_stage, output, device=device, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():

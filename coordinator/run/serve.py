@@ -23,6 +23,7 @@ from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
+from coordinator.watch.run_file import write_run_file
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -131,9 +132,12 @@ async def _serve_on(
             live.update(watch)
 
         events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line)
+        write_run_file(options.output, run_key.peer_id, manifest)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
         if node.metrics_port is not None:
-            port = serve_metrics(service.metrics.registry, node.metrics_host, node.metrics_port)
+            port = serve_metrics(
+                service.metrics.registry, node.metrics_host, node.metrics_port, lambda: service.metrics.targets
+            )
             log.info("metrics_served host=%s port=%d", node.metrics_host, port)
         async with shown(service, options, live.print, join=lambda: joins[0] if joins else ""):
             await _serve(service, options.plan)

@@ -146,9 +146,9 @@ class RunService:
         self.resolved = resolved
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
-        self.metrics = CoordinatorMetrics()
         self.journal = Journal(options.output)
         self.contributions = Contributions(options.output)
+        self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
         self.ended: str | None = None
         self._dht = dht
         self._options = options
@@ -320,7 +320,7 @@ class RunService:
             )
         self._rebalancer.look(self.watch.view, *self.watch.delivered(), anyio.current_time())
         await coordination.assign(self._rebalancer.assignments(), self._rebalancer.policy.reason)
-        self.metrics.moves.set(self._rebalancer.policy.num_moves)
+        self.metrics.count_moves(self._rebalancer.policy.num_moves)
 
     def _steps_are_done(self) -> bool:
         return self.watch.optimizer_step >= self.manifest.training.steps

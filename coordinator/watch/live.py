@@ -74,7 +74,7 @@ def run_table(watch: RunWatch) -> Table:
     samples = f"({watch.current_samples}/{manifest.training.global_batch_size} samples of the next)"
     caption = "   ".join([f"{_step(watch)} {samples}", *_figures(watch)]) + _coordination(watch)
     table = Table(title=f"run {manifest.name}", expand=True, caption=caption)
-    for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "step"):
+    for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "busy", "step"):
         table.add_column(column, justify="right")
     for stage in range(manifest.stages.count):
         peers, num_serving = watch.view.in_stage(stage), len(watch.view.serving(stage))
@@ -84,6 +84,7 @@ def run_table(watch: RunWatch) -> Table:
             str(len(peers) - num_serving),
             str(sum(peer.queue for peer in peers)),
             f"{sum(peer.samples_per_s for peer in peers) * manifest.data.sequence_length:,.0f}",
+            _number(None if (shares := watch.view.mean_time_shares(stage)) is None else shares[0], ".0%"),
             str(max((peer.optimizer_step for peer in peers), default="-")),
         )
     return table
@@ -92,7 +93,7 @@ def run_table(watch: RunWatch) -> Table:
 def peers_table(watch: RunWatch) -> Table:
     """All peers by stage, each by its name and the end of its id."""
     table = Table(expand=True)
-    for column in ("peer", "stage", "state", "tokens/s announced", "queue", "step"):
+    for column in ("peer", "stage", "state", "tokens/s", "busy", "waits / ends / joins", "queue", "step"):
         table.add_column(column, justify="left" if column == "peer" else "right")
     table.add_column("note")
     manifest = watch.manifest
@@ -103,6 +104,7 @@ def peers_table(watch: RunWatch) -> Table:
                 str(stage),
                 peer.state.value,
                 f"{peer.samples_per_s * manifest.data.sequence_length:,.0f}",
+                *_time_percent(peer),
                 str(peer.queue),
                 str(peer.optimizer_step),
                 Text(note_of(peer)),  # another's words, in which rich must see no markup
@@ -114,6 +116,13 @@ def note_of(peer: PeerView) -> str:
     """The peer's own note, and whether others can dial it."""
     unreachable = ["others cannot dial it"] if peer.is_reachable is False else []
     return "; ".join([part for part in (peer.note,) if part] + unreachable)
+
+
+def _time_percent(peer: PeerView) -> list[str]:
+    """How a peer spends its time: computing; and waiting for microbatches, ending rounds and joining."""
+    if (shares := peer.time_shares) is None:
+        return ["-", "-"]
+    return [f"{shares.computing}%", f"{shares.waiting}/{shares.ending}/{shares.joining}%"]
 
 
 def _coordination(watch: RunWatch) -> str:

@@ -62,7 +62,9 @@ def scalars(line: MetricsLine) -> dict[str, float]:
     }
     if "validation_loss" in line:
         values["validation_loss"] = line["validation_loss"]
-    return values | {f"peers/stage{stage}": count for stage, count in enumerate(line["peers"])}
+    values |= {f"peers/stage{stage}": count for stage, count in enumerate(line["peers"])}
+    shares = enumerate(line.get("busy_share", []))
+    return values | {f"busy_share/stage{stage}": share for stage, share in shares if share is not None}
 
 
 class TensorBoardLogger(StepLogger):

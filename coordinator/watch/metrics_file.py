@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
 
 from typing_extensions import NotRequired
 
 from swarm_peer.errors import UserError
+from swarm_peer.policy.view import SwarmView
 
 
 class MetricsLine(TypedDict):
     """One line: losses in nats per token, times in seconds, `peers` by stage; validation only where it was due.
+
+    The shares, by stage, are of the time of its peers over the last minute or so, from 0 to 1: their devices computed
+    (busy), or were idle while the round ended (ending) or while they joined (joining). The rest of 1 they waited for
+    microbatches. None where no peer tells it. `time` is in unix seconds.
 
     `optimizer_step` counts the updates that the weights have had and goes back where the run does; `round` is the
     number of the round that made the last of them and never goes back.
@@ -26,8 +33,27 @@ class MetricsLine(TypedDict):
     seconds: float
     peers: list[int]
     round: int
+    busy_share: NotRequired[list[float | None]]
+    ending_share: NotRequired[list[float | None]]
+    joining_share: NotRequired[list[float | None]]
+    time: NotRequired[float]
     validation_loss: NotRequired[float]
     validation_samples: NotRequired[int]
+
+
+class StageShares(NamedTuple):
+    """How the peers of each stage spend their time, by stage; see MetricsLine."""
+
+    busy_share: list[float | None]
+    ending_share: list[float | None]
+    joining_share: list[float | None]
+
+
+def stage_shares(view: SwarmView) -> StageShares:
+    """How the peers of each stage spend their time now, in the mean."""
+    means = [view.mean_time_shares(stage) or (None, None, None) for stage in range(view.num_stages)]
+    rounded = [[None if share is None else round(share, 3) for share in mean] for mean in means]
+    return StageShares(*map(list, zip(*rounded, strict=True)))
 
 
 class ValidationLoss(NamedTuple):
@@ -47,6 +73,7 @@ def metrics_line(
     sequence_length: int,
     peers: list[int],
     validation: ValidationLoss | None = None,
+    shares: StageShares | None = None,
 ) -> MetricsLine:
     """One line of metrics.jsonl, rounded for reading."""
     tokens = samples * sequence_length
@@ -60,6 +87,8 @@ def metrics_line(
         peers=peers,
         round=round_number,
     )
+    if shares is not None:
+        line.update(shares._asdict())  # type: ignore[typeddict-item]
     if validation is not None:
         line["validation_loss"] = round(validation.loss, 6)
         line["validation_samples"] = validation.samples
@@ -71,9 +100,11 @@ class MetricsFile:
 
     Args:
         resume: keep the lines that are there, and add only later steps
+        unix_s: tells the time of a line
     """
 
-    def __init__(self, folder: Path, resume: bool = False):
+    def __init__(self, folder: Path, resume: bool = False, unix_s: Callable[[], float] = time.time):
+        self._unix_s = unix_s
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         self._lines = whole_lines(self._path) if resume and self._path.exists() else []
@@ -97,6 +128,7 @@ class MetricsFile:
         """
         if line["round"] <= self.round_number:
             return False
+        line = MetricsLine(**line, time=round(self._unix_s(), 2))
         kept = [known for known in self._lines if known["optimizer_step"] < line["optimizer_step"]]
         if len(kept) < len(self._lines):
             self._file.close()

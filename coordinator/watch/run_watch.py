@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median_high, median_low
 
-from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
+from coordinator.watch.metrics_file import MetricsLine, StageShares, ValidationLoss, metrics_line, stage_shares
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.run_progress import Position, is_reached
@@ -31,6 +31,7 @@ class RunWatch:
         current_round: the round that stage-0 peers work on
         current_samples: samples that count in it so far
         coordination: the newest term, and the last record of its coordinator
+        checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written; None if none
     """
 
     def __init__(self, manifest: RunManifest, view: SwarmView):
@@ -40,8 +41,10 @@ class RunWatch:
         self.current_samples = 0
         self.current_round = 0
         self.coordination: tuple[Term, CoordinationRecord] | None = None
-        # Reports that have no line yet, by round, with the peers by stage and the time when they were believed.
-        self._reports: dict[int, tuple[RoundReport, list[int], float]] = {}
+        self.checkpoint_step: int | None = None
+        # Reports that have no line yet, by round, with peers and shares of time by stage, and the time when they were
+        # believed.
+        self._reports: dict[int, tuple[RoundReport, list[int], StageShares, float]] = {}
         self._validations: dict[tuple[int, str], tuple[int, float]] = {}  # by round and author
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
@@ -117,6 +120,10 @@ class RunWatch:
         """Take in the newest term and the last record of its coordinator, for the summary."""
         self.coordination = newest
 
+    def observe_checkpoint(self, optimizer_step: int) -> None:
+        """Take in that a checkpoint has been written."""
+        self.checkpoint_step = optimizer_step
+
     def _believe(self, known: Mapping[str, ProgressRecord], now: float) -> None:
         """Take over what stage-0 peers report of rounds since the last one, as far as it can be true."""
         told: dict[str, list[Position]] = {}
@@ -131,7 +138,7 @@ class RunWatch:
         for position in sorted(reports):
             if position.round_number > last.round_number and is_reached(position, told, self.view, last):
                 report = _middle(reports[position])
-                self._reports[report.round_number] = (report, self.peers_by_stage(), now)
+                self._reports[report.round_number] = (report, self.peers_by_stage(), stage_shares(self.view), now)
                 last = position
 
     def _validation(self, round_number: int) -> ValidationLoss | None:
@@ -143,7 +150,7 @@ class RunWatch:
         later = [round_number for round_number in self._reports if round_number > self.round_number]
         if not later:
             return None
-        report, peers, seen = self._reports[min(later)]
+        report, peers, shares, seen = self._reports[min(later)]
         validation = self._validation(report.round_number + 1)
         samples = 0 if validation is None else validation.samples
         training = self.manifest.training
@@ -151,7 +158,9 @@ class RunWatch:
         if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
             return None
         length = self.manifest.data.sequence_length
-        return metrics_line(**report.model_dump(), sequence_length=length, peers=peers, validation=validation)
+        return metrics_line(
+            **report.model_dump(), sequence_length=length, peers=peers, validation=validation, shares=shares
+        )
 
 
 def _reached_by(report: RoundReport) -> Position:

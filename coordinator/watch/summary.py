@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator.watch.metrics_file import stage_shares
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.view import PeerView
+from swarm_peer.policy.view import PeerView, TimeShares
 from swarm_peer.wire.records import CoordinationRecord
 
 
@@ -26,7 +27,11 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
         "validation_loss": watch.validation_loss,
         "coordinator": None if watch.coordination is None else _summarise_coordinator(*watch.coordination),
         "stages": [
-            {"stage": stage, "peers": [_summarise_peer(peer, length) for peer in watch.view.in_stage(stage)]}
+            {
+                "stage": stage,
+                **_summarise_time(watch, stage),
+                "peers": [_summarise_peer(peer, length) for peer in watch.view.in_stage(stage)],
+            }
             for stage in range(manifest.stages.count)
         ],
     }
@@ -44,7 +49,17 @@ def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
         "tokens_per_s": round(peer.samples_per_s * sequence_length, 1),
         "queue": peer.queue,
         "is_reachable": peer.is_reachable,
+        "time_percent": None if peer.time_shares is None else _time_of(peer.time_shares),
     }
+
+
+def _time_of(shares: TimeShares) -> dict[str, int]:
+    return {**shares._asdict(), "waiting": shares.waiting}
+
+
+def _summarise_time(watch: RunWatch, stage: int) -> dict[str, float | None]:
+    """How the stage's peers spend their time, in the mean, as in metrics.jsonl."""
+    return {name: by_stage[stage] for name, by_stage in stage_shares(watch.view)._asdict().items()}
 
 
 def _summarise_coordinator(term: Term, record: CoordinationRecord) -> dict[str, Any]:

@@ -39,6 +39,25 @@ class Life(NamedTuple):
     incarnation: int = 0
 
 
+class TimeShares(NamedTuple):
+    """How a peer has spent its time lately, each in percent of it; the rest of 100 it has waited for microbatches.
+
+    Attributes:
+        computing: its device computed
+        ending: its device was idle while the round ended: it drained, averaged with stage-mates, or got their state
+        joining: its device was idle while the peer joined its stage
+    """
+
+    computing: int = 0
+    ending: int = 0
+    joining: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """The rest: the round was open, and the device had nothing to compute."""
+        return 100 - sum(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerView:
     """One peer, by its last announcement.
@@ -62,6 +81,8 @@ class PeerView:
         name: by which people recognise it; empty if it has none
         device: what it computes on, in words, and
         version: of its program; for people alone, as is the name
+        time_shares: how it has spent its time lately; None if not known
+        metrics_address: IP:PORT of its Prometheus metrics; empty if it shows them to nobody
     """
 
     peer_id: str
@@ -84,6 +105,8 @@ class PeerView:
     name: str = ""
     device: str = ""
     version: str = ""
+    time_shares: TimeShares | None = None
+    metrics_address: str = ""
 
     @property
     def life(self) -> Life:
@@ -127,6 +150,14 @@ class SwarmView:
     def fewest_serving(self) -> int:
         """The number of serving peers in the stage that has the fewest."""
         return min(len(self.serving(stage)) for stage in range(self.num_stages))
+
+    def mean_time_shares(self, stage: int) -> tuple[float, float, float] | None:
+        """The means of the `TimeShares` of a stage's peers, as fractions; None if no peer there tells its own."""
+        known = [peer.time_shares for peer in self.in_stage(stage) if peer.time_shares is not None]
+        if not known:
+            return None
+        computing, ending, joining = (sum(column) / len(known) / 100 for column in zip(*known, strict=True))
+        return computing, ending, joining
 
     def peer(self, peer_id: str) -> PeerView | None:
         """The peer with this id, or None if it is not in the view."""

@@ -33,6 +33,7 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.stage.time_meter import TimeMeter
 from swarm_peer.runtime.state.index import digest_weights
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
@@ -107,7 +108,8 @@ class Assembly:
     def assemble(self) -> ReplicaParts:
         """Make all parts. None of them does anything before it is run."""
         context, directory, spec = self.peer.context, self.peer.directory, self.trainer.spec
-        rounds = RoundBook(context.changed)
+        time = TimeMeter(clock=context.clock, busy_s=self.peer.device_thread.busy_s)
+        rounds = RoundBook(context.changed, time.enter)
         progress = ProgressBook(
             context=context,
             incarnation=self.incarnation,
@@ -115,7 +117,7 @@ class Assembly:
             on_stranger=lambda _: directory.look_soon(),
             step=lambda: rounds.step,
         )
-        core = self._make_core(rounds, progress)
+        core = self._make_core(rounds, progress, time)
         averager = GradientAverager(
             context=context,
             stage=spec.index,
@@ -176,7 +178,7 @@ class Assembly:
             raise CallError("the run's coordinator has not said where it begins")
         return records[run_id].timeline()
 
-    def _make_core(self, rounds: RoundBook, progress: ProgressBook) -> ReplicaCore:
+    def _make_core(self, rounds: RoundBook, progress: ProgressBook, time: TimeMeter) -> ReplicaCore:
         context, spec, manifest = self.peer.context, self.trainer.spec, self.peer.context.resolved.manifest
         capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
         next_stage = None
@@ -207,6 +209,7 @@ class Assembly:
             rounds=rounds,
             admission=admission,
             executor=executor,
+            time=time,
         )
 
     def _make_group(self, rounds: RoundBook, progress: ProgressBook, averager: GradientAverager) -> StageGroup:

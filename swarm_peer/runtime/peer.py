@@ -16,6 +16,7 @@ from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capacity
 from swarm_peer.runtime.host.processes import free_memory
 from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.network.addresses import metrics_address
 from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
@@ -116,6 +117,9 @@ class Peer:
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
             is_reachable=self._dht.is_reachable,
+            metrics_address=metrics_address(
+                self._options.metrics_host, self._options.metrics_port, self._dht.addresses
+            ),
         )
         return about if replica is None else replica.describe(about)
 

@@ -109,6 +109,7 @@ class StageReplica:
             samples_per_s=self.parts.core.speed.samples_per_s,
             queue=admission.admitted + admission.held,
             bandwidth_bytes_per_s=self.parts.step_loop.download_bytes_per_s,
+            time_shares=self.parts.core.time.shares(),
         )
 
     @property

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from swarm_peer.wire.fields import FiniteFloat, Measured, OptimizerStep, RoundNumber, Samples
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
-from swarm_peer.wire.records import FiniteFloat, Measured, OptimizerStep, RoundNumber, Samples
 
 PROTOCOL = "swarm/2"
 # One signed progress count, with its ranges of samples.

@@ -17,9 +17,10 @@ from pydantic import Field
 
 from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, UserError
+from swarm_peer.wire.fields import Seconds
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.packing import unpack
-from swarm_peer.wire.records import MAX_STORED_BYTES, Record, Seconds, seal, unseal
+from swarm_peer.wire.records import MAX_STORED_BYTES, Record, seal, unseal
 
 # A pass is some 500 bytes, and the label is the only part of any length.
 MAX_PASS_BYTES = 1024

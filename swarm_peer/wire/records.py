@@ -11,14 +11,26 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgpack
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm_peer.config import PEER_NAME, describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, TimeShares
+from swarm_peer.wire.fields import (
+    FiniteFloat,
+    Incarnation,
+    Measured,
+    MetricsAddress,
+    NonNegativeFloat,
+    OptimizerStep,
+    RoundNumber,
+    Samples,
+    Seconds,
+    TimePercent,
+)
 from swarm_peer.wire.identity import Identity, verify
 from swarm_peer.wire.ledger_codec import CountedRanges
 from swarm_peer.wire.packing import unpack
@@ -36,28 +48,6 @@ MAX_ADDRESSES = 4
 MAX_ASSIGNMENTS = 32
 # Finished rounds in one progress record: with rounds of a second, a coordinator may miss a minute.
 MAX_REPORTS = 64
-
-# Unix seconds.
-Seconds = Annotated[int, Field(ge=0, lt=2**40)]
-# Bounded, so that sums of what peers report stay finite.
-FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-# The smallest speed and the shortest time that are not 0: what divides by them stays finite, too.
-LEAST_MEASURED = 1e-9
-
-
-def _check_measured(value: float) -> float:
-    if 0 < value < LEAST_MEASURED:
-        raise ValueError(f"neither 0 nor at least {LEAST_MEASURED}")
-    return value
-
-
-Measured = Annotated[NonNegativeFloat, AfterValidator(_check_measured)]
-RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
-OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
-Samples = Annotated[int, Field(ge=0, lt=2**40)]
-# Unix milliseconds; 0 if not known.
-Incarnation = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Record(BaseModel):
@@ -124,6 +114,8 @@ class Announcement(Record):
         is_reachable: whether others have found that they can dial it; None if none of them has tried
         incarnation: which life of the peer this is (see policy/view.py: Life)
         name: by which people recognise it; anybody may take any name
+        time_shares: the percentages of its time that policy/view.py: TimeShares names
+        metrics_address: IP:PORT where it shows its Prometheus metrics, by its own account; empty if to nobody
     """
 
     kind = "announcement"
@@ -146,6 +138,8 @@ class Announcement(Record):
     is_reachable: bool | None = None
     incarnation: Incarnation = 0
     name: str = Field("", max_length=32, pattern=PEER_NAME)
+    time_shares: TimePercent | None = None
+    metrics_address: MetricsAddress = ""
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:
         """The announcement as policies read it.
@@ -154,12 +148,13 @@ class Announcement(Record):
             peer_id: the announcement's author
             arrived_s: when this announcement came, on the reader's clock
         """
-        own = {"serial", "state", "state_s", "addresses"}  # the others are alike in both
+        own = {"serial", "state", "state_s", "addresses", "time_shares"}  # the others are alike
         return PeerView(
             peer_id=peer_id,
             state=PeerState(self.state),
             since_s=arrived_s - self.state_s,
             announced=self.serial,
+            time_shares=None if self.time_shares is None else TimeShares(*self.time_shares),
             **self.model_dump(exclude=own),
         )
 

@@ -121,6 +121,7 @@ class TubeDevice:
         self._order = itertools.count()
         self._running: _Job | None = None
         self._trained_s = -1e9
+        self._busy_s = 0.0
 
     async def run(
         self,
@@ -147,6 +148,9 @@ class TubeDevice:
     @property
     def idle_s(self) -> float:
         return asyncio.get_running_loop().time() - self._trained_s
+
+    def busy_s(self) -> float:
+        return self._busy_s
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Its jobs end with the host."""
@@ -189,6 +193,7 @@ class TubeDevice:
             asyncio.get_running_loop().call_later(0.5, self._end, entry, seconds, outcome)
             return
         value, error = outcome or self._compute(entry)
+        self._busy_s += seconds
         if entry.priority in (Priority.FORWARD, Priority.BACKWARD):
             self._trained_s = asyncio.get_running_loop().time()
             if entry.speed is not None and entry.num_samples and error is None:

@@ -624,6 +624,7 @@ class Run:
             training={"steps": 1000, "global_batch_size": 2, "microbatch_size": 2},
         )
         self.store = CheckpointStore(str(folder / "checkpoints"))
+        self.saved = []
 
     async def add(self, peer_id, stage, round_number, timeline):
         state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
@@ -652,7 +653,11 @@ class Run:
         writer = CheckpointWriter(
             ResolvedManifest.of(self.manifest),
             plan,
-            watch=SimpleNamespace(optimizer_step=60, created_at_round=lambda optimizer_step: 60),
+            watch=SimpleNamespace(
+                optimizer_step=60,
+                created_at_round=lambda optimizer_step: 60,
+                observe_checkpoint=self.saved.append,
+            ),
             directory=self,
             threads=SystemThreads(),
             rng=random.Random(0),
@@ -671,6 +676,7 @@ async def test_snapshots_from_before_and_after_a_rewind_make_one_checkpoint(run)
     """One peer has taken the same weights anew, where the run went on from them."""
     states = [await run.add("a", 0, 60, FIRST_TIMELINE), await run.add("b", 1, 77, Timeline(77, 60, 60))]
     await run.save()
+    assert run.saved == [60], "the watch is told"
     checkpoint = run.store.newest(run.manifest)
     assert (checkpoint.optimizer_step, checkpoint.round_number) == (60, 60)
     for stage, state in enumerate(states):

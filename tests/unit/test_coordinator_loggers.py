@@ -30,6 +30,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.identity import Identity
 
@@ -103,6 +104,7 @@ def test_scalars_of_a_line():
     expected = {"loss": 2.0, "samples": 8, "tokens_per_s": 256.0, "seconds": 0.5, "peers/stage0": 2, "peers/stage1": 3}
     assert scalars(a_line(2)) == expected
     assert scalars(a_line(2, 1.5)) == expected | {"validation_loss": 1.5}
+    assert scalars(a_line(2) | {"busy_share": [0.75, None]}) == expected | {"busy_share/stage0": 0.75}
 
 
 def read_tensorboard(output):
@@ -432,6 +434,7 @@ def test_a_logger_that_cannot_begin_closes_those_before_it(tmp_path, monkeypatch
 
 class FakeDHT:
     passes = PassChecker(None, clock=SystemClock())
+    metrics = PeerMetrics()
 
     def __init__(self, folder):
         self.identity = Identity.load_or_create(folder / "identity")

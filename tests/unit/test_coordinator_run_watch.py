@@ -1,14 +1,22 @@
+import io
 import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from coordinator.watch.live import peers_table, run_table
+from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line
 from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, RunWatch
 from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView, TimeShares
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.records import Progress, ProgressRecord, RoundReport, Validation
 
 LENGTH = 10
@@ -97,8 +105,41 @@ def test_a_finished_step_is_a_line():
             "seconds": 2.0,
             "peers": [1, 1],
             "round": 0,
+            "busy_share": [None, None],
+            "ending_share": [None, None],
+            "joining_share": [None, None],
         }
     ]
+
+
+def test_a_line_says_how_the_peers_of_each_stage_spend_their_time(tmp_path):
+    watch = make_watch()
+    one, other, silent = TimeShares(80, 10, 0), TimeShares(41, 30, 9), None
+    told = [replace(each, time_shares=shares) for each, shares in zip(VIEW.peers, (one, other, silent), strict=True)]
+    view = SwarmView(2, tuple(told))
+    (line,) = watch.observe(view, {"a": record(report(1))}, now=0.0)
+    assert line["busy_share"] == [0.605, None], "the mean of those that tell"
+    assert (line["ending_share"], line["joining_share"]) == ([0.2, None], [0.045, None])
+    stages = summarise(watch)["stages"]
+    assert [stage["busy_share"] for stage in stages] == [0.605, None]
+    assert stages[0]["peers"][1]["time_percent"] == {"computing": 41, "ending": 30, "joining": 9, "waiting": 20}
+    metrics = CoordinatorMetrics(tmp_path, SimpleNamespace(addresses=[], metrics=PeerMetrics()))
+    metrics.update(watch)
+    read = metrics.registry.get_sample_value
+    by_activity = {
+        activity: read("swarm_run_stage_time_share", {"stage": "0", "activity": activity})
+        for activity in ("computing", "ending", "joining", "waiting")
+    }
+    assert by_activity == pytest.approx({"computing": 0.605, "ending": 0.2, "joining": 0.045, "waiting": 0.15})
+    metrics.update(make_watch())
+    gone = {"stage": "0", "activity": "waiting"}
+    assert read("swarm_run_stage_time_share", gone) is None, "no peer there tells it any more"
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(run_table(watch))
+    console.print(peers_table(watch))
+    assert "60%" in (text := console.export_text())
+    assert "41%" in text
+    assert "20/30/9%" in text, "it waited in the rest of the time"
     assert (watch.optimizer_step, watch.round_number) == (1, 0)
 
 
@@ -444,7 +485,8 @@ def test_the_summary():
             "samples_per_s": 2.0,
             "tokens_per_s": 20.0,
             "queue": 3,
-                "is_reachable": None,
+            "is_reachable": None,
+            "time_percent": None,
         }
     ]
 
@@ -470,7 +512,10 @@ def make_line(optimizer_step, round_number=None, loss=1.0, validation_loss=None,
 
 
 def written(folder):
-    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines in the file, without the times at which they were written."""
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(abs(line.pop("time") - time.time()) < 60 for line in lines)
+    return lines
 
 
 @pytest.mark.parametrize("validation_loss", [None, 1.25])

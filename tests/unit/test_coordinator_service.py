@@ -14,6 +14,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
@@ -43,6 +44,8 @@ RESOLVED = ResolvedManifest.of(MANIFEST)
 
 class FakeDHT:
     passes = PassChecker(None, clock=SystemClock())
+    metrics = PeerMetrics()
+    addresses = ()
 
     def __init__(self, folder):
         self.identity = Identity.load_or_create(folder / "identity")

@@ -19,7 +19,7 @@ from swarm_peer.policy.recovery import (
 )
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
-from swarm_peer.wire.records import RoundNumber
+from swarm_peer.wire.fields import RoundNumber
 
 # --- origins ----------------------------------------------------------------------------------------------------------
 

@@ -118,6 +118,7 @@ class Peer:
             rounds=self.rounds,
             admission=self.admission,
             executor=self.executor,
+            time=None,
         )
         group = StageGroup(
             context=context,

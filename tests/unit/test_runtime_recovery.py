@@ -975,6 +975,7 @@ class Follower:
             rounds=self.rounds,
             admission=self.admission,
             executor=None,
+            time=None,
         )
         self.steps = StepLoop(
             context=context,

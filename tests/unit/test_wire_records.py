@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.view import PeerState, PeerView
+from swarm_peer.policy.view import PeerState, PeerView, TimeShares
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import (
     MAX_ASSIGNMENTS,
@@ -53,6 +53,8 @@ ANNOUNCEMENT = Announcement(
     bandwidth_bytes_per_s=5e6,
     moved_from=0,
     incarnation=5,
+    time_shares=(60, 25, 5),
+    metrics_address="10.0.0.7:9464",
 )
 ASSIGNMENT = Assignment(peer="a", announced=7, from_stage=0, to_stage=1, reason="stage 1 is slow")
 RECORDS = [
@@ -103,7 +105,47 @@ def test_records_become_what_policies_use():
         incarnation=5,
         device=ANNOUNCEMENT.device,
         version=ANNOUNCEMENT.version,
+        time_shares=TimeShares(computing=60, ending=25, joining=5),
+        metrics_address="10.0.0.7:9464",
     )
+
+
+@pytest.mark.parametrize(
+    "shares", [(60, 30, 11), (-1, 0, 0), (101, 0, 0), (0.5, 0, 0), (1, 2), (1, 2, 3, 4), "abc", (True, 0, 0)]
+)
+def test_shares_of_time_that_cannot_be_are_refused(shares):
+    fields = ANNOUNCEMENT.model_dump() | {"time_shares": shares}
+    with pytest.raises(InvalidMessage, match="time_shares"):
+        unseal(Announcement, sealed_fields(fields, Announcement), RUN, ME.peer_id)
+
+
+@pytest.mark.parametrize("address", ["", "10.0.0.7:9464", "[2001:db8::1]:80", "127.0.0.1:65535"])
+def test_metrics_are_announced_by_ip_address_and_port(address):
+    announced = ANNOUNCEMENT.model_copy(update={"metrics_address": address})
+    assert unseal(Announcement, seal(announced, RUN, ME), RUN, ME.peer_id).view("a", 10.0).metrics_address == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "10.0.0.7",
+            ":9464",
+            "10.0.0.7:",
+            "10.0.0.7:0",
+            "10.0.0.7:65536",
+            "10.0.0.7:+80",
+            "10.0.0.7:080",
+            "10.0.0.7:x",
+        ),
+        *("host.example:80", "10.0.0.7:80/metrics", "user@10.0.0.7:80", "10.0.0.07:80", "167772167:80", "10.0.0.7:80 "),
+        *("2001:db8::1:80", "[10.0.0.7]:80", "[fe80::1%eth0]:80", "http://10.0.0.7:80", "10.0.0.7:8\u0660", "x" * 65),
+    ],
+)
+def test_other_places_of_metrics_are_refused(address):
+    fields = ANNOUNCEMENT.model_dump() | {"metrics_address": address}
+    with pytest.raises(InvalidMessage, match="metrics_address"):
+        unseal(Announcement, sealed_fields(fields, Announcement), RUN, ME.peer_id)
 
 
 def test_a_peer_may_announce_that_it_has_left():

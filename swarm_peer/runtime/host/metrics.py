@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from swarm_peer import __version__
 from swarm_peer.errors import UserError
+from swarm_peer.policy.view import TimeShares
 
 # From a small model's millisecond to a large one's minute.
 SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -54,13 +62,41 @@ class PeerMetrics:
         self.loss = gauge("loss", "Training loss of the last optimizer step, nats per token")
         self.samples_per_s = gauge("announced_samples_per_second", "Throughput that this peer announces")
         self.dht_failures = counter("dht_failures", "DHT requests that failed or took too long", "request")
+        for request in ("store", "fetch"):  # a counter that begins at 1 has no increase
+            self.dht_failures.labels(request)
         self.notice_failures = counter("notice_failures", "Requests for a spot notice without an answer")
         self.event_loop_lag_seconds = gauge("event_loop_lag_seconds", "How late the event loop has recently woken up")
+        self._time_share = gauge(
+            "device_time_share", "How this peer has spent its time lately, from 0 to 1", "activity"
+        )
         gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
 
+    def show_time_shares(self, shares: TimeShares | None) -> None:
+        """Set the gauges of how this peer has spent its time, if that is known."""
+        if shares is not None:
+            for activity, percent in (*shares._asdict().items(), ("waiting", shares.waiting)):
+                self._time_share.labels(activity).set(percent / 100)
 
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
+
+def show_disk(registry: CollectorRegistry, prefix: str, folder: Path) -> None:
+    """Have a registry show how full the disk of a folder is, as of each scrape."""
+
+    def of_disk(name: str) -> float:
+        try:
+            return float(getattr(disk_usage(folder), name))
+        except OSError:  # the folder is gone, or not there yet
+            return math.nan
+
+    for name, text in (("free", "Free"), ("total", "All")):
+        gauge = Gauge(f"{prefix}_disk_{name}_bytes", f"{text} bytes of the disk that files go to", registry=registry)
+        gauge.set_function(partial(of_disk, name))
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int, targets: Callable[[], str] | None = None) -> int:
     """Serve a registry over HTTP to everybody who reaches `host`, and return the port.
+
+    Args:
+        targets: what to answer at /targets, as JSON; called in a thread of the server
 
     Raises:
         UserError: the port is taken, or this machine has no such address
@@ -72,4 +108,15 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
             f"cannot serve metrics on {host} port {port}: {error.strerror}; name another --metrics-port (0 for a free "
             f"one), or an address of this machine with --metrics-host"
         ) from error
+    if targets is not None:
+        metrics_page = server.get_app()
+        assert metrics_page is not None, "prometheus_client has set it"
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+            if environ["PATH_INFO"] != "/targets":
+                return metrics_page(environ, start)
+            start("200 OK", [("Content-Type", "application/json")])
+            return [targets().encode()]
+
+        server.set_app(answer)
     return int(server.server_port)

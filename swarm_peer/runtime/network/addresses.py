@@ -73,3 +73,22 @@ def is_public(address: str) -> bool:
 def is_loopback(address: str) -> bool:
     """Whether an address can be reached from its own machine only."""
     return address.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def metrics_address(host: str, port: int | None, addresses: Sequence[str]) -> str:
+    """IP:PORT at which others reach the metrics of a peer; empty if they do not.
+
+    Args:
+        host: that the metrics are served on; of a name, nobody is told
+        port: None if there are no metrics
+        addresses: that the peer listens on; if all are of loopback, so is the whole swarm
+    """
+    try:
+        served_on = ip_address(host)
+    except ValueError:
+        return ""
+    nearest = [address.split("/")[2] for address in sorted(addresses, key=is_loopback) if address.startswith("/ip")]
+    if port is None or not nearest or (served_on.is_loopback and not all(map(is_loopback, addresses))):
+        return ""
+    address = ip_address(nearest[0]) if served_on.is_unspecified else served_on
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"

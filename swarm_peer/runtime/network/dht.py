@@ -67,6 +67,7 @@ class SwarmDHT:
 
     Attributes:
         p2p: client of the daemon
+        metrics: count the requests that fail
         passes: who may take part in the run
     """
 
@@ -86,7 +87,7 @@ class SwarmDHT:
         self.identity = identity
         self._ways = ways
         self._node = node
-        self._metrics = metrics
+        self.metrics = metrics
         self._clock = clock
         self._places = places
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -261,7 +262,7 @@ class SwarmDHT:
                         raise InvalidMessage("not the record and the pass of a peer")
                 records[author] = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
             except (InvalidMessage, NotAdmitted) as error:
-                self._metrics.invalid_messages.labels("record").inc()
+                self.metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", key, error)
         return records
 
@@ -276,7 +277,7 @@ class SwarmDHT:
             try:
                 found[record.term(run_id, author)] = record
             except InvalidMessage as error:
-                self._metrics.invalid_messages.labels("record").inc()
+                self.metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", coordination_key(run_id), error)
         return found
 
@@ -307,7 +308,7 @@ class SwarmDHT:
             return task.result()
         else:
             reason = repr(error)
-        self._metrics.dht_failures.labels(name).inc()
+        self.metrics.dht_failures.labels(name).inc()
         log.warning("dht_%s_failed key=%s reason=%s", name, key, reason)
         raise CallError(f"the DHT request {name} {key} failed: {reason:.200}")
 

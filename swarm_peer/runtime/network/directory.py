@@ -202,6 +202,7 @@ class Directory:
 
     async def _store(self, me: PeerView) -> None:
         self._metrics.samples_per_s.set(me.samples_per_s)
+        self._metrics.show_time_shares(me.time_shares)
         self.serial = max(int(self._clock.unix_s() * 1000), self.serial + 1)
         record = Announcement(
             serial=self.serial,
@@ -223,6 +224,8 @@ class Directory:
             is_reachable=me.is_reachable,
             incarnation=me.incarnation,
             name=me.name,
+            time_shares=me.time_shares,
+            metrics_address=me.metrics_address,
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()

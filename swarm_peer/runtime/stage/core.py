@@ -12,6 +12,7 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.stage.time_meter import TimeMeter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class ReplicaCore:
         rounds: the present round and the one before
         admission: admits microbatches of the present round
         executor: runs microbatches
+        time: how the replica's time is spent
     """
 
     trainer: StageTrainer
@@ -32,6 +34,7 @@ class ReplicaCore:
     rounds: RoundBook
     admission: RoundAdmission
     executor: StageExecutor
+    time: TimeMeter
 
     @property
     def stage(self) -> int:

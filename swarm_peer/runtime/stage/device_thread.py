@@ -74,6 +74,8 @@ class DeviceThread:
         self._clock = clock
         self._metrics = metrics
         self._trained_at = -math.inf
+        # Seconds of all jobs that have ended, and when the present one began. One tuple, so that it is read at once.
+        self._busy: tuple[float, float | None] = (0.0, None)
         self._join = threads.start(self._work, "device")
 
     async def run(
@@ -113,6 +115,11 @@ class DeviceThread:
         """Seconds since the last forward or backward pass in training."""
         return self._clock.monotonic_s() - self._trained_at
 
+    def busy_s(self) -> float:
+        """Seconds that the device has computed so far, the present job's until now included."""
+        ended_s, began_s = self._busy
+        return ended_s if began_s is None else ended_s + max(0.0, self._clock.monotonic_s() - began_s)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Let the present job finish, and end the thread."""
         self._jobs.put((-1, next(self._order), None))
@@ -127,11 +134,14 @@ class DeviceThread:
             if not turn.acquire(blocking=False):
                 continue
             begin = self._clock.monotonic_s()
+            busy_s, _ = self._busy
+            self._busy = (busy_s, begin)
             try:
                 outcome, error = job(), None
             except Exception as caught:
                 outcome, error = None, caught
             seconds = self._clock.monotonic_s() - begin
+            self._busy = (busy_s + seconds, None)
             self._metrics.device_busy_seconds.inc(seconds)
             self._metrics.queue.set(self._jobs.qsize())
             if priority in (Priority.FORWARD, Priority.BACKWARD):

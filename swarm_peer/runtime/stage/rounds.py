@@ -7,6 +7,7 @@ field is of; only the step loop begins rounds and changes their phase.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,14 +78,18 @@ class Round:
 class RoundBook:
     """The rounds of one replica. Belongs to the event loop's thread; any thread may read `current`.
 
+    Args:
+        on_phase: told of each phase that the replica enters
+
     Attributes:
         step: where the replica stands now
         current: the round that is open or ending
         previous: the round before it; None if this replica has not been in one
     """
 
-    def __init__(self, changed: Condition):
+    def __init__(self, changed: Condition, on_phase: Callable[[Phase], None] = lambda _: None):
         self._changed = changed
+        self._on_phase = on_phase
         self.step = StepState()
         self.current = Round(self.step)
         self.previous: Round | None = None
@@ -93,6 +98,7 @@ class RoundBook:
         """Go on to a round, which is not open yet. Its phase is the one that the replica is in."""
         phase = Phase.CATCHING_UP if self.step.phase is Phase.EMPTY else self.step.phase
         self.step = replace(step, phase=phase)
+        self._on_phase(phase)
         # Stage-mates still ask about the round that is over. Its transfers and replies are large, and of no more use.
         self.current.transfers.clear()
         self.current.replies.clear()
@@ -103,6 +109,7 @@ class RoundBook:
         """Enter a phase of the present round. LEFT is the last one, whatever is entered afterwards."""
         if self.step.phase is not Phase.LEFT:
             self.step = replace(self.step, phase=phase)
+            self._on_phase(phase)
             self._changed.notify()
 
     def find(self, round_number: int) -> Round | None:

@@ -1,0 +1,1 @@
+"""A page about a run, made from the run's folder."""

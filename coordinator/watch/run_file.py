@@ -1,0 +1,42 @@
+"""run.json: which run a folder is of, its manifest, and the versions that its coordinator ran with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from swarm_peer import __version__
+from swarm_peer.config import RunManifest
+
+log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+# Their versions may matter to somebody who repeats a run.
+PACKAGES = ("torch", "transformers", "datasets", "hivemind", "numpy")
+
+
+def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
+    """Write down what the run is, for those who look at its folder later. The run goes on without it."""
+    about = {
+        "run_id": run_id,
+        "manifest_hash": manifest.hash,
+        "versions": {"swarm": __version__, "python": platform.python_version(), **_installed()},
+        "manifest": manifest.model_dump(mode="json"),
+    }
+    try:
+        (output / RUN_FILE).write_text(json.dumps(about, indent=2) + "\n")
+    except OSError as error:
+        log.warning("run_file_not_written path=%s reason=%s", output / RUN_FILE, error.strerror)
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
