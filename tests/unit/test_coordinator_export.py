@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,9 @@ def test_the_newest_checkpoint_is_exported(family, share_layers, tmp_path, monke
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
 
 
+DHT = SimpleNamespace(dial_by=lambda announced: None)
+
+
 def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     (logits,) = train_and_save(trainers_of(), str(tmp_path / "checkpoints"), 1)
     checkpoint = find_checkpoint(str(tmp_path / "checkpoints"))
@@ -118,16 +122,16 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     @asynccontextmanager
     async def temporary_node(entrance):
         inside.extend(entrance.addresses)
-        yield "a DHT"
+        yield DHT
         inside.clear()
 
     async def find_manifest(dht, addresses, run_id):
-        assert (dht, run_id) == ("a DHT", None)
+        assert (dht, run_id) == (DHT, None)
         return "a run", checkpoint.manifest
 
     @asynccontextmanager
     async def open_transport(dht, metrics):
-        assert (dht, inside) == ("a DHT", [f"/ip4/127.0.0.1/tcp/9/p2p/{ID}"])
+        assert (dht, inside) == (DHT, [f"/ip4/127.0.0.1/tcp/9/p2p/{ID}"])
         yield "a transport"
 
     async def fetch_snapshots(transport, directory, resolved):

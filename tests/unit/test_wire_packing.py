@@ -34,8 +34,9 @@ def assert_cheap(action: Callable[[], Any], refused: str | None) -> None:
             with pytest.raises(InvalidMessage, match=refused):
                 action()
 
-    seconds = []
-    for _ in range(3):  # the garbage collector visits at times of its own
+    seconds: list[float] = []
+    # The garbage collector visits at times of its own, and a machine with other work on it has slower caches.
+    while len(seconds) < 10 and min(seconds, default=MOST_CPU_S) >= MOST_CPU_S:
         began = time.process_time()
         run()
         seconds.append(time.process_time() - began)

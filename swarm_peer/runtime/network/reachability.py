@@ -109,6 +109,7 @@ class Reachability:
         self._p2p = p2p
         self._own = list(own)
         self._announced = announced
+        self._rng = random.Random(p2p.peer_id.to_base58())
         self._asking: set[str] = set()
         self.ways = ways_to(own, announced, ())
 
@@ -164,7 +165,7 @@ class Reachability:
                 log.debug("reachability_unknown peer=%s reason=%s", peer_id, error)
 
         async with anyio.create_task_group() as tasks:
-            for peer_id in random.sample(peers, min(PEERS_ASKED, len(peers))):
+            for peer_id in self._rng.sample(peers, min(PEERS_ASKED, len(peers))):
                 tasks.start_soon(ask, peer_id)
         return sights
 
