@@ -14,12 +14,13 @@ import anyio
 from anyio import to_thread
 
 from coordinator.checkpoints.writer import CheckpointPlan
-from coordinator.run.addresses import COORDINATOR, PEERS, KnownPeers, write_addresses
+from coordinator.run.addresses import PEERS, KnownPeers
 from coordinator.run.events import RunEvents
-from coordinator.run.invites import InviteBook, coordinator_invite
+from coordinator.run.invites import coordinator_invite
 from coordinator.run.options import NodeOptions
 from coordinator.run.service import RunOptions, RunService, check_output
 from coordinator.run.show import shown
+from coordinator.run.way_in import WayIn
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
@@ -30,7 +31,6 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.metrics import serve_metrics
 from swarm_peer.runtime.host.processes import run_loop
-from swarm_peer.runtime.network.addresses import is_loopback, is_public, ports_of
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
 from swarm_peer.runtime.network.dht import NobodyAnswers, SwarmDHT
@@ -41,10 +41,6 @@ log = logging.getLogger(__name__)
 
 # Peers look for the end every few seconds, and find it in the DHT only while a node keeps it there.
 LINGER_S = 15.0
-NOT_PUBLIC = (
-    "This machine has no public address of its own. Peers in other networks join once its router forwards TCP port "
-    "{port} to it, and --announce-maddrs HOST:{port} names the router.\n"
-)
 # Of a standby, below its output.
 STANDBY_IDENTITY = "standby-identity"
 
@@ -106,29 +102,21 @@ async def _serve_on(
         open_loggers(log_to, manifest, options.output, resume=True) as on_line,
         LiveView(manifest.training.steps) as live,
     ):
-        told: list[str] = []
-        joins: list[str] = []
-
-        def tell_way_in() -> None:
-            if told == dht.addresses:
-                return
-            told[:] = dht.addresses
-            is_private = manifest.admission == "invite"
-            way_in = [InviteBook(options.output).standing(run_key, told).text()] if is_private else told
-            joins[:] = [f"swarm-peer --stage auto --initial-peers {' '.join(way_in)}"]
-            live.print(f"Peers join with:\n\n  {joins[0]}\n")
-            if not any(is_public(address) or is_loopback(address) for address in told):
-                live.print(NOT_PUBLIC.format(port=ports_of(told)[0]))
-            write_addresses(options.output / COORDINATOR, told)
-            if node.address_file is not None:
-                write_addresses(node.address_file, way_in, is_secret=is_private)
+        way_in = WayIn(
+            dht=dht,
+            manifest=manifest,
+            run_key=run_key,
+            output=options.output,
+            address_file=node.address_file,
+            say=live.print,
+        )
 
         def on_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
-            tell_way_in()
+            way_in.tell()
 
         def on_update(watch: RunWatch) -> None:
-            tell_way_in()  # this machine may have moved to another network, or heard how others see it
+            way_in.tell()  # this machine may have moved to another network, or heard how others see it
             live.update(watch)
 
         events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line)
@@ -139,7 +127,7 @@ async def _serve_on(
                 service.metrics.registry, node.metrics_host, node.metrics_port, lambda: service.metrics.targets
             )
             log.info("metrics_served host=%s port=%d", node.metrics_host, port)
-        async with shown(service, options, live.print, join=lambda: joins[0] if joins else ""):
+        async with shown(service, options, live.print, join=lambda: way_in.line):
             await _serve(service, options.plan)
 
 

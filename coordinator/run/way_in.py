@@ -1,0 +1,69 @@
+"""The line with which peers join a run, told anew when the addresses of its coordinator change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from coordinator.run.addresses import COORDINATOR, write_addresses
+from coordinator.run.invites import InviteBook
+from swarm_peer.config import RunManifest
+from swarm_peer.runtime.network.addresses import is_loopback, is_public, ports_of
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.wire.identity import Identity
+
+NOT_PUBLIC = (
+    "This machine has no public address of its own. Peers in other networks join once its router forwards TCP port "
+    "{port} to it, and --announce-maddrs HOST:{port} names the router.\n"
+)
+
+
+class WayIn:
+    """Tells how peers join: on the terminal, and in files.
+
+    Attributes:
+        line: the command of a machine that joins; empty until it has been told
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: SwarmDHT,
+        manifest: RunManifest,
+        run_key: Identity,
+        output: Path,
+        address_file: Path | None,
+        say: Callable[[str], None],
+    ):
+        """Make a way in that nobody has been told of.
+
+        Args:
+            output: the run's folder
+            address_file: written as well, if the operator wants it
+            say: prints a text
+        """
+        self.line = ""
+        self._dht = dht
+        self._is_private = manifest.admission == "invite"
+        self._run_key = run_key
+        self._output = output
+        self._address_file = address_file
+        self._say = say
+        self._told: list[str] = []
+
+    def tell(self) -> None:
+        """Tell it, if the addresses are others than those told last."""
+        addresses = self._dht.addresses
+        if addresses == self._told:
+            return
+        self._told = addresses
+        invites = (
+            [InviteBook(self._output).standing(self._run_key, addresses).text()] if self._is_private else addresses
+        )
+        self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}"
+        self._say(f"Peers join with:\n\n  {self.line}\n")
+        if not any(is_public(address) or is_loopback(address) for address in addresses):
+            self._say(NOT_PUBLIC.format(port=ports_of(addresses)[0]))
+        write_addresses(self._output / COORDINATOR, addresses)
+        if self._address_file is not None:
+            write_addresses(self._address_file, invites, is_secret=self._is_private)
