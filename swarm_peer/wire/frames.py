@@ -84,3 +84,15 @@ def parse_frame(header: bytes, payload: memoryview) -> Frame:
             return Frame(FrameType(kind), call_id, op, body, tensors)
         case _:
             raise InvalidMessage("header is not [type, id, op, body, sizes that add up to the payload]")
+
+
+def revocations_in(hello: Frame) -> bytes:
+    """The list of revocations in the first frame of a stream.
+
+    Raises:
+        InvalidMessage: the frame is another one
+    """
+    told = (hello.body or {}).get("revocations")
+    if hello.type is not FrameType.HELLO or hello.tensors or not isinstance(told, bytes):
+        raise InvalidMessage("a stream begins with its caller's pass, and what was revoked")
+    return told

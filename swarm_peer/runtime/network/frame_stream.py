@@ -18,6 +18,8 @@ from swarm_peer.wire.frames import MAX_HEADER_BYTES, PREFIX, Frame, parse_frame,
 
 # A frame that has begun may take this long, plus the time for its bytes on the slowest link that is of any use.
 FRAME_TIMEOUT_S = 30.0
+# A caller that is turned away may still be sending so much.
+MOST_DROPPED_BYTES = 1 << 20
 SLOWEST_BYTES_PER_S = 64e3
 # Read and write in pieces of this size, so that no copy of a whole tensor piles up in asyncio's buffers.
 PIECE_BYTES = 1 << 18
@@ -116,6 +118,13 @@ class FrameStream:
                 unless_whole.pop_all()
         self.metrics.sent_bytes.inc(len(head) + num_bytes_of(tensors))
         return True
+
+    async def closed_by_other_end(self, timeout_s: float) -> None:
+        """Wait until the other end closes the stream, and drop a little of what it still sends."""
+        left = MOST_DROPPED_BYTES
+        with self._on_network(timeout_s):
+            while left > 0 and (dropped := await self.reader.read(PIECE_BYTES)):
+                left -= len(dropped)
 
     def close(self) -> None:
         """Close at once. To write buffered bytes first would take for ever if the other peer does not read."""

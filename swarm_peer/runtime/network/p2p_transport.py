@@ -27,7 +27,7 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.frame_stream import FrameStream, num_bytes_of, on_network
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import CallHandler, Reply, Transport, error_body, error_from_body
-from swarm_peer.wire.frames import Frame, FrameType
+from swarm_peer.wire.frames import Frame, FrameType, revocations_in
 from swarm_peer.wire.messages import PROTOCOL, Body
 from swarm_peer.wire.passes import MAX_PASS_BYTES
 from swarm_peer.wire.records import MAX_STORED_BYTES
@@ -41,6 +41,8 @@ MAX_STREAMS_PER_CALLER = 2
 # A caller that is not let in is told so in reply to its first call.
 FIRST_CALL = 0
 HELLO_TIMEOUT_S = 10.0
+# A caller that is turned away has so long to read why.
+FAREWELL_S = 2.0
 # A pass and a list of revocations. Anybody may send as much, before anything is known of him.
 MAX_HELLO_BYTES = MAX_PASS_BYTES + MAX_STORED_BYTES + 1024
 # Over all streams of a caller. Honest callers stay far below: a peer holds `limits.max_in_flight` microbatches, by
@@ -94,7 +96,9 @@ class _Connection:
             frame = await stream.read_head()
             await stream.read_tensors(frame)
             if frame.type is FrameType.HELLO:  # this peer is not let in
-                passes.learn(_revocations_in(frame))
+                passes.learn(revocations_in(frame))
+                refusal = await stream.read_head()
+                raise error_from_body(refusal.body)
             reply = self._pending.get(frame.call_id)
             if reply is not None and not reply.done() and frame.type in (FrameType.REPLY, FrameType.ERROR):
                 reply.set_result(frame)
@@ -321,7 +325,7 @@ class P2PTransport(Transport):
         """
         with on_network(HELLO_TIMEOUT_S):
             frame = await stream.read_head(MAX_HELLO_BYTES)
-        told, shown = _revocations_in(frame), (frame.body or {}).get("pass")
+        told, shown = revocations_in(frame), (frame.body or {}).get("pass")
         if not isinstance(shown, bytes):
             raise InvalidMessage("the first frame of a stream shows no pass")
         self._passes.check(peer_id, shown)  # to check what a stranger says of others would cost more
@@ -335,6 +339,8 @@ class P2PTransport(Transport):
         with suppress(PeerUnreachable):
             # A member leaves by what the run's operator has signed, and not by the word of this peer.
             await stream.send(self._hello(b"") + refusal.head())
+            # To close at once would reset the stream, with the refusal that is still on its way.
+            await stream.closed_by_other_end(FAREWELL_S)
 
     async def _read_calls(self, caller: _Caller, stream: FrameStream, handlers: TaskGroup, shown: bytes) -> None:
         """Read frames and start a handler for each call, while the caller's pass holds. Ends only by raising."""
@@ -385,15 +391,3 @@ class P2PTransport(Transport):
             log.exception("handler_failed peer=%s op=%.40r", peer_id, frame.op)
             answer = error_body(CallError("internal error"))
         return Frame(FrameType.ERROR, frame.call_id, "", answer).head(), ()
-
-
-def _revocations_in(hello: Frame) -> bytes:
-    """The list of revocations in the first frame of a stream.
-
-    Raises:
-        InvalidMessage: the frame is another one
-    """
-    told = (hello.body or {}).get("revocations")
-    if hello.type is not FrameType.HELLO or hello.tensors or not isinstance(told, bytes):
-        raise InvalidMessage("a stream begins with its caller's pass, and what was revoked")
-    return told
