@@ -162,10 +162,10 @@ class Callee:
         self.service = service
         self.caller = caller
 
-    async def raw_stream(self, caller: P2P | None = None) -> RawStream:
+    async def raw_stream(self, caller: P2P | None = None, hello: Frame = HELLO) -> RawStream:
         peer_id = PeerID.from_base58(self.transport.peer_id)
         stream = RawStream(*await (caller or self.caller).call_binary_stream_handler(peer_id, PROTOCOL))
-        await stream.write(HELLO)
+        await stream.write(hello)
         return stream
 
     async def still_serves(self) -> bool:
@@ -429,6 +429,22 @@ async def test_a_pass_holds_until_it_is_revoked_also_on_a_stream_that_is_open() 
             assert callee.service.begun["echo"] == 1
             with pytest.raises(NotAdmitted, match="revoked"):  # by what the run key has signed
                 passes.check_own(me)
+
+
+@on_uvloop
+async def test_the_running_calls_of_a_revoked_caller_end_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p_transport, "FAREWELL_S", float("inf"))
+    checker = PassChecker(RUN_KEY.peer_id, clock=SystemClock())
+    async with serving(passes=checker) as callee:
+        shown = INVITE.pass_for(callee.caller.peer_id.to_base58())
+        stream = await callee.raw_stream(hello=Frame(FrameType.HELLO, 0, "", {"pass": shown, "revocations": b""}))
+        await stream.write(call("wait", 0))
+        await callee.service.until(lambda: callee.service.begun["wait"] == 1)
+        checker.learn(seal(Revocations(serial=1, tickets=(INVITE.key.peer_id,), peers=()), RUN_KEY.peer_id, RUN_KEY))
+        await stream.write(call("echo", 1))
+        await callee.service.until(lambda: callee.service.ended["wait"] == 1)
+        stream.writer.close()
+    assert not callee.service.begun["echo"]
 
 
 # --- calls that are given up ------------------------------------------------------------------------------------------

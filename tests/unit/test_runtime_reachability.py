@@ -43,6 +43,8 @@ def sees(host, *open_ports):
             [sees("11.0.0.9", 7), sees("12.0.0.1", 7), sees("11.0.0.9", 7)],
             Ways(("/ip4/11.0.0.9/tcp/7", HOME), True),
         ),
+        # Of two, one lies, and nobody knows which.
+        ([HOME], [], [sees("11.0.0.9", 7), sees("12.0.0.1", 7)], Ways((HOME,))),
         # The operator has named an address.
         ([NAME], [NAME], [], Ways((NAME,))),
         ([NAME], [NAME], [sees("11.0.0.9", 9)], Ways((NAME,), True)),

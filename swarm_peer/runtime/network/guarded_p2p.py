@@ -6,9 +6,9 @@ put it into routing tables, and so into the way of records.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -21,6 +21,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_peer.errors import NotAdmitted
 from swarm_peer.runtime.network.pass_checker import PassChecker
 
+log = logging.getLogger(__name__)
+
+# To connect at announced addresses. Half of a caller's time is left for what libp2p itself knows of the peer.
+DIAL_TIMEOUT_S = 5.0
 # To ask all initial peers why they do not answer.
 REFUSAL_TIMEOUT_S = 5.0
 
@@ -43,10 +47,13 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         A failure says nothing. The peer may be known elsewhere, or have dialled this node.
         """
         if addresses := self.announced(peer_id.to_base58()):
-            with suppress(Exception):  # hivemind's client raises errors of many types
-                await self._client.connect(
-                    peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
-                )
+            try:
+                with anyio.fail_after(DIAL_TIMEOUT_S):
+                    await self._client.connect(
+                        peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
+                    )
+            except Exception as error:  # hivemind's client raises errors of many types
+                log.debug("not_dialled peer=%s addresses=%s reason=%r", peer_id, " ".join(addresses), error)
 
     async def add_protobuf_handler(
         self, name: str, handler: Callable[..., Any], input_protobuf_type: Any, **options: Any

@@ -148,6 +148,12 @@ class _Caller:
         self.room = _Room(max_bytes)
         self._changed = Condition()
 
+    def cancel_calls(self, stream: FrameStream) -> None:
+        """Cancel the calls that came on a stream."""
+        for (of_stream, _), scope in self.calls.items():
+            if of_stream is stream:
+                scope.cancel()
+
     async def answered(self) -> None:
         """Wait until none of its calls is under way."""
         await self._changed.wait_for(lambda: not self.calls)
@@ -306,6 +312,7 @@ class P2PTransport(Transport):
                     log.debug("stream_ended peer=%s reason=%s", peer_id, error)
                 except NotAdmitted as error:
                     log.debug("turned_away peer=%s reason=%s", peer_id, error)
+                    caller.cancel_calls(stream)
                     await self._turn_away(stream, error)
                 # No caller can receive the replies of the handlers that are still running.
                 handlers.cancel_scope.cancel()

@@ -21,7 +21,7 @@ import msgpack
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
-from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted
+from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.runtime.network.addresses import CONNECT_TIMEOUT_S, is_loopback, is_public, listening, ports_of
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
@@ -87,8 +87,8 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
     """
     far = [sight for sight in sights if sight.is_from_outside]
     far = far or [sight for sight in sights if not is_loopback(f"{sight.host}/")]
-    # Half of them at least must see a host: a single one that lies has no say where several answer.
-    hosts = [host for host, count in Counter(sight.host for sight in far).most_common() if 2 * count >= len(far)]
+    # More than half of them must see a host: a single one that lies has no say where several answer.
+    hosts = [host for host, count in Counter(sight.host for sight in far).items() if 2 * count > len(far)]
     tried = ports_of(announced or own)
     opened = {(sight.host, port) for sight in far for port in sight.open_ports if port in tried}
     seen = [f"{host}/tcp/{port}" for host in hosts for port in tried if (host, port) in opened]
@@ -124,17 +124,20 @@ class Reachability:
 
     async def run(self) -> None:
         """Answer others, and ask anew now and then, until cancelled."""
-        await self._p2p.add_binary_stream_handler(PROTOCOL, self._answer)
+        with _of_daemon():
+            await self._p2p.add_binary_stream_handler(PROTOCOL, self._answer)
         asked_s = -ASK_EVERY_S
         sights: list[Sight] = []
         while True:
             try:
                 own = await _own_addresses(self._p2p)
                 now_s = anyio.current_time()
-                if own != self._own or not sights or now_s >= asked_s + ASK_EVERY_S:
+                has_moved = own != self._own
+                if has_moved or not sights or now_s >= asked_s + ASK_EVERY_S:
                     self._own, asked_s = own, now_s
                     sights = await self._ask_some()
-                    self._conclude(sights)
+                    if sights or has_moved:  # what is known holds as long as nobody answers
+                        self._conclude(sights)
             except CallError as error:
                 log.warning("addresses_unknown reason=%s", error)
             await anyio.sleep(LOOK_S)
@@ -184,21 +187,21 @@ class Reachability:
     async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Try the ports of a node that asks, at the host that its connection comes from."""
         peer_id = info.peer_id.to_base58()
-        with closing(writer):
-            if peer_id in self._asking or len(self._asking) >= MAX_ASKING:
-                return
-            self._asking.add(peer_id)
-            try:
-                with on_network(ANSWER_TIMEOUT_S, errors=(OSError, EOFError, TimeoutError)):
-                    shown, ports = _parse_request(await _receive(reader))
-                    self._p2p.passes.check(peer_id, shown)
+        try:
+            with closing(writer), on_network(ANSWER_TIMEOUT_S, is_closing=writer.is_closing):
+                shown, ports = _parse_request(await _receive(reader))
+                self._p2p.passes.check(peer_id, shown)  # before a place is taken, which strangers could hold
+                if peer_id in self._asking or len(self._asking) >= MAX_ASKING:
+                    return
+                self._asking.add(peer_id)
+                try:
                     host = _host_of(str(info.addr))
                     opened = await listening([f"{host}/tcp/{port}/p2p/{peer_id}" for port in ports])
                     await _send(writer, [host, ports_of(opened)])
-            except (CallError, NotAdmitted) as error:
-                log.debug("reachability_not_told peer=%s reason=%s", peer_id, error)
-            finally:
-                self._asking.discard(peer_id)
+                finally:
+                    self._asking.discard(peer_id)
+        except CallError as error:
+            log.debug("reachability_not_told peer=%s reason=%s", peer_id, error)
 
 
 def _of_daemon() -> AbstractContextManager[None]:
