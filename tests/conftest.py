@@ -7,6 +7,9 @@ import pytest
 from hypothesis import settings
 from programs import Processes
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported, so not from a fixture
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
 # A busy machine is no failure, and what fails once must fail again.
 settings.register_profile("swarm", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("swarm")

@@ -94,7 +94,8 @@ def tiny_manifest(**sections: Any) -> RunManifest:
             "validation_every": 0,
         },
         "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
-        "limits": {"hop_timeout_s": 20},
+        # A coordinator waits for a quarter of a lifetime before it acts, at the end of the shortest run, too.
+        "limits": {"hop_timeout_s": 20, "announcement_s": 6},
     }
     for name, section in sections.items():
         defaults[name] = defaults[name] | section if isinstance(section, dict) and name in defaults else section

@@ -26,8 +26,6 @@ from swarm_peer.runtime.data import slices as data
 from swarm_peer.runtime.data.slices import MIN_SLICES, OPEN_SLICES, SliceReader, sample_stream, validation_samples
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer, load_tokenizer
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported, so not from a fixture
-
 LENGTH = 32
 
 
