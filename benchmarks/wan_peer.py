@@ -8,7 +8,6 @@ number of updates before it.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,17 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
 
 from links import enter_namespace
 from recording_peer import app
+from wan_timeline import FORWARD_SHARE, SpanWriter, sleeping
 
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 
-FORWARD_SHARE = 1 / 3
 # Waits of the end of a round, in their order; "end" is all of them.
 WAITS: dict[str, tuple[type, str]] = {
     "end": (StepLoop, "_end"),
@@ -37,30 +36,15 @@ WAITS: dict[str, tuple[type, str]] = {
 }
 
 
-def sleeping(share: float, device_s: float, passes: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a pass take its share of the device's time for a microbatch, or longer if it computes for longer."""
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = passes(*args, **kwargs)
-        time.sleep(max(0.0, begin + share * device_s - time.perf_counter()))
-        return result
-
-    return slow
-
-
 def write_timeline(file: Path) -> None:
     """Have each pass of the device and each wait at the end of a round written down."""
-    lines = file.open("w", buffering=1)
-
-    def note(what: str, stage: int, round_number: int, begin_s: float) -> None:
-        lines.write(json.dumps([what, stage, round_number, begin_s, time.time()]) + "\n")
+    spans = SpanWriter(file)
 
     def watch_passes(what: str, passes: Callable[..., Any]) -> Callable[..., Any]:
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
             begin_s, optimizer_step = time.time(), self.optimizer_step
             result = passes(self, *args, **kwargs)
-            note(what, self.spec.index, optimizer_step, begin_s)
+            spans.note(what, self.spec.index, optimizer_step, begin_s)
             return result
 
         return noted
@@ -69,7 +53,7 @@ def write_timeline(file: Path) -> None:
         async def noted(self: Any, *args: Any) -> Any:
             begin_s, round_number = time.time(), self._rounds.current.number
             result = await wait(self, *args)
-            note(what, self._stage, round_number, begin_s)
+            spans.note(what, self._stage, round_number, begin_s)
             return result
 
         return noted

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from links import Box, LinkOptions, box, enter_namespace
+from wan_timeline import read_spans, summarise_stage
 from wan_workload import Workload
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
@@ -29,23 +26,6 @@ from coordinator.run.local_peers import LOOPBACK, Launch
 PROGRAM = Path(__file__).with_name("wan_peer.py")
 WARM_UP_ROUNDS = 2
 START_TIMEOUT_S = 240.0
-WAITS = ("barrier", "averaging", "vote", "commit")
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something that took time at a peer; see wan_peer.py."""
-
-    what: str
-    stage: int
-    round_number: int
-    begin_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end_s - self.begin_s
 
 
 class WanMeasurement:
@@ -131,16 +111,6 @@ def measure_swarm(
     return figures
 
 
-def read_spans(folder: Path) -> list[Span]:
-    """What all peers have written down; a last line may be torn."""
-    spans = []
-    for path in (folder / "records").glob("*.timeline"):
-        for line in path.read_text().splitlines():
-            if line.endswith("]"):
-                spans.append(Span(*json.loads(line)))
-    return spans
-
-
 def summarise(folder: Path, workload: Workload, first: int, num_rounds: int) -> dict[str, Any]:
     """Where the time of the measured rounds went.
 
@@ -151,7 +121,7 @@ def summarise(folder: Path, workload: Workload, first: int, num_rounds: int) -> 
     last_gradient = {number: max(gradients[number])[0] for number in range(first - 1, first + num_rounds)}
     begin_s, end_s = last_gradient[first - 1], last_gradient[first + num_rounds - 1]
     num_counted = sum(len(gradients[number]) for number in numbers)
-    spans = [span for span in read_spans(folder) if span.round_number in numbers]
+    spans = [span for span in read_spans(folder / "records") if span.round_number in numbers]
     per_s = num_counted / (end_s - begin_s)
     return {
         "microbatches_per_s": round(per_s, 3),
@@ -160,46 +130,7 @@ def summarise(folder: Path, workload: Workload, first: int, num_rounds: int) -> 
         "round_s": round((end_s - begin_s) / num_rounds, 3),
         "microbatches_a_round": round(num_counted / num_rounds, 1),
         "stages": [
-            summarise_stage([span for span in spans if span.stage == stage], workload, end_s - begin_s)
+            summarise_stage([span for span in spans if span.stage == stage], workload.num_peers, end_s - begin_s)
             for stage in range(workload.num_stages)
         ],
     }
-
-
-def summarise_stage(spans: list[Span], workload: Workload, seconds: float) -> dict[str, float]:
-    """The seconds of an average round at one stage.
-
-    fill: from the update before it to the first pass; inside: from the first pass to the last one, and of that idle,
-    by device; drain: from the last pass to the barrier; tail: how much sooner the first device ended than the last.
-    """
-    by_round = defaultdict(list)
-    for span in spans:
-        by_round[span.round_number].append(span)
-    passes = [span for span in spans if span.what in ("forward", "backward")]
-    rounds = sorted(by_round)
-    inside, fill, drain = [], [], []
-    for number in rounds:
-        own = [span for span in by_round[number] if span.what in ("forward", "backward")]
-        begin_s, end_s = min(span.begin_s for span in own), max(span.end_s for span in own)
-        inside.append(end_s - begin_s)
-        drain.append(_first(by_round[number], "barrier") - end_s)
-        if number - 1 in by_round:
-            fill.append(begin_s - max(span.end_s for span in by_round[number - 1] if span.what == "commit"))
-    busy_s = sum(span.seconds for span in passes)
-    figures = {
-        "busy_share": busy_s / (seconds * workload.num_peers),
-        "fill_s": _mean(fill),
-        "inside_s": mean(inside),
-        "idle_inside_s": mean(inside) - busy_s / workload.num_peers / len(rounds),
-        "drain_s": mean(drain),
-        **{f"{what}_s": _mean([span.seconds for span in spans if span.what == what]) for what in WAITS},
-    }
-    return {name: round(value, 4) for name, value in figures.items()}
-
-
-def _first(spans: Iterable[Span], what: str) -> float:
-    return min(span.begin_s for span in spans if span.what == what)
-
-
-def _mean(values: list[float]) -> float:
-    return mean(values) if values else 0.0

@@ -1,4 +1,4 @@
-"""What the arms of wan.py train, and what it costs: compute, activation bytes and gradient bytes of a round."""
+"""The run that the arms of wan.py train, and its costs: compute, activation bytes and gradient bytes of a round."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 from swarm import GPT2, tiny_manifest
 
 from swarm_peer.config import Codec, RunManifest, codec_bytes
-from swarm_peer.model.stage import StageModule
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.stage import StageModule
 
 # More than any measurement waits for: runs are stopped, they do not end.
 ENDLESS_STEPS = 10**6
@@ -66,7 +66,7 @@ class Workload:
             "n_positions": self.sequence_length,
             "vocab_size": 256,
         }
-        return tiny_manifest(
+        manifest: RunManifest = tiny_manifest(
             name="wan",
             model={"config": GPT2 | model},
             stages={
@@ -86,3 +86,4 @@ class Workload:
             recovery={"snapshot_every": 1000},
             limits={"hop_timeout_s": 60, "announcement_s": 30, "max_in_flight": self.max_in_flight},
         )
+        return manifest

@@ -257,7 +257,7 @@ class MicrobatchSwarm:
             rng = random.Random(f"routing {self._seed} {caller} {stage}")
             router = Routing(self._options.routing, rng, self._expected_s)
         if seen != self._seen:
-            router.update(peers)
+            router.update(peers, caller, self._serving[stage - 1])
             self._routers[caller, stage] = (self._seen, router)
         return router.choose(avoid)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from swarm_peer.policy.in_flight_window import SPARE, InFlightWindow
 from swarm_peer.policy.peer_backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerBackoff
-from swarm_peer.policy.routing import THROUGHPUT_SMOOTHING, Router
+from swarm_peer.policy.routing import SMALLEST_PART, THROUGHPUT_SMOOTHING, Router, num_callers, parts_of
 from swarm_peer.policy.view import UNDECIDED, Life, PeerState, PeerView, SwarmView
 
 
@@ -166,6 +166,82 @@ def test_same_seed_same_routes():
 
     assert trace(1) == trace(1)
     assert any(trace(1) != trace(seed) for seed in range(2, 6)), "ties are broken at random, peer by peer"
+
+
+# --- a part for each caller -------------------------------------------------------------------------------------------
+
+
+def callers(**speeds):
+    return [replace(peer, stage=0) for peer in serving(**speeds)]
+
+
+def sent_by(caller, senders, receivers, count=100):
+    router = Router(random.Random(0))
+    router.update(serving(**receivers), caller, callers(**senders))
+    return Counter(router.choose(1).peer_id for _ in range(count))
+
+
+def test_equal_stages_make_pairs():
+    senders, receivers = {"a": 1.0, "b": 1.02, "c": 0.99}, {"x": 4.0, "y": 3.98, "z": 4.03}
+    assert [sent_by(name, senders, receivers) for name in "abc"] == [{"x": 100}, {"y": 100}, {"z": 100}]
+
+
+def test_a_caller_sends_to_the_peers_beside_it():
+    senders, receivers = {"a": 3.0, "b": 1.0}, {"x": 1.0, "y": 1.0}
+    assert sent_by("a", senders, receivers, 90) == {"x": 60, "y": 30}
+    assert sent_by("b", senders, receivers) == {"y": 100}
+
+
+def test_one_caller_sends_to_all():
+    assert sent_by("a", {"a": 1.0}, {f"p{number}": 1.0 for number in range(80)}, 80).total() == 80
+    assert len(sent_by("a", {"a": 1.0}, {f"p{number}": 1.0 for number in range(80)}, 80)) == 80
+
+
+def test_a_caller_that_is_not_in_the_view_sends_to_all():
+    assert sent_by("new", {"a": 1.0, "b": 1.0}, {"x": 1.0, "y": 1.0}) == {"x": 50, "y": 50}
+
+
+def test_unmeasured_peers_are_taken_for_typical_ones_side_by_side():
+    assert sent_by("b", {"a": 0.0, "b": 0.0}, {"x": 3.0, "y": 0.0}) == {"y": 100}
+
+
+def test_when_the_peers_beside_a_caller_are_avoided_another_one_steps_in_and_gains_nothing_by_it():
+    router = Router(random.Random(0))
+    router.update(serving(x=1.0, y=1.0), "a", callers(a=1.0, b=1.0))
+    assert {router.choose(1, avoid={"x"}).peer_id for _ in range(5)} == {"y"}
+    assert {router.choose(1).peer_id for _ in range(50)} == {"x"}
+    assert router.choose(1, avoid={"x", "y"}).peer_id is None
+
+
+def test_a_caller_moves_on_when_its_stage_changes():
+    router = Router(random.Random(0))
+    router.update(serving(x=1.0, y=1.0), "b", callers(a=1.0, b=1.0))
+    for _ in range(100):
+        router.choose(1)
+    router.update(serving(x=1.0, y=1.0), "b", callers(b=1.0))
+    assert Counter(router.choose(1).peer_id for _ in range(20)) == {"x": 10, "y": 10}
+
+
+def test_only_callers_with_a_part_of_a_peer_are_counted():
+    mates, senders = serving(x=1.0, y=1.0), callers(a=3.0, b=1.0)
+    assert [num_callers(name, mates, senders) for name in "xy"] == [1, 2]
+    assert num_callers("new", mates, senders) == 2
+    assert num_callers("x", mates, []) == 0
+
+
+speeds_of_stage = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8)
+
+
+@given(speeds_of_stage, speeds_of_stage)
+def test_the_parts_of_all_callers_make_up_each_peer(senders, receivers):
+    senders = {f"c{number}": speed for number, speed in enumerate(senders)}
+    receivers = {f"p{number}": speed for number, speed in enumerate(receivers)}
+    parts = [parts_of(caller, senders, receivers) for caller in senders]
+    assert all(any(own.values()) for own in parts), "nobody is left without a peer to send to"
+    assert sum(part > 0 for own in parts for part in own.values()) < len(senders) + len(receivers)
+    left_out = SMALLEST_PART * len(senders)
+    for name in receivers:
+        assert 1 - left_out <= sum(own[name] for own in parts) < 1 + 1e-9
 
 
 # --- health -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from functools import partial
 import anyio
 
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
+from swarm_peer.policy.routing import num_callers
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
@@ -128,12 +129,9 @@ class StageServer:
     ) -> HopResult:
         if microbatch.is_query:
             return await self._query(caller, microbatch, hidden, deadline)
-        enter = partial(
-            self._admission.enter,
-            microbatch.round_number,
-            caller=caller,
-            num_callers=len(self._view().serving(self._stage - 1)),
-        )
+        view = self._view()
+        callers = num_callers(self._progress.author.peer_id, view.serving(self._stage), view.serving(self._stage - 1))
+        enter = partial(self._admission.enter, microbatch.round_number, caller=caller, num_callers=callers)
         if microbatch.mode != "train":
             async with enter() as entered:
                 self._check_timeline(microbatch, entered)
