@@ -41,9 +41,11 @@ class WanMeasurement:
 
     async def __call__(self, swarm: LiveSwarm) -> None:
         workload = self._workload
-        for number in range(workload.num_peers):
-            for stage in range(workload.num_stages):
-                swarm.start(stage, f"{stage}.{number}")
+        names = [
+            (stage, f"{stage}.{number}") for number in range(workload.num_peers) for stage in range(workload.num_stages)
+        ]
+        for stage, name in names:
+            swarm.start(stage, name)
         limit_s = START_TIMEOUT_S + 8 * WARM_UP_ROUNDS * workload.ideal_s
         await swarm.until(lambda: swarm.optimizer_step >= WARM_UP_ROUNDS, "the warm-up", limit_s)
         begun, cpu_s, sent = time.monotonic(), cpu_seconds_by_kind(), self._network.sent_bytes()
@@ -57,6 +59,8 @@ class WanMeasurement:
         after = self._network.sent_bytes()
         rounds = swarm.optimizer_step - self.first_round
         self.sent_bytes = [round((new - old) / rounds) for new, old in zip(after, sent, strict=True)]
+        for _, name in names:
+            swarm.kill(name)  # to leave takes them 20 s for each stage
         raise SwarmStopped
 
 
