@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import torch
 from forks import fork
+from programs import RECORDING_PEER
 
 from coordinator.checkpoints.fetching import open_transport
 from coordinator.run.invites import InviteBook, coordinator_invite
@@ -37,8 +38,6 @@ from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
 torch.set_num_threads(1)
-
-RECORDING_PEER = Path(__file__).with_name("recording_peer.py")
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",

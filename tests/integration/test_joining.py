@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, processes: Processes) -> None:
     """`serve`, two `--stage auto` peers, a third that joins the run under way, `status`, a kill, the end."""
     manifest = tiny_manifest(
-        training={"steps": 16, "global_batch_size": 512, "validation_every": 8},
+        training={"steps": 16, "global_batch_size": 64, "validation_every": 8},
         limits={"announcement_s": 8.0, "hop_timeout_s": 20},
     )
     config, address_file = tmp_path / "run.yaml", tmp_path / "address"
@@ -29,7 +29,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     serving = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(address_file), "--metrics-port", "0",
                "--no-rebalance")  # fmt: skip
     coordinator = processes.start("coordinator", *COORDINATOR, "serve", str(config), "--output", str(output), *serving)
-    peers = [processes.start(f"peer-{i}", *PEER, "--initial-peers", f"@{address_file}") for i in range(2)]
+    peers = [processes.start_slow_peer(f"peer-{i}", 0.02, "--initial-peers", f"@{address_file}") for i in range(2)]
     metrics = output / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "the third optimizer step")
     stages = {processes.log(f"peer-{i}").partition("stage_decided stage=")[2][:1] for i in range(2)}
