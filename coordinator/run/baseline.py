@@ -7,7 +7,7 @@ stage clips its own gradients as in a swarm.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +36,10 @@ class Baseline:
         """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples."""
         loss_sum, num_samples = 0.0, 0
         for tokens_BS in microbatches:
-            passes = []
-            hidden_BTD = None
-            for trainer in self.trainers:
-                passes.append(trainer.forward(tokens_BS, hidden_BTD))
-                hidden_BTD = passes[-1].output
-            loss_sum += float(passes[-1].output.sum())
+            loss_sum += train_microbatch(self.trainers, tokens_BS)
             num_samples += len(tokens_BS)
-            grad_BTD = None
-            for trainer, forward_pass in zip(reversed(self.trainers), reversed(passes), strict=True):
-                grad_BTD = trainer.backward(forward_pass, grad_BTD)
         for trainer in self.trainers:
-            trainer.apply(trainer.mean_gradients())
+            end_round([trainer])
         return loss_sum / num_samples, num_samples
 
     def evaluate(self, samples: np.ndarray) -> float:
@@ -64,6 +56,63 @@ class Baseline:
     def state(self) -> dict[str, torch.Tensor]:
         """The weights and optimizer states of all stages."""
         return {name: tensor for trainer in self.trainers for name, tensor in trainer.state().items()}
+
+
+class ReplicatedBaseline:
+    """All stages of a run in one process, with several replicas of each, as in a swarm.
+
+    Where stage-mates average every step, this gives what Baseline gives. Where they average periodically, the routes of
+    the microbatches matter, and this is what a swarm with the same routes is held to.
+    """
+
+    def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int]):
+        """Make replicas.
+
+        Args:
+            num_replicas: of each stage
+        """
+        self.stages = [
+            [StageTrainer(resolved, spec) for _ in range(count)]
+            for spec, count in zip(resolved.specs, num_replicas, strict=True)
+        ]
+
+    def train_step(self, routed: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> tuple[float, int]:
+        """One optimizer step. Returns the mean loss and the number of samples.
+
+        Args:
+            routed: token tensors of shape (B, T+1), each with the replica of each stage that computes it
+        """
+        loss_sum, num_samples = 0.0, 0
+        for tokens_BS, route in routed:
+            trainers = [replicas[index] for replicas, index in zip(self.stages, route, strict=True)]
+            loss_sum += train_microbatch(trainers, tokens_BS)
+            num_samples += len(tokens_BS)
+        for replicas in self.stages:
+            end_round(replicas)
+        return loss_sum / num_samples, num_samples
+
+
+def train_microbatch(trainers: Sequence[StageTrainer], tokens_BS: torch.Tensor) -> float:
+    """Run a microbatch forward and backward through one trainer of each stage. Returns the sum of its losses."""
+    passes = []
+    hidden_BTD = None
+    for trainer in trainers:
+        passes.append(trainer.forward(tokens_BS, hidden_BTD))
+        hidden_BTD = passes[-1].output
+    grad_BTD = None
+    for trainer, forward_pass in zip(reversed(trainers), reversed(passes), strict=True):
+        grad_BTD = trainer.backward(forward_pass, grad_BTD)
+    return float(passes[-1].output.sum())
+
+
+def end_round(replicas: Sequence[StageTrainer]) -> None:
+    """End a round among the replicas of a stage."""
+    brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples) for trainer in replicas]
+    total = max(sum(samples for _, samples in brought), 1)
+    weighted = [[tensor * (samples / total) for tensor in tensors] for tensors, samples in brought]
+    averages = [torch.stack(same).sum(0) for same in zip(*weighted, strict=True)]
+    for trainer in replicas:
+        trainer.apply(averages)
 
 
 def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iterator[list[torch.Tensor]]:

@@ -27,6 +27,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network.bootstrap import Entrance
@@ -34,6 +35,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.ledger_codec import decode_ledger
 from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
@@ -317,3 +319,13 @@ async def _train_and_fetch(
                     [await fetch_state(transport, [peer], call, max_bytes=limit, rng=random.Random()) for peer in peers]
                 )
         return states
+
+
+def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
+    """The data ledger of stage 0 has the samples of the run's line of steps, and no others."""
+    counted = [sample for line in run.lines for sample in run.samples[line["round"]]]
+    for state in run.states[0]:
+        ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
+        assert ledger.current_pass == 0
+        windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
+        assert sorted(windows) == sorted(counted), "each once"

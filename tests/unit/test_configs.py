@@ -11,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from coordinator.config_files import load_manifest
-from swarm_peer.config import PeerOptions, RunManifest, describe
+from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
