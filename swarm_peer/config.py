@@ -225,9 +225,14 @@ class AveragingSection(Section):
     gigabyte of weights, and costs a peer whose device computes other weights a download and its part of one round; 0
     for none"""
 
+    @property
+    def steps_per_average(self) -> int:
+        """Optimizer steps from one average among stage-mates to the next."""
+        return self.inner_steps if self.mode == "periodic" else 1
+
     def averages_at(self, optimizer_step: int) -> bool:
         """Whether stage-mates average at the end of the round that began with this optimizer step."""
-        return self.mode == "synchronous" or (optimizer_step + 1) % self.inner_steps == 0
+        return (optimizer_step + 1) % self.steps_per_average == 0
 
     def compares_weights_at(self, optimizer_step: int) -> bool:
         """Whether stage-mates compare their weights at the end of the round that began with this optimizer step."""
@@ -287,9 +292,7 @@ class RunManifest(Section):
 
     @model_validator(mode="after")
     def _periods_fit(self) -> RunManifest:
-        if self.averaging.mode != "periodic":
-            return self
-        period = self.averaging.inner_steps
+        period = self.averaging.steps_per_average
         for name, steps in (
             ("training.steps", self.training.steps),
             ("training.validation_every", self.training.validation_every),

@@ -53,6 +53,7 @@ def make_report(
         microbatch_size=training.microbatch_size,
         max_in_flight=manifest.limits.max_in_flight,
         min_peers=manifest.stages.peers_to_start,
+        steps_per_average=manifest.averaging.steps_per_average,
     )
     made = plan(cuts, groups, settings, num_stages)
     if made.best is None:
