@@ -54,8 +54,8 @@ def encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memor
     if codec == "int4_hadamard":
         return bytes_of(encode_int4(tensor, seed))
     encoded = tensor.to(_DTYPE[codec])
-    if not torch.isfinite(encoded).all():
-        if not torch.isfinite(tensor).all():
+    if not _is_finite(encoded):
+        if not _is_finite(tensor):
             raise OverflowError("the values are not finite")
         range_of = torch.finfo(_DTYPE[codec])
         encoded = tensor.clamp(range_of.min, range_of.max).to(_DTYPE[codec])
@@ -79,7 +79,7 @@ def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor
         tensor = decode_int4(torch.frombuffer(data, dtype=torch.uint8), math.prod(shape)).view(tuple(shape))
     else:
         tensor = torch.frombuffer(data, dtype=_DTYPE[codec]).view(tuple(shape)).float()
-    if not torch.isfinite(tensor).all():
+    if not _is_finite(tensor):
         raise InvalidMessage(f"tensor of shape {tuple(shape)} holds non-finite numbers")
     return tensor
 
@@ -111,11 +111,16 @@ def bytes_of(data: torch.Tensor | npt.NDArray[np.generic]) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # a buffer since numpy 1
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are finite: several times as fast as to ask for each of them."""
+    return not tensor.numel() or all(math.isfinite(bound) for bound in torch.aminmax(tensor))
+
+
 def _encode_8bit(tensor: torch.Tensor) -> memoryview:
     from bitsandbytes.functional import quantize_blockwise  # takes a second to import, and few runs need it
 
     # Check first: a NaN does not show in the largest absolute value of its block.
-    if not torch.isfinite(tensor).all():
+    if not _is_finite(tensor):
         raise OverflowError("the values are not finite")
     quantized, state = quantize_blockwise(tensor.float().contiguous(), blocksize=CODEC_BLOCK_SIZE)
     scales = state.absmax.float().cpu().view(torch.uint8)
