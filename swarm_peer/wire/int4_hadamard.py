@@ -23,9 +23,9 @@ is where the optimum for 16 levels lies. A block's own optimum, at the price of 
 stochastically nothing may be clipped, or the mean of many roundings would not be the number.
 
 The step is a bf16 rather than an fp16: gradients may be as small as they like without a loss scale, and a step that is
-off by 0.4 % costs next to nothing. Rotated numbers are stored by their place in the block, so that no operation runs
-along 64 numbers: the steps of all B blocks, then 32 rows of B bytes, each byte with the numbers of places i (low) and
-i + 32 (high). The last block is filled up with zeros.
+at most 0.8 % too large costs next to nothing. Rotated numbers are stored by their place in the block, so that no
+operation runs along 64 numbers: the steps of all B blocks, then 32 rows of B bytes, each byte with the numbers of
+places i (low) and i + 32 (high). The last block is filled up with zeros.
 """
 
 from __future__ import annotations
