@@ -26,6 +26,9 @@ The step is a bf16 rather than an fp16: gradients may be as small as they like w
 at most 0.8 % too large costs next to nothing. Rotated numbers are stored by their place in the block, so that no
 operation runs along 64 numbers: the steps of all B blocks, then 32 rows of B bytes, each byte with the numbers of
 places i (low) and i + 32 (high). The last block is filled up with zeros.
+
+Decoding is exact: sums of 64 numbers from -8 to 7, whatever their order, times a bf16, need 18 bits of fp32's 24. So
+all members of an averaging round read bitwise the same average, on whatever processors they run.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ _HALF = INT4_BLOCK_SIZE // 2
 _PIECE = 4096
 # Rounded to nearest, numbers next to the largest one may be clipped a little, for finer steps; see above.
 _NEAREST_STEP = 0.95
+# Makes the transform and its inverse orthogonal.
+_NORM = INT4_BLOCK_SIZE**-0.5
 # Larger numbers are clipped: sums of 64 of them still are finite in fp32.
 _LARGEST = 2.0**120
 # Blocks of smaller steps become zeros: the inverse of a step is finite.
@@ -78,7 +83,7 @@ def encode_int4(tensor: Tensor, seed: int | None) -> Tensor:
         piece = flat[begin * INT4_BLOCK_SIZE : (begin + _PIECE) * INT4_BLOCK_SIZE].float()
         missing = -len(piece) % INT4_BLOCK_SIZE
         blocks = torch.nn.functional.pad(piece, (0, missing)) if missing else piece
-        rotated = torch.mm(_rotation(tensor.device).T, blocks.view(-1, INT4_BLOCK_SIZE).T)
+        rotated = torch.mm(_rotation(tensor.device).T, blocks.view(-1, INT4_BLOCK_SIZE).T).mul_(_NORM)
         step = _steps(rotated, 1.0 if bits is not None else _NEAREST_STEP)
         end = begin + len(step)
         steps[begin:end] = step
@@ -97,11 +102,13 @@ def decode_int4(raw: Tensor, num_values: int) -> Tensor:
     values = torch.empty(num_blocks, INT4_BLOCK_SIZE)
     for begin in range(0, num_blocks, _PIECE):
         piece = codes[:, begin : begin + _PIECE]
-        rotated = torch.empty(INT4_BLOCK_SIZE, piece.shape[1])
-        rotated[:_HALF] = (piece << 4) >> 4  # the shift to the right repeats the sign
-        rotated[_HALF:] = piece >> 4
-        rotated *= steps[begin : begin + _PIECE]
-        torch.mm(rotated.T, _rotation(raw.device).T, out=values[begin : begin + _PIECE])
+        whole = torch.empty(INT4_BLOCK_SIZE, piece.shape[1])
+        whole[:_HALF] = (piece << 4) >> 4  # the shift to the right repeats the sign
+        whole[_HALF:] = piece >> 4
+        blocks = values[begin : begin + _PIECE]
+        # The step comes last, so that the sums are exact.
+        torch.mm(whole.T, _rotation(raw.device).T, out=blocks)
+        blocks *= steps[begin : begin + _PIECE, None] * _NORM
     return values.view(-1)[:num_values]
 
 
@@ -128,10 +135,10 @@ def _round(values: Tensor, bits: np.random.SFC64 | None) -> None:
 
 @lru_cache(maxsize=16)
 def _rotation(device: torch.device) -> Tensor:
-    """The orthogonal matrix (64, 64) by which blocks, as rows, are multiplied."""
+    """The matrix (64, 64) of 1 and -1 by which blocks, as rows, are multiplied. Its rows are orthogonal."""
     hadamard = torch.ones(1, 1)
     while len(hadamard) < INT4_BLOCK_SIZE:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> place & 1) for place in range(INT4_BLOCK_SIZE)])
-    rotation: Tensor = signs[:, None] * hadamard / math.sqrt(INT4_BLOCK_SIZE)
+    rotation: Tensor = signs[:, None] * hadamard
     return rotation.to(device)
