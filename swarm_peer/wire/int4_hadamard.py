@@ -83,11 +83,11 @@ def encode_int4(tensor: Tensor, seed: int | None) -> Tensor:
         piece = flat[begin * INT4_BLOCK_SIZE : (begin + _PIECE) * INT4_BLOCK_SIZE].float()
         missing = -len(piece) % INT4_BLOCK_SIZE
         blocks = torch.nn.functional.pad(piece, (0, missing)) if missing else piece
-        rotated = torch.mm(_rotation(tensor.device).T, blocks.view(-1, INT4_BLOCK_SIZE).T).mul_(_NORM)
-        step = _steps(rotated, 1.0 if bits is not None else _NEAREST_STEP)
+        rotated = torch.mm(_rotation(tensor.device).T, blocks.view(-1, INT4_BLOCK_SIZE).T)
+        step = _steps(rotated, _NORM * (1.0 if bits is not None else _NEAREST_STEP))
         end = begin + len(step)
         steps[begin:end] = step
-        rotated *= torch.where(step == 0, 0.0, 1 / step.float())
+        rotated *= torch.where(step == 0, 0.0, _NORM / step.float())
         _round(rotated, bits)
         whole = rotated.clamp_(-8, 7).to(torch.int8).view(torch.uint8)
         codes[:, begin:end] = (whole[:_HALF] & 15) | (whole[_HALF:] << 4)
