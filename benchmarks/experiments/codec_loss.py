@@ -196,9 +196,10 @@ def table(results: Results, arms: Sequence[str]) -> Iterator[str]:
             yield f"| {arm} | {len(losses)} | {fmean(losses):.4f} | | | | |"
             continue
         target = ARMS[arm].target
+        interval = "" if found.num_pairs < 2 else f"{found.low:+.3%} to {found.high:+.3%}"
         yield (
-            f"| {arm} | {found.num_pairs} | {fmean(losses):.4f} | {found.mean:+.3%} | {found.low:+.3%} to "
-            f"{found.high:+.3%} | {'' if target is None else f'{target:.1%}'} | {found.of(target)} |"
+            f"| {arm} | {found.num_pairs} | {fmean(losses):.4f} | {found.mean:+.3%} | {interval} | "
+            f"{'' if target is None else f'{target:.1%}'} | {found.of(target)} |"
         )
 
 
