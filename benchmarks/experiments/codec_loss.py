@@ -7,6 +7,7 @@ alone makes of the loss is how far two runs of no difference come apart.
 
 The figure is the validation loss after the last step, relative to the reference's: the mean over seeds, and the 95 %
 interval of that mean (Student's t). Seeds go on until the interval lies on one side of an arm's target, or are used up.
+Since the interval is looked at after each seed, a verdict is wrong more often than one time in twenty.
 Every training is a line of `--results`; those that are there already are not repeated.
 """
 
