@@ -16,9 +16,11 @@ from cyclopts import Group, Parameter
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import assert_never
 
-Codec = Literal["none", "fp16", "bf16", "blockwise_8bit"]
+Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int4_hadamard"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
+# Values that share a Hadamard transform and a scale of two bytes in int4_hadamard.
+INT4_BLOCK_SIZE = 64
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 # The headings of --help, in their order.
@@ -46,6 +48,8 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
             return 2 * num_values
         case "blockwise_8bit":
             return num_values + 4 * math.ceil(num_values / CODEC_BLOCK_SIZE)
+        case "int4_hadamard":
+            return (INT4_BLOCK_SIZE // 2 + 2) * math.ceil(num_values / INT4_BLOCK_SIZE)
         case _:
             assert_never(codec)
 
@@ -194,9 +198,9 @@ class WireSection(Section):
     """How activations and their gradients are encoded between stages."""
 
     activations: Codec = "none"
-    """codec of activations between stages"""
+    """codec of activations between stages; rounds to nearest"""
     gradients: Codec = "none"
-    """codec of activation gradients between stages"""
+    """codec of activation gradients between stages; int4_hadamard rounds stochastically"""
 
 
 class AveragingSection(Section):
@@ -213,7 +217,7 @@ class AveragingSection(Section):
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """for periodic: Nesterov momentum of the step that ends a period"""
     compression: Codec = "none"
-    """codec of weight gradients within a stage"""
+    """codec of weight gradients within a stage; int4_hadamard rounds stochastically"""
     round_timeout_s: float = Field(60.0, gt=0)
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)

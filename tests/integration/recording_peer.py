@@ -63,12 +63,13 @@ def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(
         inject(fault, folder)
     with (folder / f"{os.getpid()}.jsonl").open("a") as file:
 
-        def record(round_number: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId]) -> None:
+        def record(round_number: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId], microbatch: bytes) -> None:
             entry = {
                 "round": round_number,
                 "time": time.time(),
                 "tokens": tokens_BS.tolist(),
                 "samples": samples,
+                "id": microbatch.hex(),
             }
             file.write(json.dumps(entry) + "\n")
             file.flush()

@@ -110,6 +110,7 @@ class SwarmRun:
     Attributes:
         states: by stage, the state of each of its peers
         counted: by global step, the counted microbatches (B, T+1), as stage 0 recorded them
+        ids: by global step, the ids of these microbatches
         samples: by global step, which samples these are
         lines: of metrics.jsonl
         fired: what faults wrote down, by name of the peer
@@ -117,6 +118,7 @@ class SwarmRun:
 
     states: list[list[StageState]]
     counted: dict[int, list[torch.Tensor]]
+    ids: dict[int, list[bytes]]
     samples: dict[int, list[SampleId]]
     lines: list[dict[str, Any]]
     output: Path
@@ -278,15 +280,16 @@ def run_swarm(
             return states
 
     states = run_loop(run)
-    counted, samples = defaultdict(list), defaultdict(list)
+    counted, ids, samples = defaultdict(list), defaultdict(list), defaultdict(list)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             counted[entry["round"]].append(torch.tensor(entry["tokens"]))
+            ids[entry["round"]].append(bytes.fromhex(entry["id"]))
             samples[entry["round"]] += (SampleId(*sample) for sample in entry["samples"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fired = [path.read_text() for path in sorted(records.glob("*.fired"))]
-    return SwarmRun(states, dict(counted), dict(samples), lines, folder, fired)
+    return SwarmRun(states, dict(counted), dict(ids), dict(samples), lines, folder, fired)
 
 
 async def _train_and_fetch(
