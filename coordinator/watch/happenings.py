@@ -115,6 +115,8 @@ class Happenings:
         self._assigned: dict[str, tuple[int, str]] = {}  # the new stage and the reason, by peer
         self._term: Term | None = None
         self._optimizer_step, self._round_number = optimizer_step, round_number
+        known = list(known)
+        self._is_known = bool(known)
         for event in standing(known):
             stage, peer = event["stage"], event["peer"]
             assert stage is not None
@@ -142,7 +144,9 @@ class Happenings:
         for each in record.assignments:
             self._assigned[each.peer] = (each.to_stage, each.reason)
         if term != self._term:
-            self._term = term
+            is_of_before, self._term = self._term is None and self._is_known, term
+            if is_of_before:  # an earlier process has told it
+                return
             text = f"Coordinator …{term.coordinator[-8:]} directs the run from now on."
             yield make_event("coordinator", text, now_s)
 
