@@ -24,6 +24,7 @@ from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.processes import spare_imports
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.wire.records import CoordinationRecord, TimelineRecord, timeline_key
 
@@ -154,4 +155,5 @@ def observe_and_show(
         )
         await observing.show()
 
+    spare_imports()
     observe_run(addresses, run_id, show)
