@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from made_up_page import made_up_page
+from made_up_run import made_up_page
 from programs import COORDINATOR, Processes, children_of, wait_for
 from swarm import tiny_manifest
 from visits import link_in, needs_chromium, visit
@@ -35,7 +35,10 @@ async def test_a_real_run_is_shown_and_a_death_in_it(tmp_path: Path, processes: 
         await here.wait("document.querySelectorAll('#loss-chart canvas').length === 1")
         await here.wait("document.getElementById('figures').textContent.includes('Loss')")
         assert "token" not in here.page.url
-        assert "0 of 100" not in await here.text("#progress-text")
+        assert not (await here.text("#progress-text")).startswith("step 0 ")
+        await here.wait("/\\d+%/.test(document.querySelector('#peer-table td[data-label=Busy]').textContent)")
+        await here.wait("/\\d+%/.test(document.querySelector('#stage-table td[data-label=Waits]').textContent)")
+        assert await here.page.is_hidden("#to-join"), "a run on one machine has no line for others"
 
         (victim,) = (pid for pid in children_of(local.pid) if b"\0--name\x001.0\0" in cmdline_of(pid))
         os.kill(victim, signal.SIGKILL)
