@@ -246,10 +246,12 @@ def _contributions(known: Background) -> dict[str, Any]:
     total = sum(given.samples for given in known.given.values())
     for peer_id, given in known.given.items():
         label = known.labels.get(peer_id)
-        who = plain_text(label or given.name, 64) or f"…{peer_id[-8:]}"
+        who = plain_text(label or given.name, 64)
+        by = "id" if not who else "invite" if label else "name"
+        who = who or f"…{peer_id[-8:]}"
         row = sums.setdefault(
-            f"{'invite' if label else 'name'} {who}",
-            {"who": who, "by_invite": bool(label), "samples": 0.0, "hours": 0.0, "peers": 0},
+            f"{by} {who}",
+            {"who": who, "by": by, "samples": 0.0, "hours": 0.0, "peers": 0},
         )
         row["samples"] += given.samples
         row["hours"] += given.served_s / 3600

@@ -287,6 +287,13 @@ def test_a_coordinator_goes_on_with_the_files_of_its_run(tmp_path):
     assert [event["kind"] for event in read_events(tmp_path)] == ["started"]
 
 
+def test_who_comes_to_a_run_under_way_is_told_who_was_there():
+    run = Run(Happenings(lifetime_s=LIFETIME_S, begun_s=1000.0))
+    before, after = replace(B, incarnation=999_000), replace(C, incarnation=1_001_000)
+    texts = [event["text"] for event in run.look(before, after)]
+    assert texts == ["Peer (…b) is there already, in stage 0.", "Peer (…c) joins stage 1."]
+
+
 def test_a_restart_tells_no_term_of_before():
     known = [make_event("started", "Run told.", 1.0)]
     run = Run(Happenings(lifetime_s=LIFETIME_S, begun_s=0.0, known=known))

@@ -72,18 +72,22 @@ function render() {
   $("sample-length").textContent = ` of ${amount(run.sample_tokens)} tokens`;
   $("step-samples").textContent = ` ${amount(run.batch_size)}`;
   if (state.join && $("join-line").textContent !== state.join) $("join-line").textContent = state.join;
-  drawCharts(state.history, axis);
+  const hasCurves = Object.keys(state.history).length > 0;
+  $("curves").hidden = !hasCurves;
+  $("no-curves").hidden = hasCurves;
+  if (hasCurves) drawCharts(state.history, axis);
 }
 
 const SENTENCES = {
   training: "▶ Training.",
   starting: "◔ Starting: all stages have peers, and the first step is on its way.",
-  waiting: "! Waiting: a stage has no serving peer. Training goes on as soon as one serves it.",
   "no peers": "! No peer is seen. Training waits until peers join.",
 };
 
 function showRun(run) {
-  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : SENTENCES[run.state];
+  const empty = Object.keys(state.stages).filter((stage) => state.stages[stage].is_empty);
+  const waiting = `! Waiting: stage ${empty.join(" and stage ")} has no serving peer. Training goes on as soon as it has one.`;
+  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : SENTENCES[run.state] ?? waiting;
   $("run-state").className = `lead ${run.state === "waiting" || run.state === "no peers" ? "bad" : ""}`;
   $("progress").max = run.steps;
   $("progress").value = run.step;
@@ -199,7 +203,7 @@ function showPeers() {
       ],
     };
   });
-  $("peer-count").textContent = words.length ? `${found.length} of ${all.length} peers` : `${all.length} peers`;
+  $("peer-count").textContent = words.length ? `${found.length} of ${all.length} peers` : `${all.length} peer${all.length === 1 ? "" : "s"}`;
   showTable($("peer-table"), COLUMNS, rows, { sort, onSort: (key) => {
     sort = { key, ascending: sort.key === key ? !sort.ascending : true };
     showPeers();
@@ -230,8 +234,8 @@ function showContributions() {
   const rows = Object.entries(state.contributions).sort(([, a], [, b]) => b.samples - a.samples).map(([key, row]) => ({
     key,
     cells: [
-      { text: row.who }, { text: row.by_invite ? "invite" : "name" }, { text: String(row.peers) },
-      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)}%` }, { text: `${row.hours.toFixed(1)} h` },
+      { text: row.who }, { text: row.by }, { text: String(row.peers) },
+      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)}%` }, { text: row.hours ? duration(row.hours * 3600) : "some minutes" },
     ],
   }));
   showTable($("contribution-table"), [
