@@ -1,4 +1,7 @@
-"""The page of a run whose coordinator is killed and started again, and a page that lives without one."""
+"""The page of a run whose coordinator is killed and started again, and a page that lives without one.
+
+At last a stage loses its only peer, and has another one.
+"""
 
 import re
 import signal
@@ -7,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forks import ForkedProcess
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import tiny_manifest
 from visits import Visit, link_in, needs_chromium, visit
 
 from coordinator.watch.journal import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_chromium]
 
 STEP = "Number(document.title.split('/')[0])"
 
@@ -23,15 +27,21 @@ async def has_made_steps(here: Visit, more: int) -> None:
     await here.wait(f"{STEP} >= {before + more}")
 
 
-async def test_the_coordinator_is_killed_and_started_again(tmp_path: Path, processes: Processes) -> None:
+async def test_the_coordinator_is_killed_and_started_again_and_a_stage_is_emptied(
+    tmp_path: Path, processes: Processes
+) -> None:
     config, output = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(tiny_manifest(training={"steps": 100_000}).model_dump(mode="json")))
     serve = (*COORDINATOR, "serve", str(config), "--output", str(output), "--host-maddrs", "/ip4/127.0.0.1/tcp/0")
     first = processes.start("first", *serve, "--dashboard", "0")
     wait_for(lambda: link_in(processes.log("first")) and "swarm-invite-" in processes.log("first"), "the link")
     link, invite = link_in(processes.log("first")), re.search(r"swarm-invite-\S+", processes.log("first"))[0]
-    for stage in ("0", "1"):
-        processes.start(f"vol-{stage}", *PEER, "--stage", stage, "--name", f"vol-{stage}", "--initial-peers", invite)
+
+    def volunteer(name: str, stage: int) -> ForkedProcess:
+        options = ("--stage", str(stage), "--name", name, "--initial-peers", invite)
+        return processes.start(name, *PEER, *options)
+
+    volunteers = [volunteer("vol-0", 0), volunteer("vol-1", 1)]
 
     async with visit(link) as here:
         await here.wait("document.querySelectorAll('#peer-table tbody tr .good').length === 2")
@@ -76,6 +86,16 @@ async def test_the_coordinator_is_killed_and_started_again(tmp_path: Path, proce
         assert coordinators[1] == "A coordinator begins to write this journal again."
         assert len(coordinators) <= 3, "a term is told once"
         assert (await here.text("#events")).count("+ joined") == 2
+
+        volunteers[1].kill()
+        await here.wait("document.querySelector('#stage-table tr.empty')?.textContent.includes('no peer serves it')")
+        assert "Waiting: stage 1 has no serving peer" in await here.text("#run-state")
+        assert "waits for stage 1" in await here.text("#stage-table tr:first-child")
+        await here.wait("document.getElementById('events').textContent.includes('has lost its last serving peer')")
+        volunteer("vol-2", 1)
+        await here.wait("!document.querySelector('#stage-table tr.empty')")
+        await here.wait("document.getElementById('events').textContent.includes('Stage 1 is served again')")
+        await has_made_steps(here, 2)
         assert all("ERR_" in error for error in here.errors), "but for those of connecting in vain"
     observer.send_signal(signal.SIGINT)
     assert observer.wait(30) == 0

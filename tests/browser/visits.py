@@ -14,6 +14,9 @@ needs_chromium = pytest.mark.skipif(
     not Path(CHROMIUM).exists(), reason=f"there is no {CHROMIUM}: apt-get install chromium"
 )
 
+# For what takes a few seconds where a machine has nothing else to do.
+WAIT_S = 150.0
+
 
 class Visit:
     """A page in a browser, and all that went wrong in it."""
@@ -32,7 +35,7 @@ class Visit:
 
     async def wait(self, expression: str) -> None:
         # Not by wait_for_function, which evaluates strings in the page: its policy forbids that.
-        with anyio.fail_after(60):
+        with anyio.fail_after(WAIT_S):
             while not await self.page.evaluate(expression):  # noqa: ASYNC110 (it comes true in another process)
                 await anyio.sleep(0.05)
 
