@@ -37,7 +37,7 @@ async def test_the_coordinator_is_killed_and_started_again_and_a_stage_is_emptie
     wait_for(lambda: link_in(processes.log("first")) and "swarm-invite-" in processes.log("first"), "the link")
     link, invite = link_in(processes.log("first")), re.search(r"swarm-invite-\S+", processes.log("first"))[0]
 
-    def volunteer(name: str, stage: int) -> ForkedProcess:
+    def volunteer(name: str, stage: int, invite: str = invite) -> ForkedProcess:
         options = ("--stage", str(stage), "--name", name, "--initial-peers", invite)
         return processes.start(name, *PEER, *options)
 
@@ -90,9 +90,10 @@ async def test_the_coordinator_is_killed_and_started_again_and_a_stage_is_emptie
         volunteers[1].kill()
         await here.wait("document.querySelector('#stage-table tr.empty')?.textContent.includes('no peer serves it')")
         assert "Waiting: stage 1 has no serving peer" in await here.text("#run-state")
-        assert "waits for stage 1" in await here.text("#stage-table tr:first-child")
+        assert "waits for stage 1" in await here.text("#stage-table tbody tr:first-child")
         await here.wait("document.getElementById('events').textContent.includes('has lost its last serving peer')")
-        volunteer("vol-2", 1)
+        # By the line that the page has now: the coordinator listens elsewhere.
+        volunteer("vol-2", 1, (await here.text("#join-line")).split()[-1])
         await here.wait("!document.querySelector('#stage-table tr.empty')")
         await here.wait("document.getElementById('events').textContent.includes('Stage 1 is served again')")
         await has_made_steps(here, 2)
