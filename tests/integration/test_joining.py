@@ -13,6 +13,11 @@ import yaml
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import tiny_manifest
 
+from coordinator.report.figures import FIGURES
+from coordinator.report.page import write_report
+from coordinator.report.run_folder import read_run
+from swarm_peer.wire.identity import Identity
+
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -60,6 +65,14 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "validation_loss" in lines[-1]
     assert (output / "model" / "model.safetensors").exists()
+    # Its folder has all that a report tells.
+    run = read_run(output)
+    run_id = Identity.load_or_create(output / "identity").peer_id
+    assert (run.about["run_id"], run.about["manifest_hash"]) == (run_id, manifest.hash)
+    assert run.events[0].kind == "started"
+    assert {event.kind for event in run.events} >= {"joined", "died", "ended"}
+    assert run.num_unread == 0
+    assert write_report(output).read_text().count('src="data:image/png;base64,') == len(FIGURES)
 
 
 def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path: Path, processes: Processes) -> None:
@@ -135,3 +148,7 @@ def test_a_run_on_one_machine_outlives_a_peer(tmp_path: Path, processes: Process
     assert " of stage 1 was killed by SIGKILL; peer 1." in processes.log("local")
     assert "60 optimizer steps done" in processes.log("local")
     assert len(list((output / "logs").iterdir())) == 4, "one more than there were peers"
+    assert processes.log("local").splitlines()[-1] == f"Report: {output / 'report.html'}"
+    report = (output / "report.html").read_text()
+    assert "Run test" in report
+    assert "made its steps and saved its model" in report
