@@ -21,7 +21,8 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "swarm needs Python >= 3.10, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
-	$(BIN)/python -m pip install --quiet --editable .
+	# With the figures of the report that a run on one machine ends with.
+	$(BIN)/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

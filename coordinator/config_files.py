@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from swarm_peer.config import RunManifest, describe
+from swarm_peer.config import RunManifest
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 
 RUNS = Path(__file__).parent / "configs"

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from swarm_peer import __version__
 from swarm_peer.addresses import check_own_addresses, check_peer_addresses
-from swarm_peer.config import PeerOptions, describe
+from swarm_peer.config import PeerOptions
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import reprlib
-from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import assert_never
 
-Codec = Literal["none", "fp16", "bf16", "blockwise_8bit"]
+Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int4_hadamard"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
+# Values that share a Hadamard transform and a scale of two bytes in int4_hadamard.
+INT4_BLOCK_SIZE = 64
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 # The headings of --help, in their order.
@@ -49,6 +48,8 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
             return 2 * num_values
         case "blockwise_8bit":
             return num_values + 4 * math.ceil(num_values / CODEC_BLOCK_SIZE)
+        case "int4_hadamard":
+            return (INT4_BLOCK_SIZE // 2 + 2) * math.ceil(num_values / INT4_BLOCK_SIZE)
         case _:
             assert_never(codec)
 
@@ -197,17 +198,26 @@ class WireSection(Section):
     """How activations and their gradients are encoded between stages."""
 
     activations: Codec = "none"
-    """codec of activations between stages"""
+    """codec of activations between stages; rounds to nearest"""
     gradients: Codec = "none"
-    """codec of activation gradients between stages"""
+    """codec of activation gradients between stages; int4_hadamard rounds stochastically"""
 
 
 class AveragingSection(Section):
     """How stage-mates average their gradients."""
 
-    mode: Literal["synchronous"] = "synchronous"
+    mode: Literal["synchronous", "periodic"] = "synchronous"
+    """synchronous: stage-mates average the gradients of each optimizer step; periodic (DiLoCo): each one updates its
+    weights alone, and they average the differences every inner_steps steps, which takes little of their links"""
+    inner_steps: int = Field(50, ge=2)
+    """for periodic: optimizer steps of a period; snapshots, validations and the run's last step are at the ends of
+    periods"""
+    outer_learning_rate: float = Field(0.7, gt=0)
+    """for periodic: learning rate of the step that ends a period"""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """for periodic: Nesterov momentum of the step that ends a period"""
     compression: Codec = "none"
-    """codec of weight gradients within a stage"""
+    """codec of weight gradients within a stage; int4_hadamard rounds stochastically"""
     round_timeout_s: float = Field(60.0, gt=0)
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)
@@ -218,6 +228,15 @@ class AveragingSection(Section):
     """optimizer steps between comparisons of the weights themselves among stage-mates; each takes about a second per
     gigabyte of weights, and costs a peer whose device computes other weights a download and its part of one round; 0
     for none"""
+
+    @property
+    def steps_per_average(self) -> int:
+        """Optimizer steps from one average among stage-mates to the next."""
+        return self.inner_steps if self.mode == "periodic" else 1
+
+    def averages_at(self, optimizer_step: int) -> bool:
+        """Whether stage-mates average at the end of the round that began with this optimizer step."""
+        return (optimizer_step + 1) % self.steps_per_average == 0
 
     def compares_weights_at(self, optimizer_step: int) -> bool:
         """Whether stage-mates compare their weights at the end of the round that began with this optimizer step."""
@@ -273,6 +292,21 @@ class RunManifest(Section):
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than "
                 f"training.steps={self.training.steps}: lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _periods_fit(self) -> RunManifest:
+        period = self.averaging.steps_per_average
+        for name, steps in (
+            ("training.steps", self.training.steps),
+            ("training.validation_every", self.training.validation_every),
+            ("recovery.snapshot_every", self.recovery.snapshot_every),
+        ):
+            if steps % period:
+                raise ValueError(
+                    f"{name}={steps} is not a multiple of averaging.inner_steps={period}, and peers of a stage hold "
+                    f"the same weights only at the ends of periods: change one of them"
+                )
         return self
 
     def canonical_json(self) -> bytes:
@@ -340,54 +374,3 @@ class PeerOptions(Section):
         if value is not None and not value.is_dir():
             raise ValueError(f"there is no folder {value}: correct the path, or leave it out")
         return value
-
-
-def dotted(place: tuple[int | str, ...]) -> str:
-    """A place in a file as people write it: training.steps."""
-    return ".".join(str(key) for key in place)
-
-
-def describe(
-    error: ValidationError,
-    model: type[BaseModel] | None = None,
-    name: Callable[[tuple[int | str, ...]], str] = dotted,
-) -> str:
-    """A pydantic error as one line: for each mistake its place, what is wrong, and the value.
-
-    Args:
-        model: that was to be made; its keys are suggested for unknown ones
-        name: how to write a place
-    """
-    parts = []
-    errors = error.errors()
-    for item in errors:
-        place, value, kind = item["loc"], item["input"], item["type"]
-        if kind == "too_short" and value and len(errors) > 1:
-            continue  # it counts without the values that have errors of their own
-        message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
-        if kind == "extra_forbidden":
-            near = get_close_matches(str(place[-1]), _keys_beside(model, place), n=1)
-            message += f" ({near[0]}?)" if near else ""
-        # Our own validators name the values that matter.
-        elif kind not in ("missing", "value_error") and not isinstance(value, dict) and value != []:
-            message += f" (got {reprlib.repr(value)})"  # bounded in depth: it may come from a peer
-        parts.append(f"{name(place)}: {message}" if place else message)
-    return "; ".join(parts)
-
-
-_MESSAGES = {
-    "extra_forbidden": "unknown key: remove it or correct its spelling",
-    "missing": "missing: add it",
-    "byte_size": "expected a size such as 8GiB",
-    "too_short": "needs more values",
-}
-
-
-def _keys_beside(model: type[BaseModel] | None, place: tuple[int | str, ...]) -> list[str]:
-    """The keys that a model knows where it found an unknown one."""
-    for key in (key for key in place[:-1] if isinstance(key, str)):
-        field = model.model_fields.get(key) if model is not None else None
-        annotation = field.annotation if field is not None else None
-        kinds = (annotation, *get_args(annotation))
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-    return list(model.model_fields) if model is not None else []

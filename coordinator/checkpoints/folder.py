@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from coordinator.checkpoints.files import FileEntry, FileStore, describe_file
-from swarm_peer.config import RunManifest, describe
+from swarm_peer.config import RunManifest
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.state.index import StageState

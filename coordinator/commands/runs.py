@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from contextlib import closing
@@ -155,13 +154,13 @@ def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) 
 
 
 def _write_report(output: Path) -> None:
-    """Write a page about the run, if there is matplotlib to draw with."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"For a report with figures: pip install 'swarm-train[figures]', swarm-coordinator report {output}")
-        return
+    """Write a page about the run, and say where it is, or what it needs: the run has its model either way."""
     from coordinator.report.page import write_report
 
-    print(f"Report: {write_report(output)}")
+    try:
+        print(f"Report: {write_report(output)}")
+    except UserError as error:
+        print(f"No report: {error}; then swarm-coordinator report {output}")
 
 
 def baseline(

@@ -18,12 +18,15 @@ from coordinator.dashboard.server import showing
 from coordinator.watch.contributions import Contributions
 from coordinator.watch.journal import Journal
 from coordinator.watch.observer import LiveRun, observe, observe_run
+from coordinator.watch.pulse import CoordinatorPulse
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.errors import CallError
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.processes import spare_imports
 from swarm_peer.runtime.network.assignments import find_end
-from swarm_peer.wire.records import TimelineRecord, timeline_key
+from swarm_peer.wire.records import CoordinationRecord, TimelineRecord, timeline_key
 
 LOOK_S = 2.0
 
@@ -57,6 +60,8 @@ class Observing:
         self._labels = labels
         self._say = say
         self._watch = RunWatch(run.manifest, SwarmView(run.manifest.stages.count))
+        self._pulse = CoordinatorPulse(run.manifest.limits.announcement_s)
+        self._silent: Term | None = None
         self._clock = SystemClock()
         self._begun_s: float | None = None
         self._ended = ""
@@ -93,7 +98,8 @@ class Observing:
         run, watch = self._run, self._watch
         await observe(run.dht, run.directory.view, watch)
         records = await run.dht.fetch_coordination(run.run_id)
-        watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))
+        newest = max(records.items(), default=None, key=lambda said: said[0])
+        self._observe_coordinator(self._pulse.living(newest, self._clock.monotonic_s()))
         self._journal.look(watch, self._clock.unix_s())
         self._contributions.look(watch, self._clock.unix_s())
         if self._begun_s is None:
@@ -102,6 +108,18 @@ class Observing:
         if not self._ended and (end := await find_end(run.dht, run.run_id)) is not None:
             self._ended = end.reason
             self._journal.tell("ended", f"The run has ended: {end.reason}.", self._clock.unix_s())
+
+    def _observe_coordinator(self, living: tuple[Term, CoordinationRecord] | None) -> None:
+        before = self._watch.coordination
+        self._watch.observe_coordinator(living)
+        text = ""
+        if living is not None and living[0] == self._silent:
+            self._silent, text = None, f"Coordinator …{living[0].coordinator[-8:]} is heard again."
+        elif living is None and before is not None:
+            self._silent = before[0]
+            text = f"Coordinator …{before[0].coordinator[-8:]} has fallen silent. Training goes on without it."
+        if text:
+            self._journal.tell("coordinator", text, self._clock.unix_s())
 
 
 def observe_and_show(
@@ -137,4 +155,5 @@ def observe_and_show(
         )
         await observing.show()
 
+    spare_imports()
     observe_run(addresses, run_id, show)

@@ -15,12 +15,14 @@ from coordinator.watch.happenings import Event
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
-from swarm_peer.policy.view import PeerState, PeerView
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # Optimizer steps whose mean length tells how long the others will take.
 ETA_STEPS = 20
 # A stage counts as the bottleneck if it is slower than the next one by so much; speeds wander by some percent.
 BOTTLENECK_GAP = 0.05
+# In percent of its time: a serving peer that waits for so much of it is told why.
+MUCH_WAITING = 50
 MAX_CONTRIBUTORS = 200
 MAX_PEERS = 1000
 
@@ -84,6 +86,7 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         "steps": training.steps,
         "batch_samples": watch.current_samples,
         "batch_size": training.global_batch_size,
+        "sample_tokens": manifest.data.sequence_length,
         "tokens": step * training.global_batch_size * manifest.data.sequence_length,
         "peers": len(watch.view.peers),
         "state": _run_state(watch, known),
@@ -133,7 +136,7 @@ def _stage(watch: RunWatch, stage: int, supply: Sequence[float]) -> dict[str, An
     is_slowest = num_serving > 0 and 0 < supply[stage] == min(supply)
     others = [each for number, each in enumerate(supply) if number != stage]
     is_bottleneck = is_slowest and bool(others) and supply[stage] < (1 - BOTTLENECK_GAP) * min(others)
-    return {
+    row = {
         "serving": num_serving,
         "joining": sum(peer.state is PeerState.JOINING for peer in peers),
         "draining": sum(peer.state is PeerState.DRAINING for peer in peers),
@@ -143,6 +146,9 @@ def _stage(watch: RunWatch, stage: int, supply: Sequence[float]) -> dict[str, An
         "is_bottleneck": is_bottleneck,
         "limit": _limit(watch, stage, supply, is_bottleneck),
     }
+    if num_serving and (shares := watch.view.mean_time_shares(stage)):
+        row |= {"busy": round(100 * shares[0]), "waits": round(100 * (1 - sum(shares)))}
+    return row
 
 
 def _limit(watch: RunWatch, stage: int, supply: Sequence[float], is_bottleneck: bool) -> str:
@@ -150,10 +156,13 @@ def _limit(watch: RunWatch, stage: int, supply: Sequence[float], is_bottleneck: 
     if not watch.view.serving(stage):
         waiting = [peer for peer in watch.view.in_stage(stage) if peer.note]
         if waiting:
-            return f"no peer serves it; {waiting[0].name or 'a peer'} waits: {plain_text(waiting[0].note, 200)}"
+            who = plain_text(waiting[0].name, 32) or "a peer"
+            return f"no peer serves it; {who} is joining: {plain_text(waiting[0].note, 200)}"
         if watch.view.in_stage(stage):
             return "no peer serves it yet; one is joining"
         return "no peer serves it: the run waits until a new peer comes, or another stage's peer moves here"
+    if emptied := _emptied(watch.view):
+        return f"waits for {emptied}"
     if supply[stage] == 0:
         return "speed not measured yet"
     if is_bottleneck:
@@ -164,11 +173,39 @@ def _limit(watch: RunWatch, stage: int, supply: Sequence[float], is_bottleneck: 
     return "no slower than the others" if spare < BOTTLENECK_GAP else f"{spare:.0%} faster than the slowest stage"
 
 
+def _emptied(view: SwarmView) -> str:
+    """The first stage that no peer serves, as people call it; empty if there is none."""
+    return next((f"stage {stage}" for stage in range(view.num_stages) if not view.serving(stage)), "")
+
+
 def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     length = watch.manifest.data.sequence_length
     total = sum(given.samples for given in known.given.values())
     rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in known.gone]
-    return {peer.peer_id: _peer(peer, state, known, (length, total, unix_s)) for peer, state in rows[:MAX_PEERS]}
+    shown = {peer.peer_id: _peer(peer, state, known, (length, total, unix_s)) for peer, state in rows[:MAX_PEERS]}
+    supply, emptied = _supply(watch), _emptied(watch.view)
+    slowest = supply.index(min(supply))
+    for peer, state in rows[:MAX_PEERS]:
+        if why := _why(peer, state, slowest, emptied):
+            shown[peer.peer_id]["why"] = why
+    return shown
+
+
+def _why(peer: PeerView, state: str, slowest: int, emptied: str) -> str:
+    """Why a peer computes nothing, or little, as far as one sees from outside; its note has its own words."""
+    if state == "gone":
+        return "is not heard any more"
+    if peer.stage == UNDECIDED:
+        return "chooses its stage"
+    if peer.state is PeerState.JOINING:
+        return "" if peer.note else "gets the weights of its stage"
+    if peer.state is PeerState.DRAINING:
+        return "finishes what it has begun, and leaves its stage"
+    if emptied:
+        return f"waits: no peer serves {emptied}"
+    if peer.time_shares is None or peer.time_shares.waiting < MUCH_WAITING:
+        return ""
+    return "mostly waits: " + ("few samples come" if slowest == peer.stage else f"stage {slowest} is slower")
 
 
 def _peer(peer: PeerView, state: str, known: Background, context: tuple[int, float, float]) -> dict[str, Any]:
@@ -186,6 +223,10 @@ def _peer(peer: PeerView, state: str, known: Background, context: tuple[int, flo
         "queue": peer.queue,
         "step": peer.optimizer_step,
     }
+    if peer.time_shares is not None:
+        row["busy"], row["waits"] = (_fives(share) for share in (peer.time_shares.computing, peer.time_shares.waiting))
+    if peer.is_reachable is not None:
+        row["reached"] = peer.is_reachable
     if label := known.labels.get(peer.peer_id):
         row["label"] = plain_text(label, 64)
     if given is not None:
@@ -205,10 +246,12 @@ def _contributions(known: Background) -> dict[str, Any]:
     total = sum(given.samples for given in known.given.values())
     for peer_id, given in known.given.items():
         label = known.labels.get(peer_id)
-        who = plain_text(label or given.name, 64) or f"…{peer_id[-8:]}"
+        who = plain_text(label or given.name, 64)
+        by = "id" if not who else "invite" if label else "name"
+        who = who or f"…{peer_id[-8:]}"
         row = sums.setdefault(
-            f"{'invite' if label else 'name'} {who}",
-            {"who": who, "by_invite": bool(label), "samples": 0.0, "hours": 0.0, "peers": 0},
+            f"{by} {who}",
+            {"who": who, "by": by, "samples": 0.0, "hours": 0.0, "peers": 0},
         )
         row["samples"] += given.samples
         row["hours"] += given.served_s / 3600
@@ -232,6 +275,11 @@ def events_by_number(events: Sequence[Event], num_events: int) -> dict[str, Any]
         str(first + at): {key: value for key, value in event.items() if value is not None}
         for at, event in enumerate(events)
     }
+
+
+def _fives(percent: int) -> int:
+    """A share without the percents that change all the time."""
+    return 5 * round(percent / 5)
 
 
 def _three_digits(value: float) -> float:

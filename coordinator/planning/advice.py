@@ -9,6 +9,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.policy.planning.performance_model import MEMORY, ROUND_TRIPS, Prediction
 from swarm_peer.policy.planning.planner import Option, Plan
 
+# A share of a step that is worth a note.
+MUCH_AVERAGING = 0.2
 # Stages that a note names one by one.
 MOST_NAMED = 6
 
@@ -55,12 +57,7 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
         )
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
-    averaging = manifest.averaging
-    if prediction.times.averaging_s > averaging.round_timeout_s:
-        notes.append(
-            f"a round of averaging takes {prediction.times.averaging_s:.0f} s, longer than "
-            f"averaging.round_timeout_s={averaging.round_timeout_s:g}: raise that"
-        )
+    notes += _notes_on_averaging(manifest, prediction)
     held = [stage for stage in prediction.stages if stage.limit in (ROUND_TRIPS, MEMORY)]
     if any(stage.limit == ROUND_TRIPS for stage in held):
         notes.append(
@@ -71,6 +68,30 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
         notes.append("links of live peers are not known and taken for unlimited: give --upload-mbps, --download-mbps")
     if not all(isfinite(group.memory_bytes) for group in made.groups):
         notes.append("memory of live peers is not known and taken for sufficient: give --memory-gb")
+    return notes
+
+
+def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[str]:
+    notes, averaging = [], manifest.averaging
+    round_s = prediction.times.averaging_s * averaging.steps_per_average
+    if round_s > averaging.round_timeout_s:
+        notes.append(
+            f"a round of averaging takes {round_s:.0f} s, longer than "
+            f"averaging.round_timeout_s={averaging.round_timeout_s:g}: raise that"
+        )
+    share = prediction.times.averaging_s / prediction.step_s
+    if share > MUCH_AVERAGING and averaging.mode == "synchronous":
+        faster = 1 / (1 - share * (1 - 1 / averaging.inner_steps))
+        codec = (
+            ""
+            if averaging.compression == "blockwise_8bit"
+            else "averaging.compression=blockwise_8bit sends fewer bytes; "
+        )
+        notes.append(
+            f"averaging takes {share:.0%} of each step: {codec}averaging.mode=periodic, in which peers average every "
+            f"{averaging.inner_steps} steps, would make steps up to {faster:.1f} times as fast, and is not the "
+            f"training of one process"
+        )
     return notes
 
 

@@ -12,7 +12,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from coordinator.config_files import PEERS, find_file, read_yaml
 from coordinator.planning.gpus import find_gpu
-from swarm_peer.config import Section, describe
+from swarm_peer.config import Section
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 from swarm_peer.policy.planning.resources import PeerGroup
 

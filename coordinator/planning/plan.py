@@ -12,7 +12,7 @@ from math import inf, isfinite
 from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
-from coordinator.planning.stage_work import cut_into, hop_bytes, stage_works, widened_layer_flops
+from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, hop_bytes, stage_works, widened_layer_flops
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
@@ -53,6 +53,7 @@ def make_report(
         microbatch_size=training.microbatch_size,
         max_in_flight=manifest.limits.max_in_flight,
         min_peers=manifest.stages.peers_to_start,
+        steps_per_average=manifest.averaging.steps_per_average,
     )
     made = plan(cuts, groups, settings, num_stages)
     if made.best is None:
@@ -171,7 +172,7 @@ def _square_cube(manifest: RunManifest, groups: Sequence[PeerGroup], option: Opt
     for width, num_layers in shapes:
         hidden_size, flops = widened_layer_flops(manifest, width)
         row: dict[str, Any] = {"hidden_size": hidden_size, "layers": num_layers}
-        for codec in ("none", "fp16", "blockwise_8bit"):
+        for codec in COMPARED_CODECS:
             hop = Hop(
                 compute_s=samples * flops * num_layers / group.flops_per_s,
                 activation_bytes=samples * hop_bytes(length, hidden_size, codec),

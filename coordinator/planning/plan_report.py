@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.planning.advice import MOST_NAMED, named_counts
+from coordinator.planning.stage_work import COMPARED_CODECS
 
 # Options that do less than this share of the best one's tokens/s are left out.
 SHOWN = 0.25
@@ -171,17 +172,13 @@ def _square_cube(report: dict[str, Any]) -> Table | None:
     table = _table(
         f"Square-cube law: share of the time that {square_cube['group']} computes, at "
         f"{square_cube['bytes_per_s'] * 8 / 1e6:,.0f} Mb/s and {square_cube['latency_s'] * 1e3:.0f} ms",
-        *("hidden", "layers", "compute"),
-        *(f"{codec}\n{how}" for codec in ("fp32", "fp16", "8-bit") for how in HOW),
+        *("hidden", "layers", "compute\nms"),
+        *(f"{words}\n{how}" for words in COMPARED_CODECS.values() for how in HOW),
         caption="alone: each microbatch waits for the one before it; many: enough of them in flight to hide latency",
     )
     for row in square_cube["rows"]:
-        shares = [
-            f"{row[codec][key]:.0%}"
-            for codec in ("none", "fp16", "blockwise_8bit")
-            for key in ("share_alone", "share_in_flight")
-        ]
-        table.add_row(str(row["hidden_size"]), str(row["layers"]), f"{row['compute_s'] * 1e3:,.1f} ms", *shares)
+        shares = [f"{row[codec][key]:.0%}" for codec in COMPARED_CODECS for key in ("share_alone", "share_in_flight")]
+        table.add_row(str(row["hidden_size"]), str(row["layers"]), f"{row['compute_s'] * 1e3:,.1f}", *shares)
     return table
 
 

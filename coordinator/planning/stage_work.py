@@ -15,6 +15,13 @@ from swarm_peer.wire.codecs import encoded_bytes
 
 # Plans are for GPUs, whose memory holds nothing but what trains.
 DEVICE_TYPE = "cuda"
+# Codecs that the square-cube table compares, and what people call them.
+COMPARED_CODECS: dict[Codec, str] = {
+    "none": "fp32",
+    "fp16": "fp16",
+    "blockwise_8bit": "8-bit",
+    "int4_hadamard": "4-bit",
+}
 
 
 def cut_into(manifest: RunManifest, num_stages: int) -> ResolvedManifest:

@@ -1,23 +1,25 @@
 """The reference: one process trains the run's manifest without any network.
 
-It shares the model, data and optimizer code with the peers, and nothing else. The stages are chained, so that each
-stage clips its own gradients as in a swarm.
+It shares the model, data, codec and optimizer code with the peers, and nothing else. The stages are chained, so that
+each stage clips its own gradients as in a swarm, and what one stage gives to the next goes through the run's wire
+codecs. Averaging has nobody to average with, so its codec is not used.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
-from swarm_peer.config import RunManifest
+from swarm_peer.config import Codec, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer
+from swarm_peer.model.training import ForwardPass, StageTrainer
 from swarm_peer.runtime.data.slices import sample_stream, validation_samples
+from swarm_peer.wire.codecs import decode, encode, rounding_seed
 
 # The stream that the baseline reads; peers use their ids.
 STREAM_ID = "baseline"
@@ -32,38 +34,109 @@ class Baseline:
         self.manifest = resolved.manifest
         self.trainers = [StageTrainer(resolved, spec, device=device, cache_dir=cache_dir) for spec in resolved.specs]
 
-    def train_step(self, microbatches: Iterable[torch.Tensor]) -> tuple[float, int]:
-        """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples."""
+    def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
+        """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples.
+
+        Args:
+            ids: of the microbatches, if a swarm has trained on them: its peers round gradients by them
+        """
+        microbatches = list(microbatches)
+        if ids is None:
+            ids = [f"{self.trainers[0].optimizer_step}/{number}".encode() for number in range(len(microbatches))]
         loss_sum, num_samples = 0.0, 0
-        for tokens_BS in microbatches:
-            passes = []
-            hidden_BTD = None
-            for trainer in self.trainers:
-                passes.append(trainer.forward(tokens_BS, hidden_BTD))
-                hidden_BTD = passes[-1].output
-            loss_sum += float(passes[-1].output.sum())
+        for tokens_BS, microbatch_id in zip(microbatches, ids, strict=True):
+            loss_sum += self.accumulate(tokens_BS, microbatch_id)
             num_samples += len(tokens_BS)
-            grad_BTD = None
-            for trainer, forward_pass in zip(reversed(self.trainers), reversed(passes), strict=True):
-                grad_BTD = trainer.backward(forward_pass, grad_BTD)
         for trainer in self.trainers:
-            trainer.apply(trainer.mean_gradients())
+            end_round([trainer])
         return loss_sum / num_samples, num_samples
+
+    def accumulate(self, tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:
+        """Add a microbatch's gradients to the accumulators of all stages. Returns the sum of its samples' losses."""
+        return accumulate(self.trainers, tokens_BS, microbatch_id)
 
     def evaluate(self, samples: np.ndarray) -> float:
         """Mean loss of samples (N, T+1), in nats per token."""
         loss_sum = 0.0
         for tokens_BS in torch.split(torch.from_numpy(samples), self.manifest.training.microbatch_size):
-            value = None
-            for trainer in self.trainers:
-                value = trainer.evaluate(tokens_BS, value)
-            assert value is not None
+            value = self.trainers[0].evaluate(tokens_BS)
+            for trainer in self.trainers[1:]:
+                value = trainer.evaluate(tokens_BS, _received(value, self.manifest.wire.activations))
             loss_sum += float(value.sum())
         return loss_sum / len(samples)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The weights and optimizer states of all stages."""
         return {name: tensor for trainer in self.trainers for name, tensor in trainer.state().items()}
+
+
+class ReplicatedBaseline:
+    """All stages of a run in one process, with several replicas of each, as in a swarm.
+
+    Where stage-mates average every step, this gives what Baseline gives. Where they average periodically, the routes of
+    the microbatches matter, and this is what a swarm with the same routes is held to.
+    """
+
+    def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int]):
+        """Make replicas.
+
+        Args:
+            num_replicas: of each stage
+        """
+        self.stages = [
+            [StageTrainer(resolved, spec) for _ in range(count)]
+            for spec, count in zip(resolved.specs, num_replicas, strict=True)
+        ]
+
+    def train_step(self, routed: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> tuple[float, int]:
+        """One optimizer step. Returns the mean loss and the number of samples.
+
+        Args:
+            routed: token tensors of shape (B, T+1), each with the replica of each stage that computes it
+        """
+        loss_sum, num_samples = 0.0, 0
+        optimizer_step = self.stages[0][0].optimizer_step
+        for number, (tokens_BS, route) in enumerate(routed):
+            trainers = [replicas[index] for replicas, index in zip(self.stages, route, strict=True)]
+            loss_sum += accumulate(trainers, tokens_BS, f"{optimizer_step}/{number}".encode())
+            num_samples += len(tokens_BS)
+        for replicas in self.stages:
+            end_round(replicas)
+        return loss_sum / num_samples, num_samples
+
+
+def accumulate(trainers: Sequence[StageTrainer], tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:
+    """Add a microbatch's gradients to the accumulators of one trainer of each stage.
+
+    Returns:
+        the sum of its samples' losses
+    """
+    wire = trainers[0].manifest.wire
+    passes: list[ForwardPass] = []
+    for trainer in trainers:
+        hidden_BTD = None if trainer.spec.is_first else _received(passes[-1].output, wire.activations)
+        passes.append(trainer.forward(tokens_BS, hidden_BTD))
+    grad_BTD = None
+    for trainer, forward_pass in zip(reversed(trainers), reversed(passes), strict=True):
+        grad_BTD = trainer.backward(forward_pass, grad_BTD)
+        if grad_BTD is not None:
+            grad_BTD = _received(grad_BTD, wire.gradients, rounding_seed(microbatch_id, trainer.spec.index))
+    return float(passes[-1].output.sum())
+
+
+def end_round(replicas: Sequence[StageTrainer]) -> None:
+    """End a round among the replicas of a stage."""
+    brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples) for trainer in replicas]
+    total = max(sum(samples for _, samples in brought), 1)
+    weighted = [[tensor * (samples / total) for tensor in tensors] for tensors, samples in brought]
+    averages = [torch.stack(same).sum(0) for same in zip(*weighted, strict=True)]
+    for trainer in replicas:
+        trainer.apply(averages)
+
+
+def _received(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> torch.Tensor:
+    """A tensor as the peer reads it to whom it is sent."""
+    return tensor if codec == "none" else decode(encode(tensor, codec, seed), tensor.shape, codec)
 
 
 def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iterator[list[torch.Tensor]]:

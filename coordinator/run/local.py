@@ -22,7 +22,7 @@ from coordinator.watch.run_file import write_run_file
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.bootstrap import Entrance
 
 WATCH_PROCESSES_S = 0.5
@@ -62,6 +62,7 @@ def run_local(
     # A checkpoint is gone on from, and with it the folder's metrics.jsonl; anything else begins anew.
     options = replace(options, resume=options.plan.resume is not None)
     check_output(options.output)
+    spare_imports()
     return run_loop(_run, resolved, peers_by_stage, device, options, log_to, restart)
 
 

@@ -30,7 +30,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.metrics import serve_metrics
-from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
 from swarm_peer.runtime.network.dht import NobodyAnswers, SwarmDHT
@@ -59,6 +59,7 @@ def run_serve(
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
         addresses = read_entrance(node.initial_peers).addresses
+        spare_imports()
         run_loop(_join_and_serve, resolved, node, options, addresses, key_path, log_to)
 
 

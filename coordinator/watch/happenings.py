@@ -108,6 +108,7 @@ class Happenings:
         optimizer_step: int = 0,
         round_number: int = -1,
     ):
+        self._begun_s = begun_s
         self._settled_s = begun_s + lifetime_s
         self._peers: dict[str, _Known] = {}
         self._empty: set[int] = set()
@@ -115,6 +116,8 @@ class Happenings:
         self._assigned: dict[str, tuple[int, str]] = {}  # the new stage and the reason, by peer
         self._term: Term | None = None
         self._optimizer_step, self._round_number = optimizer_step, round_number
+        known = list(known)
+        self._is_known = bool(known)
         for event in standing(known):
             stage, peer = event["stage"], event["peer"]
             assert stage is not None
@@ -142,7 +145,9 @@ class Happenings:
         for each in record.assignments:
             self._assigned[each.peer] = (each.to_stage, each.reason)
         if term != self._term:
-            self._term = term
+            is_of_before, self._term = self._term is None and self._is_known, term
+            if is_of_before:  # an earlier process has told it
+                return
             text = f"Coordinator …{term.coordinator[-8:]} directs the run from now on."
             yield make_event("coordinator", text, now_s)
 
@@ -153,8 +158,10 @@ class Happenings:
             known = self._peers.get(peer.peer_id)
             self._unseen.discard(peer.peer_id)
             if known is None:
+                # An observer comes to a run under way; a peer dates its life by its own clock.
+                was_there = not self._is_known and 0 < peer.incarnation < 1000 * self._begun_s
                 seen_again = peer.incarnation and self._gone.pop(peer.peer_id, 0) == peer.incarnation
-                does = "is seen again in" if seen_again else "joins"
+                does = "is seen again in" if seen_again else "is there already, in" if was_there else "joins"
                 yield _of_peer("joined", peer, f"{does} stage {peer.stage}.", now_s)
             elif known.stage != peer.stage:
                 yield _of_peer("moved", peer, self._move_text(peer, known.stage), now_s)

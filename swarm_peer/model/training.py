@@ -28,7 +28,7 @@ from swarm_peer.model.optimizer import (
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, strategy_of
+from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, StepResult, strategy_of
 from swarm_peer.model.stage import StageModule, allocate, initialise
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
@@ -50,20 +50,6 @@ class ForwardPass:
     _result: Tensor | None  # with its graph; None once it has gone backward
     _hidden_BTD: Tensor | None  # the leaf whose gradient the stage before wants
     _weights_version: int
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """How one optimizer step went.
-
-    Attributes:
-        grad_norm: of the stage's mean gradient, before clipping
-        skipped: the gradient was not finite or all zeros, so the weights stayed as they were
-    """
-
-    grad_norm: float
-    learning_rate: float
-    skipped: bool
 
 
 class StageTrainer:
@@ -120,7 +106,7 @@ class StageTrainer:
         self.weights_version = 0
 
     def _make_strategy(self) -> RoundStrategy:
-        return strategy_of(self.manifest.averaging)([parameter.shape for parameter in self.module.parameters()])
+        return strategy_of(self.manifest.averaging)(self)
 
     def _initialise(self, module: StageModule) -> None:
         model = self.manifest.model
@@ -255,23 +241,37 @@ class StageTrainer:
             parameter.grad += total.to(self.device)
         self.num_samples += num_samples
 
-    @torch.no_grad()
-    def apply(self, mean_gradients: Sequence[Tensor]) -> StepResult:
-        """End a round with one optimizer step: clip, update the weights, and clear the accumulator.
+    def apply(self, averages: Sequence[Tensor]) -> StepResult:
+        """End a round with what stage-mates have averaged, or nothing where they did not, and clear the accumulator.
 
-        The strategy may leave the weights as they are until a later round. So does a gradient that is not finite, or of
-        no samples: stage-mates that hold the same gradient do the same. The step counts all the same.
+        Args:
+            averages: of the strategy's contributions, in the order of the parameters
+        """
+        self.discard_gradients()
+        result = self.strategy.end_round(averages)
+        self._enter(self.optimizer_step + 1)
+        return result
+
+    @torch.no_grad()
+    def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
+        """Clip a gradient and have the optimizer take a step with it; for strategies.
+
+        A gradient that is not finite, or of no samples, leaves the weights as they are: stage-mates that hold the same
+        gradient do the same.
+
+        Args:
+            mean_gradients: in the order of the parameters; may be none if the weights stay
+            keeps_weights: only measure the gradient
         """
         parameters = list(self.module.parameters())
-        assert [g.shape for g in mean_gradients] == [p.shape for p in parameters], "gradients of another stage"
-        self.discard_gradients()
-        due = self.strategy.end_round(mean_gradients)
-        gradients = [g.to(self.device, torch.float32, copy=True) for g in (mean_gradients if due is None else due)]
+        fits = [g.shape for g in mean_gradients] == [p.shape for p in parameters]
+        assert fits or (keeps_weights and not mean_gradients), "gradients of another stage"
+        gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
         # Where all samples were lost, the mean is zero.
         skipped = not bool(norm.isfinite()) or not bool(norm)
-        if due is not None and not skipped:
+        if not keeps_weights and not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             if self.manifest.training.max_grad_norm is not None:
@@ -279,7 +279,7 @@ class StageTrainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
-        self._enter(self.optimizer_step + 1)
+            self.weights_version += 1
         return StepResult(grad_norm=float(norm), learning_rate=rate, skipped=skipped)
 
     def discard_gradients(self) -> None:
@@ -300,18 +300,26 @@ class StageTrainer:
         return weights | optimizer_state_template(self.optimizer, self.module) | kept
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int, *, keeps_work: bool = False) -> int:
         """Take over a state() of that optimizer step; accumulated gradients are dropped.
+
+        Args:
+            keeps_work: as for RoundStrategy.load_state
+
+        Returns:
+            the samples whose work is lost
 
         Raises:
             InvalidMessage: names, types, shapes or values that do not fit this stage; nothing has changed then
         """
         check_state(tensors, self.state_template())
+        entries = {name: tensors[f"{STRATEGY_PREFIX}{name}"].clone() for name in self.strategy.state()}
+        num_lost = self.strategy.load_state(entries, keeps_work=keeps_work)
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])
         load_optimizer_state(self.optimizer, self.module, tensors)
-        self.strategy.load_state({name: tensors[f"{STRATEGY_PREFIX}{name}"].clone() for name in self.strategy.state()})
         self._enter(optimizer_step)
+        return num_lost
 
     @torch.no_grad()
     def restart(self) -> None:

@@ -222,7 +222,7 @@ class Assembly:
             progress=progress,
             view=lambda: self.peer.directory.view,
             digest_weights=lambda: self.peer.device_thread.run(
-                Priority.STEP, lambda: digest_weights(self.trainer.module)
+                Priority.STEP, lambda: digest_weights(self.trainer.strategy.shared_weights())
             ),
         )
 

@@ -192,7 +192,7 @@ class StageReplica:
             with anyio.move_on_after(LAST_REPLIES_S):
                 await self._peer.transport.answered()
             await parts.step_loop.leave()
-        if grace.cancelled_caught and (samples := self._trainer.num_samples):
+        if grace.cancelled_caught and (samples := self._trainer.strategy.pending_samples):
             self._peer.context.metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, grace_s)
 
@@ -213,7 +213,7 @@ class StageReplica:
             record = ProgressRecord(
                 # Without the ranges of samples, which are long and travel with calls.
                 current=self.parts.launcher.current.model_copy(update={"ranges": ()}),
-                finished=tuple(self.parts.step_loop.reports),
+                finished=tuple(self.parts.step_loop.reports.finished),
                 validations=tuple(self.parts.launcher.validations),
             )
             now_s = self._peer.context.clock.monotonic_s()

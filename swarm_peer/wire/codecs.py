@@ -6,6 +6,7 @@ numbers before anybody computes with it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,6 +17,7 @@ import torch
 
 from swarm_peer.config import CODEC_BLOCK_SIZE, Codec, codec_bytes
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.wire.int4_hadamard import decode_int4, encode_int4
 
 _DTYPE: dict[Codec, torch.dtype] = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -25,10 +27,23 @@ def encoded_bytes(shape: Sequence[int], codec: Codec) -> int:
     return codec_bytes(math.prod(shape), codec)
 
 
-def encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
+def rounding_seed(*names: bytes | int | str) -> int:
+    """The seed of one tensor's stochastic rounding: two peers that use the same names round alike.
+
+    A gradient goes by its microbatch's id and the stage that sends it, so that a further try, and the reference process
+    that is told the ids, send the same bytes.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(names).encode(), digest_size=8).digest(), "big")
+
+
+def encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:
     """Encode a tensor of any float type and device. Lossy for all codecs but `none` (fp32, bitwise).
 
     Values beyond the codec's range (fp16 ends at 65504) are clipped to it, so that a rare outlier costs no microbatch.
+
+    Args:
+        seed: rounding_seed of a gradient, which int4_hadamard rounds stochastically with it, without a bias; None for
+            activations, which are rounded to nearest. Other codecs always do that.
 
     Raises:
         OverflowError: the values are not finite
@@ -36,9 +51,11 @@ def encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
     tensor = tensor.detach()
     if codec == "blockwise_8bit":
         return _encode_8bit(tensor)
+    if codec == "int4_hadamard":
+        return bytes_of(encode_int4(tensor, seed))
     encoded = tensor.to(_DTYPE[codec])
-    if not torch.isfinite(encoded).all():
-        if not torch.isfinite(tensor).all():
+    if not _is_finite(encoded):
+        if not _is_finite(tensor):
             raise OverflowError("the values are not finite")
         range_of = torch.finfo(_DTYPE[codec])
         encoded = tensor.clamp(range_of.min, range_of.max).to(_DTYPE[codec])
@@ -58,9 +75,11 @@ def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor
         return torch.empty(tuple(shape))
     if codec == "blockwise_8bit":
         tensor = _decode_8bit(data, shape)
+    elif codec == "int4_hadamard":
+        tensor = decode_int4(torch.frombuffer(data, dtype=torch.uint8), math.prod(shape)).view(tuple(shape))
     else:
         tensor = torch.frombuffer(data, dtype=_DTYPE[codec]).view(tuple(shape)).float()
-    if not torch.isfinite(tensor).all():
+    if not _is_finite(tensor):
         raise InvalidMessage(f"tensor of shape {tuple(shape)} holds non-finite numbers")
     return tensor
 
@@ -92,11 +111,16 @@ def bytes_of(data: torch.Tensor | npt.NDArray[np.generic]) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # a buffer since numpy 1
 
 
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are finite: several times as fast as to ask for each of them."""
+    return not tensor.numel() or all(math.isfinite(bound) for bound in torch.aminmax(tensor))
+
+
 def _encode_8bit(tensor: torch.Tensor) -> memoryview:
     from bitsandbytes.functional import quantize_blockwise  # takes a second to import, and few runs need it
 
     # Check first: a NaN does not show in the largest absolute value of its block.
-    if not torch.isfinite(tensor).all():
+    if not _is_finite(tensor):
         raise OverflowError("the values are not finite")
     quantized, state = quantize_blockwise(tensor.float().contiguous(), blocksize=CODEC_BLOCK_SIZE)
     scales = state.absmax.float().cpu().view(torch.uint8)

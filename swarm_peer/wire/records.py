@@ -13,7 +13,8 @@ from typing import Annotated, ClassVar, NamedTuple, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm_peer.config import PEER_NAME, describe
+from swarm_peer.config import PEER_NAME
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.progress_counter import RoundCount

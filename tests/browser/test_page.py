@@ -3,74 +3,25 @@
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import anyio
 import pytest
 import yaml
-from made_up_page import CHROMIUM, CHROMIUM_OPTIONS, made_up_page
+from made_up_run import made_up_page
 from programs import COORDINATOR, Processes, children_of, wait_for
 from swarm import tiny_manifest
+from visits import link_in, needs_chromium, visit
 
 from coordinator.dashboard.server import showing
 from swarm_peer.policy.view import SwarmView
 
-playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"there is no {CHROMIUM}: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
 HOSTILE = "<img src=x onerror=alert(1)><b>x</b>"
-
-
-class Visit:
-    """A page in a browser, and all that went wrong in it."""
-
-    def __init__(self, page):
-        self.page = page
-        self.errors: list[str] = []
-        self.hosts: set[str] = set()
-        page.on("console", lambda message: message.type in ("error", "warning") and self.errors.append(message.text))
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("dialog", lambda dialog: self.errors.append(f"dialog {dialog.message}"))
-        page.on("request", lambda request: self.hosts.add(re.sub(r"^(\w+://[^/:]+).*", r"\1", request.url)))
-
-    async def text(self, selector: str) -> str:
-        return await self.page.inner_text(selector)
-
-    async def wait(self, expression: str) -> None:
-        # Not by wait_for_function, which evaluates strings in the page: its policy forbids that.
-        with anyio.fail_after(60):
-            while not await self.page.evaluate(expression):  # noqa: ASYNC110 (it comes true in another process)
-                await anyio.sleep(0.05)
-
-    async def overflow(self) -> float:
-        """Pixels by which the page is too wide."""
-        return await self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
-
-
-@asynccontextmanager
-async def visit(url: str, width: int = 1200) -> AsyncIterator[Visit]:
-    async with playwright.async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_OPTIONS))
-        page = await browser.new_page(viewport={"width": width, "height": 800})
-        visited = Visit(page)
-        await page.goto(url)
-        yield visited
-        await browser.close()
 
 
 def cmdline_of(pid: int) -> bytes:
     return (Path("/proc") / str(pid) / "cmdline").read_bytes()
-
-
-def link_in(said: str) -> str | None:
-    found = re.search(r"http://127\S+token=\S+", said)
-    return found and found[0]
 
 
 async def test_a_real_run_is_shown_and_a_death_in_it(tmp_path: Path, processes: Processes) -> None:
@@ -84,7 +35,10 @@ async def test_a_real_run_is_shown_and_a_death_in_it(tmp_path: Path, processes: 
         await here.wait("document.querySelectorAll('#loss-chart canvas').length === 1")
         await here.wait("document.getElementById('figures').textContent.includes('Loss')")
         assert "token" not in here.page.url
-        assert "0 of 100" not in await here.text("#progress-text")
+        assert not (await here.text("#progress-text")).startswith("step 0 ")
+        await here.wait("/\\d+%/.test(document.querySelector('#peer-table td[data-label=Busy]').textContent)")
+        await here.wait("/\\d+%/.test(document.querySelector('#stage-table td[data-label=Waits]').textContent)")
+        assert await here.page.is_hidden("#to-join"), "a run on one machine has no line for others"
 
         (victim,) = (pid for pid in children_of(local.pid) if b"\0--name\x001.0\0" in cmdline_of(pid))
         os.kill(victim, signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from forks import ForkedProcess
-from programs import COORDINATOR, PEER, Processes, wait_for
+from programs import COORDINATOR, Processes, wait_for
 from swarm import tiny_manifest
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +20,8 @@ from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
 pytestmark = pytest.mark.timeout(300)
+
+SAMPLE_S = 0.01
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:
@@ -35,7 +37,7 @@ def checkpoints_of(output: Path) -> list[Path]:
 def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: Processes) -> None:
     steps = 24
     manifest = tiny_manifest(
-        training={"steps": steps, "global_batch_size": 128, "microbatch_size": 4, "validation_every": 0},
+        training={"steps": steps, "global_batch_size": 64, "microbatch_size": 4, "validation_every": 0},
         limits={"hop_timeout_s": 10, "announcement_s": 6},
         recovery={"snapshot_every": 5},
         optimizer={"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0},
@@ -51,7 +53,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
         for stage, count in enumerate(peers_by_stage):
             for number in range(count):
                 joining = ("--stage", str(stage), "--initial-peers", f"@{addresses}")
-                processes.start(f"{life}.{stage}.{number}", *PEER, *joining)
+                processes.start_slow_peer(f"{life}.{stage}.{number}", SAMPLE_S, *joining)
         return coordinator
 
     start("first", [2, 1])

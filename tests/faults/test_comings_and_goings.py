@@ -11,16 +11,13 @@ import pytest
 import torch
 from every_second_round import VARIABLE, EverySecondRound
 from recording_peer import FIRST_STAGE
-from swarm import LiveSwarm, SwarmRun, run_swarm, tiny_manifest
+from swarm import LiveSwarm, SwarmRun, check_ledger, run_swarm, tiny_manifest
 
 from coordinator.run.baseline import Baseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGIES
-from swarm_peer.policy.data.ranges import SampleId
-from swarm_peer.runtime.data.slices import SliceReader
-from swarm_peer.wire.ledger_codec import decode_ledger
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,16 +55,6 @@ def check_equals_one_process(run: SwarmRun, manifest: RunManifest) -> None:
                 assert difference < limit, f"{name} differs by {difference:.2e}"
         for other in states[1:]:
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
-
-
-def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
-    """The data ledger of stage 0 has the samples of the run's line of steps, and no others."""
-    counted = [sample for line in run.lines for sample in run.samples[line["round"]]]
-    for state in run.states[0]:
-        ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
-        assert ledger.current_pass == 0
-        windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
-        assert sorted(windows) == sorted(counted), "each once"
 
 
 @pytest.fixture

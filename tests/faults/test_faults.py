@@ -47,11 +47,11 @@ def check_goes_on(run: SwarmRun, manifest: RunManifest, survivors: list[int], re
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
 
 
-# The test tube kills peers at all of these moments, and at any other; here one of each kind suffices.
+# The test tube kills peers at all of these moments and at any other, stalls them and cuts them off.
 KILLS = [
     pytest.param("kill-before-forward:20", marks=pytest.mark.slow),
     pytest.param("kill-after-forward:20", marks=pytest.mark.slow),
-    "kill-after-backward:20",
+    pytest.param("kill-after-backward:20", marks=pytest.mark.slow),
     pytest.param("kill-before-reply:20", marks=pytest.mark.slow),
     pytest.param("kill-after-reply:20", marks=pytest.mark.slow),
     pytest.param("kill-before-averaging:4", marks=pytest.mark.slow),
@@ -61,7 +61,7 @@ KILLS = [
 MISBEHAVIOUR = [
     pytest.param("drop-reply:10", marks=pytest.mark.slow),
     pytest.param("garbage:10", marks=pytest.mark.slow),
-    "stall:20:8",
+    pytest.param("stall:20:8", marks=pytest.mark.slow),
     pytest.param("clock:1:300", marks=pytest.mark.slow),
 ]
 
@@ -102,6 +102,7 @@ def test_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> None:
     check_goes_on(run, manifest, [2, 2], recorders_died=False)
 
 
+@pytest.mark.slow
 def test_a_partition_between_two_stages_heals(tmp_path: Path) -> None:
     manifest = manifest_of()
 

@@ -15,26 +15,27 @@ class EverySecondRound(RoundStrategy):
 
     kept_values = 1
 
-    def __init__(self, shapes):
-        super().__init__(shapes)
+    def __init__(self, trainee):
+        super().__init__(trainee)
         self.num_kept = 0
-        self.kept = [torch.zeros(shape) for shape in shapes]
+        self.kept = [torch.zeros(parameter.shape) for parameter in trainee.module.parameters()]
 
-    def end_round(self, mean_gradients):
+    def end_round(self, averages):
         if not self.num_kept:
-            self.num_kept, self.kept = 1, [gradient.clone() for gradient in mean_gradients]
-            return None
-        means = [(kept + gradient) / 2 for kept, gradient in zip(self.kept, mean_gradients, strict=True)]
-        self.num_kept, self.kept = 0, [torch.zeros(shape) for shape in self.shapes]
-        return means
+            self.num_kept, self.kept = 1, [gradient.clone() for gradient in averages]
+            return self.trainee.update(averages, keeps_weights=True)
+        means = [(kept + gradient) / 2 for kept, gradient in zip(self.kept, averages, strict=True)]
+        self.num_kept, self.kept = 0, [torch.zeros_like(kept) for kept in self.kept]
+        return self.trainee.update(means)
 
     def state(self):
         kept = {f"kept/{number:05d}": gradient for number, gradient in enumerate(self.kept)}
         return {"num_kept": torch.tensor(float(self.num_kept))} | kept
 
-    def load_state(self, entries):
+    def load_state(self, entries, *, keeps_work=False):
         self.num_kept = int(entries["num_kept"])
-        self.kept = [entries[f"kept/{number:05d}"] for number in range(len(self.shapes))]
+        self.kept = [entries[f"kept/{number:05d}"] for number in range(len(self.kept))]
+        return self.pending_samples
 
 
 def install_if_wanted():

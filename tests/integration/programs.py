@@ -11,6 +11,7 @@ from forks import ForkedProcess, fork
 
 PEER = (sys.executable, "-m", "swarm_peer.cli", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1")
 COORDINATOR = (sys.executable, "-m", "coordinator.cli")
+RECORDING_PEER = Path(__file__).with_name("recording_peer.py")
 # These show a page, which no test but that of the page needs.
 WITH_PAGE = [(*COORDINATOR, "serve"), (*COORDINATOR, "local")]
 
@@ -28,6 +29,11 @@ class Processes:
         process = fork(command, self.path(name), environment)
         self.running.append(process)
         return process
+
+    def start_slow_peer(self, name: str, sample_s: float, *options: str) -> ForkedProcess:
+        """A peer whose device sleeps for a time of its own: its run is as fast on any machine."""
+        recording = (sys.executable, str(RECORDING_PEER), str(self._folder), f"slow:1:{sample_s}", *PEER[3:])
+        return self.start(name, *recording, *options)
 
     def run(self, name: str, *command: str, timeout_s: float = 60) -> int:
         """To its end; returns its exit code."""

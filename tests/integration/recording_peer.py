@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from cyclopts import App, Parameter
@@ -17,6 +17,7 @@ from every_second_round import install_if_wanted
 
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.placement.rebalancing import StageChoice
 from swarm_peer.runtime import startup
@@ -24,6 +25,32 @@ from swarm_peer.runtime import startup
 app = App()
 # The stage that a peer with `--stage auto` begins in.
 FIRST_STAGE = "FIRST_STAGE"
+# Set where tests must know which replicas a microbatch went through.
+RECORD_ROUTES = "RECORD_ROUTES"
+
+
+def record_routes(path: Path) -> None:
+    """Write down each microbatch that went backward here: the stage, the optimizer step, the tokens."""
+    forward, backward = StageTrainer.forward, StageTrainer.backward
+    tokens: dict[int, list[list[int]]] = {}
+
+    def keep(trainer: StageTrainer, tokens_BS: torch.Tensor, *args: Any) -> Any:
+        result = forward(trainer, tokens_BS, *args)
+        tokens[id(result)] = tokens_BS.tolist()
+        return result
+
+    def write(trainer: StageTrainer, forward_pass: Any, *args: Any) -> Any:
+        entry = {
+            "stage": trainer.spec.index,
+            "optimizer_step": forward_pass.optimizer_step,
+            "tokens": tokens.pop(id(forward_pass)),
+        }
+        result = backward(trainer, forward_pass, *args)
+        with path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        return result
+
+    StageTrainer.forward, StageTrainer.backward = keep, write  # type: ignore[method-assign]
 
 
 @app.default
@@ -36,16 +63,19 @@ def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(
         inject(fault, folder)
     with (folder / f"{os.getpid()}.jsonl").open("a") as file:
 
-        def record(round_number: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId]) -> None:
+        def record(round_number: int, tokens_BS: torch.Tensor, samples: Sequence[SampleId], microbatch: bytes) -> None:
             entry = {
                 "round": round_number,
                 "time": time.time(),
                 "tokens": tokens_BS.tolist(),
                 "samples": samples,
+                "id": microbatch.hex(),
             }
             file.write(json.dumps(entry) + "\n")
             file.flush()
 
+        if os.environ.get(RECORD_ROUTES):
+            record_routes(folder / f"{os.getpid()}.route")
         if (stage := os.environ.get(FIRST_STAGE)) is not None:
             startup.choose_stage = lambda *_, **__: StageChoice(int(stage), "the test says so")
         startup.run_peer(options, counted=record)

@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import torch
 from forks import fork
+from programs import RECORDING_PEER
 
 from coordinator.checkpoints.fetching import open_transport
 from coordinator.run.invites import InviteBook, coordinator_invite
@@ -26,6 +27,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network.bootstrap import Entrance
@@ -33,12 +35,11 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.ledger_codec import decode_ledger
 from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
 torch.set_num_threads(1)
-
-RECORDING_PEER = Path(__file__).with_name("recording_peer.py")
 
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
@@ -109,6 +110,7 @@ class SwarmRun:
     Attributes:
         states: by stage, the state of each of its peers
         counted: by global step, the counted microbatches (B, T+1), as stage 0 recorded them
+        ids: by global step, the ids of these microbatches
         samples: by global step, which samples these are
         lines: of metrics.jsonl
         fired: what faults wrote down, by name of the peer
@@ -116,6 +118,7 @@ class SwarmRun:
 
     states: list[list[StageState]]
     counted: dict[int, list[torch.Tensor]]
+    ids: dict[int, list[bytes]]
     samples: dict[int, list[SampleId]]
     lines: list[dict[str, Any]]
     output: Path
@@ -279,15 +282,16 @@ def run_swarm(
             return states
 
     states = run_loop(run)
-    counted, samples = defaultdict(list), defaultdict(list)
+    counted, ids, samples = defaultdict(list), defaultdict(list), defaultdict(list)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             counted[entry["round"]].append(torch.tensor(entry["tokens"]))
+            ids[entry["round"]].append(bytes.fromhex(entry["id"]))
             samples[entry["round"]] += (SampleId(*sample) for sample in entry["samples"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fired = [path.read_text() for path in sorted(records.glob("*.fired"))]
-    return SwarmRun(states, dict(counted), dict(samples), lines, folder, fired)
+    return SwarmRun(states, dict(counted), dict(ids), dict(samples), lines, folder, fired)
 
 
 async def _train_and_fetch(
@@ -320,3 +324,13 @@ async def _train_and_fetch(
                     [await fetch_state(transport, [peer], call, max_bytes=limit, rng=random.Random()) for peer in peers]
                 )
         return states
+
+
+def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
+    """The data ledger of stage 0 has the samples of the run's line of steps, and no others."""
+    counted = [sample for line in run.lines for sample in run.samples[line["round"]]]
+    for state in run.states[0]:
+        ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
+        assert ledger.current_pass == 0
+        windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
+        assert sorted(windows) == sorted(counted), "each once"

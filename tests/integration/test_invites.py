@@ -33,7 +33,8 @@ def test_who_was_invited_takes_part_until_it_is_revoked(tmp_path: Path, processe
     alices = invite_in(processes.log("invite"))
     assert alices != printed
     assert processes.run("again", *COORDINATOR, "invite", str(output), "--label", "alice") == 2
-    members = [processes.start(f"member-{i}", *PEER, "--stage", str(i), "--initial-peers", printed) for i in range(2)]
+    joining = ("--initial-peers", printed, "--stage")
+    members = [processes.start_slow_peer(f"member-{i}", 0.02, *joining, str(i)) for i in range(2)]
     alice = processes.start("alice", *PEER, "--stage", "1", "--initial-peers", alices)
     wait_for(lambda: "serving stage=1" in processes.log("alice"), "the service of alice's peer")
 

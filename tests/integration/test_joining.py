@@ -13,13 +13,18 @@ import yaml
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import tiny_manifest
 
+from coordinator.report.figures import FIGURES
+from coordinator.report.page import write_report
+from coordinator.report.run_folder import read_run
+from swarm_peer.wire.identity import Identity
+
 pytestmark = pytest.mark.timeout(600)
 
 
 def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, processes: Processes) -> None:
     """`serve`, two `--stage auto` peers, a third that joins the run under way, `status`, a kill, the end."""
     manifest = tiny_manifest(
-        training={"steps": 16, "global_batch_size": 512, "validation_every": 8},
+        training={"steps": 16, "global_batch_size": 64, "validation_every": 8},
         limits={"announcement_s": 8.0, "hop_timeout_s": 20},
     )
     config, address_file = tmp_path / "run.yaml", tmp_path / "address"
@@ -29,7 +34,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     serving = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(address_file), "--metrics-port", "0",
                "--no-rebalance")  # fmt: skip
     coordinator = processes.start("coordinator", *COORDINATOR, "serve", str(config), "--output", str(output), *serving)
-    peers = [processes.start(f"peer-{i}", *PEER, "--initial-peers", f"@{address_file}") for i in range(2)]
+    peers = [processes.start_slow_peer(f"peer-{i}", 0.02, "--initial-peers", f"@{address_file}") for i in range(2)]
     metrics = output / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, "the third optimizer step")
     stages = {processes.log(f"peer-{i}").partition("stage_decided stage=")[2][:1] for i in range(2)}
@@ -60,6 +65,14 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "validation_loss" in lines[-1]
     assert (output / "model" / "model.safetensors").exists()
+    # Its folder has all that a report tells.
+    run = read_run(output)
+    run_id = Identity.load_or_create(output / "identity").peer_id
+    assert (run.about["run_id"], run.about["manifest_hash"]) == (run_id, manifest.hash)
+    assert run.events[0].kind == "started"
+    assert {event.kind for event in run.events} >= {"joined", "died", "ended"}
+    assert run.num_unread == 0
+    assert write_report(output).read_text().count('src="data:image/png;base64,') == len(FIGURES)
 
 
 def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path: Path, processes: Processes) -> None:
@@ -135,3 +148,7 @@ def test_a_run_on_one_machine_outlives_a_peer(tmp_path: Path, processes: Process
     assert " of stage 1 was killed by SIGKILL; peer 1." in processes.log("local")
     assert "60 optimizer steps done" in processes.log("local")
     assert len(list((output / "logs").iterdir())) == 4, "one more than there were peers"
+    assert processes.log("local").splitlines()[-1] == f"Report: {output / 'report.html'}"
+    report = (output / "report.html").read_text()
+    assert "Run test" in report
+    assert "made its steps and saved its model" in report

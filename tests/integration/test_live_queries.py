@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
-import anyio
 import numpy as np
 import pytest
 import torch
+from forks import fork
+from programs import COORDINATOR
 from swarm import LLAMA, LiveSwarm, SwarmRun, run_swarm, tiny_manifest
 from test_keystone import check_counts, check_nothing_lost, relative_difference
 from transformers import AutoModelForCausalLM
@@ -36,12 +34,13 @@ PROMPT = "The quick brown fox jumps over the lazy"  # longer than a sequence
 NUM_TOKENS = 12
 
 
-async def command(live: LiveSwarm, *arguments: str) -> str:
-    line = [sys.executable, "-m", "coordinator.cli", *arguments, "--initial-peers", live.invite]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = await anyio.run_process(line, stderr=subprocess.PIPE, check=False, env=environment)
-    assert result.returncode == 0, result.stderr.decode()[-2000:]
-    return result.stdout.decode()
+async def command(live: LiveSwarm, folder: Path, *arguments: str) -> str:
+    """What a command prints, errors included."""
+    printed = folder / f"{arguments[0]}.log"
+    process = fork([*COORDINATOR, *arguments, "--initial-peers", live.invite], printed)
+    await live.until(lambda: process.poll() is not None, f"the end of {arguments[0]}")
+    assert process.returncode == 0, printed.read_text()[-2000:]
+    return printed.read_text()
 
 
 def greedy_continuation(folder: Path, prompt: list[int], length: int) -> list[int]:
@@ -100,9 +99,9 @@ def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
             while live.optimizer_step < STEPS - 5:
                 live_results.append(await model.evaluate(held_out))
         await live.until(live.service.model_folder.exists, "the saved model", 300)
-        said["evaluate"] = await command(live, "evaluate", "--json")
+        said["evaluate"] = await command(live, tmp_path, "evaluate", "--json")
         sample = ("sample", "--prompt", PROMPT, "--tokens", str(NUM_TOKENS), "--temperature", "0")
-        said["sample"] = await command(live, *sample)
+        said["sample"] = await command(live, tmp_path, *sample)
 
     run = run_swarm(manifest, [1, 1], tmp_path, timeout_s=500, script=script)
 

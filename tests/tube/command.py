@@ -82,16 +82,18 @@ def shrunk(seed: str, numbers: Sequence[int] | None) -> list[int]:
 
 
 @app.command
-def seeds(*, first: int = 0, count: int = 30, processes: int = 2, results: Path | None = None) -> None:
+def seeds(*, first: int = 0, count: int = 30, mode: str = "", processes: int = 2, results: Path | None = None) -> None:
     """Run many seeds, and sum up. The first one of each batch is run twice: it must go the same way, event by event.
 
     Args:
+        mode: of averaging, if it is not synchronous
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
             has changed
     """
     kept = _read(results)
-    outcomes = [outcome for outcome in kept.values() if first <= int(outcome.seed) < first + count]
-    todo = [str(seed) for seed in range(first, first + count) if str(seed) not in kept]
+    wanted = [f"{mode}-{number}" if mode else str(number) for number in range(first, first + count)]
+    outcomes = [kept[seed] for seed in wanted if seed in kept]
+    todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):
         outcomes.append(outcome)
         if results is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,21 +114,25 @@ class Invariants:
     def watching(self) -> Iterator[None]:
         """While the context is open, look at what peers do."""
         with (
-            _after(MicrobatchLauncher, "_claim", self._claimed),
-            _before(MicrobatchLauncher, "_count", self._counted),
-            _before(GradientHandover, "handle_commit", self._given),
-            _before(GradientHandover, "_add", self._adding),
-            _after(GradientHandover, "_add", self._added),
-            _before(StageGroup, "settle", self._settling),
-            _around(StageGroup, "_average", self._averaged),
-            _around(StageGroup, "_ask_vote", self._asked),
-            _around(StepLoop, "_commit", self._committed),
-            _after(StepLoop, "_begin_round", self._begun),
-            _around(Peer, "_move", self._moved),
-            _after(Peer, "_describe", self._described),
+            after(MicrobatchLauncher, "_claim", self._claimed),
+            before(MicrobatchLauncher, "_count", self._counted),
+            before(GradientHandover, "handle_commit", self._given),
+            before(GradientHandover, "_add", self._adding),
+            after(GradientHandover, "_add", self._added),
+            before(StageGroup, "settle", self._settling),
+            around(StageGroup, "_average", self._averaged),
+            around(StageGroup, "_ask_vote", self._asked),
+            around(StepLoop, "_commit", self._committed),
+            after(StepLoop, "_begin_round", self._begun),
+            around(Peer, "_move", self._moved),
+            after(Peer, "_describe", self._described),
             self._watching_orders(),
         ):
             yield
+
+    def shared(self, state: State) -> State:
+        """The part of a stage's state that stage-mates hold alike."""
+        return state
 
     # --- what is seen
 
@@ -280,7 +285,7 @@ class Invariants:
             optimizer_step = timeline.optimizer_step_at(round_number)
             self.records.beginnings[place] = Beginning(state, timeline, optimizer_step)
             self._check_first(place, state, timeline)
-        elif not _same(known.state, state):
+        elif not _same(self.shared(known.state), self.shared(state)):
             self._tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {place[:3]}")
         if loop._trainer.optimizer_step != timeline.optimizer_step_at(round_number):
             self._tube.violation(f"{HOST.get()}: {loop._trainer.optimizer_step} updates at {place[:3]}, {timeline}")
@@ -298,7 +303,7 @@ class Invariants:
             for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
             if (of_stage, number, digest) == (stage, timeline.created_at_round, history_hash)
         ]
-        if not any(_same(beginning.state, state) for beginning in created):
+        if not any(_same(self.shared(beginning.state), self.shared(state)) for beginning in created):
             self._tube.violation(f"timeline {timeline} begins with weights that stage {stage} never had")
 
     async def _moved(self, call: Any, peer: Any, replica: Any, stage: int) -> bool:
@@ -364,7 +369,7 @@ class Invariants:
                 (of_stage, digest) == (stage, saved.history_hash)
                 and beginning.timeline.creation_round(number) == saved.created_at_round
                 and beginning.optimizer_step == checkpoint.optimizer_step
-                and _same(beginning.state, dict(saved.tensors))
+                and _same(self.shared(beginning.state), self.shared(dict(saved.tensors)))
                 for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
             ):
                 self._tube.violation(
@@ -428,7 +433,8 @@ def _same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def _before(owner: type, name: str, look: Callable[..., None]) -> Any:
+def before(owner: type, name: str, look: Callable[..., None]) -> Any:
+    """Have `look` see each call of a method, with its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -439,7 +445,8 @@ def _before(owner: type, name: str, look: Callable[..., None]) -> Any:
     return patch.object(owner, name, wrapped)
 
 
-def _after(owner: type, name: str, look: Callable[..., None]) -> Any:
+def after(owner: type, name: str, look: Callable[..., None]) -> Any:
+    """Have `look` see each call of a method when it is over, with its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -451,11 +458,16 @@ def _after(owner: type, name: str, look: Callable[..., None]) -> Any:
     return patch.object(owner, name, wrapped)
 
 
-def _around(owner: type, name: str, call: Callable[..., Any]) -> Any:
+def around(owner: type, name: str, call: Callable[..., Any]) -> Any:
+    """Have `call` run in place of a method, coroutine function or not, and give it the method."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    async def wrapped(self: Any, *args: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        return call(functools.partial(original, self), self, *args, **options)
+
+    @functools.wraps(original)
+    async def async_wrapped(self: Any, *args: Any) -> Any:
         return await call(functools.partial(original, self), self, *args)
 
-    return patch.object(owner, name, wrapped)
+    return patch.object(owner, name, async_wrapped if inspect.iscoroutinefunction(original) else wrapped)

@@ -31,6 +31,7 @@ class Schedule:
     """All that is drawn for one seed.
 
     Attributes:
+        seed: a number, for a mode of averaging other than synchronous with the mode before it: periodic-7
         peers: peers at the beginning
     """
 
@@ -39,6 +40,11 @@ class Schedule:
     peers: int
     standbys: int
     events: tuple[Event, ...]
+
+    @property
+    def mode(self) -> str:
+        """How stage-mates average."""
+        return self.seed.rpartition("-")[0] or "synchronous"
 
     @classmethod
     def draw(cls, seed: str, only: Sequence[int] | None = None) -> Schedule:

@@ -24,6 +24,7 @@ from faults import KINDS, serving
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
+from periodic import PeriodicInvariants
 from programs import obeying_schedules, run_coordinator, run_peer, run_stranger
 from schedule import FAULTS_S, FIRST_S, Event, Schedule
 from world import LogToWorld, World
@@ -59,7 +60,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_manifest(stages: int) -> RunManifest:
+def make_manifest(stages: int, mode: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
     return RunManifest.model_validate(
         {
@@ -71,7 +72,13 @@ def make_manifest(stages: int) -> RunManifest:
             "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2, "validation_every": 0},
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
-            "averaging": {"round_timeout_s": 15.0, "chunk_timeout_s": 4.0, "compare_weights_every": 5},
+            "averaging": {
+                "mode": mode,
+                "inner_steps": 5,
+                "round_timeout_s": 15.0,
+                "chunk_timeout_s": 4.0,
+                "compare_weights_every": 5,
+            },
             "recovery": {"snapshot_every": 5},
         }
     )
@@ -117,8 +124,9 @@ class Tube:
         self.checkpoint_failure: str | None = None
         self.lost = False
         self._operator: Host | None = None
-        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages))
-        self.invariants = Invariants(self, self.resolved)
+        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode))
+        watch = PeriodicInvariants if schedule.mode == "periodic" else Invariants
+        self.invariants = watch(self, self.resolved)
         self._folder = folder
         self._run_key = RUN_KEY
         self._numbers = itertools.count()

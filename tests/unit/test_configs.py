@@ -11,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from coordinator.config_files import load_manifest
-from swarm_peer.config import PeerOptions, RunManifest, describe
+from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
@@ -94,7 +95,10 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("training.step=5", "training.step: unknown key: remove it or correct its spelling (steps?)"),
         ("optimiser.name=sgd", "optimiser: unknown key: remove it or correct its spelling (optimizer?)"),
         ("seed=[", "--set 'seed=[': the value is no valid YAML"),
-        ("wire.activations=int4", "wire.activations: Input should be 'none', 'fp16', 'bf16' or 'blockwise_8bit' (got"),
+        (
+            "wire.activations=int4",
+            "wire.activations: Input should be 'none', 'fp16', 'bf16', 'blockwise_8bit' or 'int4_h",
+        ),
         ("name=Not A Name", "name: String should match pattern"),
         ("seed=-1", "seed: Input should be greater than or equal to 0 (got -1)"),
         ("speed=1", "speed: unknown key: remove it or correct its spelling"),

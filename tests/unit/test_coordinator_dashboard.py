@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import anyio
 import pytest
-from made_up_page import made_up_page
+from made_up_run import made_up_page
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -22,7 +22,7 @@ from coordinator.dashboard.server import bind, kept_token, link
 from coordinator.watch.contributions import Contributions
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.errors import UserError
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import PeerState, SwarmView, TimeShares
 
 TOKEN = "a-token-of-the-tests"
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\0"
@@ -80,21 +80,58 @@ def test_an_empty_stage_says_what_it_waits_for():
     assert state["run"]["state"] == "waiting"
     assert state["stages"]["2"]["is_empty"]
     assert "the run waits until" in state["stages"]["2"]["limit"]
+    assert state["stages"]["0"]["limit"] == "waits for stage 2"
+    serving = [row for row in state["peers"].values() if row["state"] == "serving"]
+    assert {row["why"] for row in serving} == {"waits: no peer serves stage 2"}
     gone = [row for row in state["peers"].values() if row["state"] == "gone"]
     assert len(gone) == 3
     assert {row["stage"] for row in gone} == {2}
     joining = replace(made.watch.view.peers[0], stage=2, state=PeerState.JOINING, note="no snapshot of stage 2 is left")
     made.watch.view = SwarmView(4, (*made.watch.view.peers[1:], joining))
-    assert "waits: no snapshot of stage 2 is left" in made.page.state()["stages"]["2"]["limit"]
+    assert "is joining: no snapshot of stage 2 is left" in made.page.state()["stages"]["2"]["limit"]
     made.watch.view = SwarmView(4)
     assert made.page.state()["run"]["state"] == "no peers"
 
 
 def test_the_busy_share_of_the_devices_is_shown_where_it_is_known():
     made = made_up_page(num_peers=12)
+    del made.watch.lines[-1]["busy_share"]
     assert "busy" not in made.page.state()["run"]
     made.watch.lines[-1]["busy_share"] = [0.5, None, 0.75, None]
     assert made.page.state()["run"]["busy"] == 0.62
+
+
+def test_peers_are_told_why_they_compute_little():
+    made = made_up_page(num_peers=8)
+    one, *others = (replace(peer, state=PeerState.SERVING, note="") for peer in made.watch.view.peers)
+    slow = [replace(peer, samples_per_s=0.1 if peer.stage == 3 else 5.0, time_shares=None) for peer in others]
+
+    def row(**fields):
+        made.watch.view = SwarmView(4, (*slow, replace(one, **fields)))
+        return made.page.state()["peers"][one.peer_id]
+
+    idle = TimeShares(computing=33, ending=10)
+    assert row(stage=0, time_shares=idle)["why"] == "mostly waits: stage 3 is slower"
+    assert (row(time_shares=idle)["busy"], row(time_shares=idle)["waits"]) == (35, 55)
+    assert row(stage=3, samples_per_s=0.1, time_shares=idle)["why"] == "mostly waits: few samples come"
+    assert "why" not in row(stage=0, time_shares=TimeShares(computing=90))
+    assert "why" not in row(stage=0, time_shares=None)
+    assert row(stage=0, state=PeerState.JOINING)["why"] == "gets the weights of its stage"
+    assert "why" not in row(stage=0, state=PeerState.JOINING, note="downloads")
+    assert row(stage=0, state=PeerState.DRAINING)["why"].startswith("finishes what it has begun")
+    assert row(stage=-1, state=PeerState.JOINING)["why"] == "chooses its stage"
+    assert row(is_reachable=False)["reached"] is False
+    assert "reached" not in row(is_reachable=None)
+
+
+def test_the_time_of_a_stages_devices_is_shown_where_it_is_known():
+    made = made_up_page(num_peers=8)
+    told = [replace(peer, time_shares=TimeShares(computing=60, ending=25)) for peer in made.watch.view.in_stage(1)]
+    others = [replace(peer, time_shares=None) for peer in made.watch.view.peers if peer.stage != 1]
+    made.watch.view = SwarmView(4, (*told, *others))
+    stages = made.page.state()["stages"]
+    assert (stages["1"]["busy"], stages["1"]["waits"]) == (60, 15)
+    assert "busy" not in stages["0"]
 
 
 def test_the_slowest_stage_is_marked():

@@ -10,6 +10,7 @@ from coordinator.watch.happenings import MOVING_S, Happenings, make_event, stand
 from coordinator.watch.journal import EVENTS, Journal, read_events
 from coordinator.watch.metrics_file import metrics_line
 from coordinator.watch.plain_text import plain_text
+from coordinator.watch.pulse import CoordinatorPulse
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
@@ -284,3 +285,33 @@ def test_a_coordinator_goes_on_with_the_files_of_its_run(tmp_path):
     assert json.loads((tmp_path / "contributions.json").read_text()).keys() == {"a", "c"}
     files, _ = open_files(tmp_path, resume=False)
     assert [event["kind"] for event in read_events(tmp_path)] == ["started"]
+
+
+def test_who_comes_to_a_run_under_way_is_told_who_was_there():
+    run = Run(Happenings(lifetime_s=LIFETIME_S, begun_s=1000.0))
+    before, after = replace(B, incarnation=999_000), replace(C, incarnation=1_001_000)
+    texts = [event["text"] for event in run.look(before, after)]
+    assert texts == ["Peer (…b) is there already, in stage 0.", "Peer (…c) joins stage 1."]
+
+
+def test_a_restart_tells_no_term_of_before():
+    known = [make_event("started", "Run told.", 1.0)]
+    run = Run(Happenings(lifetime_s=LIFETIME_S, begun_s=0.0, known=known))
+    run.watch.observe_coordinator((Term(3, "boss-peer"), CoordinationRecord(warrant=b"", beat=9)))
+    assert run.look() == []
+    run.watch.observe_coordinator((Term(4, "boss-peer"), CoordinationRecord(warrant=b"", beat=0)))
+    assert kinds(run.look()) == [("coordinator", None, None)]
+
+
+def test_a_coordinator_whose_beat_stands_still_lives_no_more():
+    def said(term, beat):
+        return Term(term, "boss"), CoordinationRecord(warrant=b"", beat=beat)
+
+    pulse = CoordinatorPulse(lease_s=30)
+    assert pulse.living(None, 0) is None
+    assert pulse.living(said(3, 7), 100) == said(3, 7), "nobody can tell yet"
+    assert pulse.living(said(3, 7), 129) == said(3, 7)
+    assert pulse.living(said(3, 7), 130) is None
+    assert pulse.living(said(3, 8), 131) == said(3, 8), "it was cut off"
+    assert pulse.living(said(3, 8), 161) is None
+    assert pulse.living(said(4, 0), 162) == said(4, 0), "another one, or this one anew"

@@ -40,6 +40,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 PEERS = sorted((CONFIGS / "peers").glob("*.yaml"))
 
 
+PERIODIC = ("averaging.mode=periodic", "averaging.inner_steps=50")
+
+
 def manifest_of(name: str, *overrides: str) -> RunManifest:
     return load_manifest(CONFIGS / f"{name}.yaml", overrides)
 
@@ -330,8 +333,16 @@ def test_a_round_longer_than_its_timeout_is_told() -> None:
     slow = PeerGroup(
         name="slow", count=2, flops_per_s=20e12, memory_bytes=15e9, upload_bytes_per_s=1e5, download_bytes_per_s=1e5
     )
-    report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [slow], num_stages=1)
+    overrides = "stages.peers_to_start=2", "averaging.compression=fp16"
+    report = make_report(manifest_of("gpt2-124m", *overrides), [slow], num_stages=1)
     assert any("longer than averaging.round_timeout_s=120: raise that" in note for note in report["notes"])
+    told = [note for note in report["notes"] if "averaging.mode=periodic" in note]
+    assert len(told) == 1
+    assert "averaging.compression=blockwise_8bit sends fewer bytes" in told[0]
+    periodic = make_report(manifest_of("gpt2-124m", *overrides, *PERIODIC), [slow], num_stages=1)
+    assert periodic["step"]["averaging_s"] < report["step"]["averaging_s"] / 20
+    assert not any("averaging.mode=periodic" in note for note in periodic["notes"])
+    assert any("raise that" in note for note in periodic["notes"]), "one round is as long as before"
 
 
 @pytest.mark.parametrize(

@@ -308,7 +308,7 @@ def test_an_order_says_who_where_and_why() -> None:
     assert mover in "abcde"
     [order] = run.rebalancer.assignments()
     assert (order.peer, order.announced, order.from_stage, order.to_stage) == (mover, 7, 0, 1)
-    assert order.reason.startswith("stage 0 will take")
+    assert order.reason.startswith("without the move, stage 0 would do")
     assert run.rebalancer.policy.num_moves == 1
 
 

@@ -4,6 +4,7 @@ import builtins
 import json
 import re
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,8 +172,8 @@ def test_a_folder_of_no_run_is_named(tmp_path, monkeypatch, capsys):
     assert f"{tmp_path / 'metrics.jsonl'} has no optimizer step" in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
-    write_run(tmp_path, steps=1)
+@pytest.fixture
+def no_matplotlib(monkeypatch):
     real_import = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -181,6 +182,10 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, no_matplotlib):
+    write_run(tmp_path, steps=1)
     with pytest.raises(UserError, match=re.escape("swarm-train[figures]")):
         write_report(tmp_path)
 
@@ -188,3 +193,32 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 def test_a_page_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UserError, match="--to"):
         write_report(write_run(tmp_path, steps=1), tmp_path / "gone" / "page.html")
+
+
+def local_run(tmp_path, monkeypatch):
+    """What `local` does with a run that has come to its end."""
+
+    def run_local(manifest, peers_by_stage, device, options, log_to, *, restart):
+        options.output.mkdir()
+        write_run(options.output)
+        watch = SimpleNamespace(lines=[{"optimizer_step": 30, "loss": 2.0}], validation_loss=4.5)
+        return SimpleNamespace(watch=watch, model_folder=options.output / "model")
+
+    monkeypatch.setattr("coordinator.run.local.run_local", run_local)
+    options = ["--output", str(tmp_path / "out"), "--no-dashboard"]
+    monkeypatch.setattr("sys.argv", ["swarm-coordinator", "local", "demo", *options])
+    coordinator()
+
+
+def test_a_run_on_one_machine_ends_with_its_report(tmp_path, monkeypatch, capsys):
+    local_run(tmp_path, monkeypatch)
+    report = tmp_path / "out" / "report.html"
+    assert capsys.readouterr().out.splitlines()[-1] == f"Report: {report}"
+    assert "Run told" in report.read_text()
+
+
+def test_a_run_that_has_no_report_ends_well_and_says_what_it_needs(tmp_path, monkeypatch, capsys, no_matplotlib):
+    local_run(tmp_path, monkeypatch)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("No report: a report needs matplotlib: pip install 'swarm-train[figures]'; then ")
+    assert last.endswith(f"swarm-coordinator report {tmp_path / 'out'}")

@@ -65,7 +65,7 @@ def test_policy_has_no_clock_and_no_dice(path):
 def test_wire_does_not_know_the_runtime_and_the_model(path):
     for name in imports_of(path):
         if is_in(name, "swarm_peer", "coordinator"):
-            allowed = ("wire", "policy", "config", "errors", "addresses")
+            allowed = ("wire", "policy", "config", "config_errors", "errors", "addresses")
             assert is_in(name, *(f"swarm_peer.{each}" for each in allowed)), f"{ids(path)} imports {name}"
 
 
@@ -97,6 +97,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.addresses",
         "swarm_peer.cli",
         "swarm_peer.config",
+        "swarm_peer.config_errors",
         "swarm_peer.errors",
         "swarm_peer.policy",
         "swarm_peer.wire",

@@ -13,7 +13,6 @@ from swarm_peer.policy.planning.performance_model import (
     FILL,
     MEMORY,
     ROUND_TRIPS,
-    ROUND_TRIPS_OF_A_ROUND,
     UPDATE_BYTES_PER_S,
     UPLOAD,
     Predictor,
@@ -45,6 +44,20 @@ def group(name="p", count=1, flops=10.0, **more):
     return PeerGroup(name=name, count=count, flops_per_s=flops, **more)
 
 
+def test_an_average_every_so_many_steps_is_shared_by_them():
+    works, groups = [work(averaging=30.0)], [group("a", 2, upload_bytes_per_s=20.0, latency_s=0.1)]
+
+    def predict(steps_per_average):
+        settings = replace(SETTINGS, steps_per_average=steps_per_average)
+        return Predictor(works=works, groups=groups, settings=settings).predict([[2]])
+
+    each, periodic = predict(1), predict(10)
+    assert each.times.averaging_s == pytest.approx(1.5 + 4 * 0.1)
+    # A tenth of the 30 bytes at 20/s and of three round trips; and the barrier's round trip in each step.
+    assert periodic.times.averaging_s == pytest.approx((1.5 + 3 * 0.1) / 10 + 0.1)
+    assert periodic.sent_bytes == pytest.approx(each.sent_bytes / 10)
+
+
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +80,7 @@ def test_a_case_computed_by_hand():
     first = 2 / 3 + 1 / 2 + 1 / 4 + 0.2 + (2 * 1 + 1 * 2) / 3
     assert made.times.fill_s == pytest.approx(first - 4 / 3)
     # Two peers: each moves its gradients once, 30 bytes at 20/s, and four round trips of 0.1 s.
-    assert made.times.averaging_s == pytest.approx(1.5 + ROUND_TRIPS_OF_A_ROUND * 0.1)
+    assert made.times.averaging_s == pytest.approx(1.5 + 4 * 0.1)
     assert made.step_s == pytest.approx(made.times.stream_s + made.times.fill_s + made.times.averaging_s)
     assert made.samples_per_s == pytest.approx(96 / made.step_s)
     assert made.sent_bytes == pytest.approx(96 * (4 + 2) + 2 * 30)

@@ -224,7 +224,7 @@ def test_a_peer_of_the_rich_stage_moves_to_the_poor_one_and_it_is_said_why():
     decision = rebalance(swarm([1.0] * 4, [1.0] * 2), parameters(), 0.0)
     assert who(decision) == [("p00", 0, 1)]
     assert decision.moves[0].reason == (
-        "stage 0 will take 4 samples/s and stage 1 2; the peer does 1 work/s and takes 45 s to move"
+        "without the move, stage 0 would do 4 samples/s and stage 1 2; the peer takes 45 s to move"
     )
     assert decision.reason == "the swarm's throughput rises from 2 to 3 samples/s with 1 move"
 
@@ -232,7 +232,7 @@ def test_a_peer_of_the_rich_stage_moves_to_the_poor_one_and_it_is_said_why():
 def test_a_swarm_in_balance_says_so():
     decision = rebalance(swarm([1.0, 1.0], [2.0]), parameters(), 0.0)
     assert decision.moves == ()
-    assert decision.reason == "in balance: the least stage will take 2 of at most 2 samples/s"
+    assert decision.reason == "in balance: the slowest stage will do 2 of at most 2 samples/s"
 
 
 def test_the_peer_moves_that_balances_the_stages_best():

@@ -171,8 +171,8 @@ class World:
             swarm=swarm,
             leases=self.leases,
             validation=np.arange(10, 15, dtype=np.int32)[:, None].repeat(LENGTH + 1, axis=1),
-            counted=lambda round_number, tokens, samples: self.hooked.append(
-                (round_number, tokens[:, 0].tolist(), samples)
+            counted=lambda round_number, tokens, samples, microbatch_id: self.hooked.append(
+                (round_number, tokens[:, 0].tolist(), samples, microbatch_id)
             ),
         )
 
@@ -315,7 +315,8 @@ async def test_what_succeeds_is_counted_once_and_told():
         first.succeed(3.5)
         [third] = await world.executor.launched()
         assert world.count == RoundCount(2, 6, 3.5, (WindowRange(0, 0, 0, 2),))
-        assert world.hooked == [(0, [0, 1], (SampleId(0, 0, 0), SampleId(0, 0, 1)))]
+        (hooked,) = world.hooked
+        assert hooked == (0, [0, 1], (SampleId(0, 0, 0), SampleId(0, 0, 1)), first.id)
         third.succeed(1.0)
         [fourth] = await world.executor.launched()
         second.succeed(1.0)
@@ -387,7 +388,7 @@ async def test_what_comes_too_late_belongs_to_the_next_round():
         other.succeed()
         await succeed(world, 2)
         assert world.count == RoundCount(8, 8, 4.0, (WindowRange(0, 0, 0, 2), WindowRange(0, 0, 8, 14)))
-        assert [windows for _, windows, _ in world.hooked].count([0, 1]) == 1
+        assert [windows for _, windows, *_ in world.hooked].count([0, 1]) == 1
 
 
 async def test_a_peer_that_hears_of_the_end_of_a_round_asks_for_the_counts_that_it_has_missed():

@@ -799,14 +799,15 @@ async def test_a_loss_that_is_not_finite_is_a_failed_hop_and_not_counted(swarm, 
     assert last.trainer.num_samples == 0
 
 
-async def test_codecs_of_the_manifest_are_used_on_the_wire():
-    wire = {"activations": "bf16", "gradients": "blockwise_8bit"}
+@pytest.mark.parametrize("gradients", ["blockwise_8bit", "int4_hadamard"])
+async def test_codecs_of_the_manifest_are_used_on_the_wire(gradients):
+    wire = {"activations": "bf16", "gradients": gradients}
     async with Swarm(make_manifest(wire=wire)) as swarm:
         first, last = await swarm.add("a", 0), await swarm.add("b", 1)
         hidden = encode(torch.zeros(SAMPLES, LENGTH, HIDDEN), "bf16")
         tensors = (encode_tokens(tokens()), hidden)
         reply = await first.transport.call(last.peer_id, make_call(swarm), tensors, timeout_s=20.0)
-        assert reply.tensors[0].nbytes == encoded_bytes((SAMPLES, LENGTH, HIDDEN), "blockwise_8bit")
+        assert reply.tensors[0].nbytes == encoded_bytes((SAMPLES, LENGTH, HIDDEN), gradients)
         result = await first.run(make_microbatch(1))
         assert result.loss_sum == pytest.approx(reference(swarm.manifest, (1,))[0], rel=1e-2)
 

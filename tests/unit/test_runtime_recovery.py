@@ -1004,7 +1004,7 @@ class Follower:
         return self.view()
 
     async def digest_weights(self):
-        return digest_weights(self.trainer.module)
+        return digest_weights(self.trainer.strategy.shared_weights())
 
     async def has_made(self, optimizer_step):
         """Begin, and take a snapshot of these updates."""
@@ -1287,12 +1287,12 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
     for parameter in trainer.module.parameters():
         parameter.grad = torch.ones_like(parameter)
     trainer.num_samples = 6
-    gradients, samples = follower.steps._share()
+    gradients, samples = follower.steps._contribution()
     assert samples == 6
     assert all(bool(gradient.any()) for gradient in gradients)
     assert lost(follower) == 0
     next(trainer.module.parameters()).grad.view(-1)[0] = float("nan")
-    gradients, samples = follower.steps._share()
+    gradients, samples = follower.steps._contribution()
     assert samples == 0
     assert not any(bool(gradient.any()) for gradient in gradients)
     assert lost(follower) == 6

@@ -1,4 +1,5 @@
 import asyncio
+import sys
 from dataclasses import replace
 
 import anyio
@@ -353,6 +354,70 @@ async def test_no_round_is_settled_before_all_counts_that_came_with_the_answer_a
         assert second.progress.merge(counts, vouched=True) == 0
     await group.settle(a=6, b=2)
     assert first.progress.counter.samples(3) == second.progress.counter.samples(3) == 6
+
+
+# --- rounds without an average ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def periodic(monkeypatch):
+    """A group that averages at the end of round 4, and not at that of round 3."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 5})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+    group = Group()
+    async with group.network:
+        yield group
+
+
+class SlowAsker:
+    """A transport whose calls wait until they may go."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.peer_id = transport.peer_id
+        self.may_ask = anyio.Event()
+
+    async def call(self, *args, **options):
+        await self.may_ask.wait()
+        return await self.transport.call(*args, **options)
+
+
+async def test_a_round_without_an_average_ends_when_all_are_ready(periodic):
+    members = await periodic.add("abc")
+    settled = await periodic.settle(a=2, b=4, c=0)
+    assert {settlement.verdict for settlement in settled.values()} == {Verdict.COMMIT}
+    assert [settlement.samples for settlement in settled.values()] == [6, 6, 6]
+    assert all(settlement.gradients == () for settlement in settled.values())
+    assert {settlement.history_hash for settlement in settled.values()} == {extend_history("L", ())}
+    assert periodic.rounds.log == []
+    for member in members:
+        member.enter(4, settled["a"].history_hash)
+    settled = await periodic.settle(a=2, b=4, c=2)
+    assert sorted(periodic.rounds.log) == [(name, 4, 0, 3) for name in "abc"], "the period ends"
+
+
+async def test_who_asks_late_is_told_that_all_were_ready(periodic):
+    fast, slow = await periodic.add("ab")
+    slow.group._transport = asker = SlowAsker(slow.transport)
+    early, late = fast.settle(2), slow.settle(4)
+    settlement = await early
+    fast.enter(4, settlement.history_hash)
+    await anyio.wait_all_tasks_blocked()
+    assert not late.done()
+    asker.may_ask.set()
+    assert (await late).verdict is Verdict.COMMIT
+    assert (await late).samples == 6
+
+
+async def test_who_was_not_there_is_left_behind(periodic):
+    fast, slow = await periodic.add("ab")
+    periodic.unseen.add("b")
+    settlement = await fast.settle(2)
+    fast.enter(4, settlement.history_hash)
+    periodic.unseen.clear()
+    late = await slow.settle(4)
+    assert late.verdict is Verdict.RESYNC
+    assert late.holders == (fast.peer_id,)
 
 
 # --- rounds that fail -------------------------------------------------------------------------------------------------

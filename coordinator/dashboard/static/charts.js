@@ -23,6 +23,13 @@ function draw(id, axis, data, names) {
     charts[id] = { look, plot: new uPlot(options(axis, width, names), data, place) };
   } else if (charts[id].last !== JSON.stringify(data)) charts[id].plot.setData(data);
   charts[id].last = JSON.stringify(data);
+  showNewest(charts[id].plot, data);
+}
+
+// The legend has the newest values while nobody points at others.
+function showNewest(plot, data) {
+  if (plot.cursor.idx !== null && plot.cursor.idx !== undefined) return;
+  plot.setLegend({ idxs: data.map((values) => values.findLastIndex((value) => value !== null)) });
 }
 
 function options(axis, width, names) {

@@ -1,6 +1,6 @@
 // The page of a run: takes its state from the server's events, and shows it. All text goes through textContent.
 import { drawCharts } from "/static/charts.js";
-import { ago, amount, duration, stateOf, when } from "/static/words.js";
+import { ago, amount, clock, duration, stateOf, when } from "/static/words.js";
 import { showTable } from "/static/tables.js";
 
 const $ = (id) => document.getElementById(id);
@@ -45,7 +45,7 @@ async function lose() {
   source.close();
   document.body.classList.add("stale");
   $("connection").textContent = "not connected";
-  const since = heardAt ? ` What you see is of ${new Date(heardAt).toLocaleTimeString()}.` : "";
+  const since = heardAt ? ` What you see is of ${clock(heardAt)}.` : "";
   let why = "The program that shows this page does not answer; the run itself may well go on.";
   try {
     const answer = await fetch("/", { method: "HEAD" });
@@ -62,31 +62,37 @@ function render() {
   const run = state.run;
   document.title = `${run.step}/${run.steps} ${run.name}`;
   $("title").textContent = `Run ${run.name}`;
-  $("connection").textContent = `live, as of ${new Date(state.now * 1000).toLocaleTimeString()}`;
+  $("connection").textContent = `live, as of ${clock(state.now * 1000)}, your time`;
   showRun(run);
   showStages();
   showPeers();
   showEvents();
   showContributions();
-  $("join").hidden = !state.join;
+  $("join").hidden = $("to-join").hidden = !state.join;
+  $("sample-length").textContent = ` of ${amount(run.sample_tokens)} tokens`;
+  $("step-samples").textContent = ` ${amount(run.batch_size)}`;
   if (state.join && $("join-line").textContent !== state.join) $("join-line").textContent = state.join;
-  drawCharts(state.history, axis);
+  const hasCurves = Object.keys(state.history).length > 0;
+  $("curves").hidden = !hasCurves;
+  $("no-curves").hidden = hasCurves;
+  if (hasCurves) drawCharts(state.history, axis);
 }
 
 const SENTENCES = {
   training: "▶ Training.",
   starting: "◔ Starting: all stages have peers, and the first step is on its way.",
-  waiting: "! Waiting: a stage has no serving peer. Training goes on as soon as one serves it.",
   "no peers": "! No peer is seen. Training waits until peers join.",
 };
 
 function showRun(run) {
-  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : SENTENCES[run.state];
+  const empty = Object.keys(state.stages).filter((stage) => state.stages[stage].is_empty);
+  const waiting = `! Waiting: stage ${empty.join(" and stage ")} has no serving peer. Training goes on as soon as it has one.`;
+  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : SENTENCES[run.state] ?? waiting;
   $("run-state").className = `lead ${run.state === "waiting" || run.state === "no peers" ? "bad" : ""}`;
   $("progress").max = run.steps;
   $("progress").value = run.step;
-  const percent = (100 * run.step / run.steps).toFixed(1);
-  $("progress-text").textContent = `step ${amount(run.step)} of ${amount(run.steps)} (${percent}%)`;
+  const done = (100 * run.step / run.steps).toFixed(1);
+  $("progress-text").textContent = `step ${amount(run.step)} of ${amount(run.steps)} (${done}%)`;
   const figures = {
     "Loss": run.loss?.toFixed(4),
     "Validation loss": run.validation_loss?.toFixed(4),
@@ -95,7 +101,7 @@ function showRun(run) {
     "One step takes": duration(run.step_s),
     "Tokens so far": amount(run.tokens),
     "Running for": duration(run.age_s),
-    "Next step's samples": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
+    "Next step, samples": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
     "Peers": amount(run.peers),
     "Devices busy": run.busy === undefined ? undefined : `${Math.round(100 * run.busy)}%`,
   };
@@ -113,8 +119,10 @@ function element(tag, text, className = "") {
   return made;
 }
 
+const percent = (share) => share === undefined ? "–" : `${share}%`;
+
 function showStages() {
-  const demand = state.run.tokens_per_s;
+  const demand = state.run.state === "waiting" ? 0 : state.run.tokens_per_s;
   const rows = Object.entries(state.stages).map(([stage, row]) => ({
     key: stage,
     className: row.is_empty ? "empty" : row.is_bottleneck ? "bottleneck" : "",
@@ -123,7 +131,9 @@ function showStages() {
       { text: row.is_empty ? "none" : String(row.serving) },
       { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`].filter(Boolean).join(", ") },
       { text: row.supply ? amount(row.supply) : "–" },
-      { text: demand && row.supply ? `${Math.round(100 * demand / row.supply)}%` : "–" },
+      { text: demand !== undefined && row.supply ? `${Math.round(100 * demand / row.supply)}%` : "–" },
+      { text: percent(row.busy) },
+      { text: percent(row.waits) },
       { text: String(row.queue) },
       { text: row.limit },
     ],
@@ -131,7 +141,8 @@ function showStages() {
   showTable($("stage-table"), [
     { title: "Stage" }, { title: "Peers serving", number: true }, { title: "Coming and going" },
     { title: "Can do, tokens/s", number: true }, { title: "In use", number: true },
-    { title: "Waiting", number: true }, { title: "What limits it", long: true },
+    { title: "Busy", number: true }, { title: "Waits", number: true },
+    { title: "Queue", number: true, minor: true }, { title: "What limits it", long: true },
   ], rows);
   const decision = state.decision, lines = [];
   if (decision) {
@@ -145,21 +156,26 @@ function showStages() {
 
 const COLUMNS = [
   { title: "Peer", key: "name", long: true }, { title: "Stage", key: "stage", number: true }, { title: "State", key: "state" },
-  { title: "Speed, tokens/s", key: "speed", number: true }, { title: "Share", key: "share", number: true },
-  { title: "Samples", key: "samples", number: true }, { title: "Queue", key: "queue", number: true, minor: true },
+  { title: "Speed, tokens/s", key: "speed", number: true }, { title: "Busy", key: "busy", number: true }, { title: "Waits", key: "waits", number: true },
+  { title: "Samples", key: "samples", number: true }, { title: "Share", key: "share", number: true },
   { title: "Moves", key: "moves", number: true, minor: true }, { title: "Here for", key: "since", number: true },
-  { title: "Device", key: "device", long: true }, { title: "Version", key: "version", minor: true },
+  { title: "Device", key: "device", long: true }, { title: "Reached", key: "reached", minor: true },
   { title: "Note", key: "note", long: true },
 ];
+
+const noteOf = (peer) => [peer.note, peer.why].filter(Boolean).join("; ");
 
 function showPeers() {
   const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   const all = Object.entries(state.peers);
   const found = all.filter(([id, peer]) => {
-    const text = `${id} ${peer.name} ${peer.device} ${peer.state} ${peer.note} ${peer.version} ${peer.label ?? ""} stage ${peer.stage}`.toLowerCase();
+    const text = `${id} ${peer.name} ${peer.device} ${peer.state} ${noteOf(peer)} ${peer.version} ${peer.label ?? ""} stage ${peer.stage}`.toLowerCase();
     return words.every((word) => text.includes(word));
   });
-  const value = (peer) => peer[sort.key] ?? 0;
+  const value = (peer) => {
+    const told = sort.key === "note" ? noteOf(peer) : peer[sort.key];
+    return typeof told === "string" ? told : Number(told ?? -1);
+  };
   found.sort(([idA, a], [idB, b]) => {
     const [x, y] = [value(a), value(b)];
     const order = typeof x === "string" ? x.localeCompare(y) : x - y;
@@ -172,19 +188,22 @@ function showPeers() {
       className: peer.state === "gone" ? "gone" : "",
       cells: [
         { text: peer.name || "(no name)", more: `…\u2060${id.slice(-8)}${peer.label ? `, invite ${peer.label}` : ""}`, title: id },
-        { text: String(peer.stage) },
+        { text: peer.stage < 0 ? "–" : String(peer.stage) },
         { text: shown.text, className: `state ${shown.className}` },
         { text: peer.speed ? amount(peer.speed) : "–" },
-        { text: peer.share === undefined ? "–" : `${peer.share.toFixed(1)}%` },
+        { text: percent(peer.busy) },
+        { text: percent(peer.waits) },
         { text: amount(peer.samples) ?? "–" },
-        { text: String(peer.queue) },
+        { text: peer.share === undefined ? "–" : `${peer.share.toFixed(1)}%` },
         { text: String(peer.moves ?? 0) },
         { text: peer.since ? ago(state.now - peer.since) : "–", title: peer.since ? when(peer.since) : "" },
-        { text: peer.device }, { text: peer.version }, { text: peer.note },
+        { text: peer.device, title: peer.version && `Swarm ${peer.version}` },
+        { text: peer.reached === undefined ? "–" : peer.reached ? "✓ yes" : "✕ no" },
+        { text: noteOf(peer) },
       ],
     };
   });
-  $("peer-count").textContent = words.length ? `${found.length} of ${all.length} peers` : `${all.length} peers`;
+  $("peer-count").textContent = words.length ? `${found.length} of ${all.length} peers` : `${all.length} peer${all.length === 1 ? "" : "s"}`;
   showTable($("peer-table"), COLUMNS, rows, { sort, onSort: (key) => {
     sort = { key, ascending: sort.key === key ? !sort.ascending : true };
     showPeers();
@@ -215,8 +234,8 @@ function showContributions() {
   const rows = Object.entries(state.contributions).sort(([, a], [, b]) => b.samples - a.samples).map(([key, row]) => ({
     key,
     cells: [
-      { text: row.who }, { text: row.by_invite ? "invite" : "name" }, { text: String(row.peers) },
-      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)}%` }, { text: `${row.hours.toFixed(1)} h` },
+      { text: row.who }, { text: row.by }, { text: String(row.peers) },
+      { text: amount(row.samples) }, { text: `${row.share.toFixed(1)}%` }, { text: row.hours ? duration(row.hours * 3600) : "some minutes" },
     ],
   }));
   showTable($("contribution-table"), [

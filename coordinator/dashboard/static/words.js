@@ -21,6 +21,10 @@ export function ago(seconds) {
   return duration(Math.max(10, Math.round(seconds / 10) * 10));
 }
 
+export function clock(milliseconds) {
+  return new Date(milliseconds).toLocaleTimeString("en-GB");
+}
+
 export function when(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
 }

@@ -120,12 +120,12 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     search = MoveSearch(view, params, now_s)
     ideal, rest = search.ideal, min(search.rest.capacity)
     if ideal - rest <= params.least_gain * ideal:
-        return Rebalancing((), f"in balance: the least stage will take {rest:.3g} of at most {ideal:.3g} samples/s")
+        return Rebalancing((), f"in balance: the slowest stage will do {rest:.3g} of at most {ideal:.3g} samples/s")
     plan = search.best()
     if not plan.moves:
         return Rebalancing(
             (),
-            f"no move pays: the least stage will take {rest:.3g} samples/s, {ideal:.3g} would be ideal, and a mover "
+            f"no move pays: the slowest stage will do {rest:.3g} samples/s, {ideal:.3g} would be ideal, and a mover "
             f"does nothing while it downloads",
         )
     capacity = search.rest.capacity
@@ -134,9 +134,9 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
             move.peer.peer_id,
             move.peer.stage,
             move.to_stage,
-            f"stage {move.peer.stage} will take {capacity[move.peer.stage]:.3g} samples/s and stage {move.to_stage} "
-            f"{capacity[move.to_stage]:.3g}; the peer does {move.work_per_s:.3g} work/s and takes "
-            f"{move.arrival_s - move.start_s:.0f} s to move",
+            f"without the move, stage {move.peer.stage} would do {capacity[move.peer.stage]:.3g} samples/s and stage "
+            f"{move.to_stage} {capacity[move.to_stage]:.3g}; the peer takes {move.arrival_s - move.start_s:.0f} s to "
+            f"move",
         )
         for move in plan.moves
         if move.start_s <= 0

@@ -12,7 +12,8 @@ The time of one optimizer step is `stream + fill + averaging + update`:
   the time of the global batch at that rate. `fill` is the time that a microbatch spends outside the slowest stage: the
   pipeline is empty when a step begins and drains when it ends, and the slowest stage idles meanwhile.
 * `averaging` is a butterfly all-reduce in each stage, all stages at once: each of n peers sends and receives
-  2 (n - 1) / n of the encoded gradients (Patarasuk and Yuan, 2009), at the pace of the slowest link among them.
+  2 (n - 1) / n of the encoded gradients (Patarasuk and Yuan, 2009), at the pace of the slowest link among them. Where
+  stage-mates average every so many steps alone, each step has its share of that, and a barrier of its own.
 * `update` is the time from the end of averaging until the weights are new: the gradients are copied to the host and
   back and hashed, and the optimizer takes its step.
 
@@ -29,8 +30,9 @@ from typing import NamedTuple
 
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
 
-# Round trips at the end of a step: barrier, both halves of the all-reduce, vote.
-ROUND_TRIPS_OF_A_ROUND = 4
+# Round trips at the end of a step: barrier; and of an average: both halves of the all-reduce, vote.
+ROUND_TRIPS_OF_A_BARRIER = 1
+ROUND_TRIPS_OF_AN_AVERAGE = 3
 # Bytes of fp32 gradients that a peer processes per second at the end of a step: it copies them to the host and back and
 # hashes them (SHA-256 on one core). The optimizer on a GPU is much faster than that.
 UPDATE_BYTES_PER_S = 1.0e9
@@ -283,7 +285,8 @@ class Predictor:
         link = min(group.link_bytes_per_s for group in present)
         latency_s = max(group.latency_s for group in present)
         moved = 2 * (num_peers - 1) / num_peers * self.works[stage].averaging_bytes
-        return moved / link + ROUND_TRIPS_OF_A_ROUND * latency_s
+        average_s = moved / link + ROUND_TRIPS_OF_AN_AVERAGE * latency_s
+        return ROUND_TRIPS_OF_A_BARRIER * latency_s + average_s / self.settings.steps_per_average
 
     def _update_s(self, stage: int) -> float:
         return self.works[stage].memory.weight_gradient_bytes / UPDATE_BYTES_PER_S
@@ -353,7 +356,7 @@ class Predictor:
         """Bytes that the peers of each group in this stage send in one step."""
         work, settings, num_peers = self.works[stage], self.settings, sum(here)
         streamed = settings.global_batch_size * (work.activation_bytes + work.gradient_bytes)
-        averaged = 2 * (num_peers - 1) / num_peers * work.averaging_bytes
+        averaged = 2 * (num_peers - 1) / num_peers * work.averaging_bytes / settings.steps_per_average
         return [
             number / flow.intervals[index] / flow.rate * streamed + number * averaged if number else 0.0
             for index, number in enumerate(here)

@@ -67,9 +67,11 @@ class StepSettings:
     Attributes:
         max_in_flight: most microbatches that one peer holds at once
         min_peers: the fewest peers that each stage must have
+        steps_per_average: optimizer steps from one average among stage-mates to the next
     """
 
     global_batch_size: int
     microbatch_size: int
     max_in_flight: int
     min_peers: int = 1
+    steps_per_average: int = 1

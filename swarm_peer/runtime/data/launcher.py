@@ -42,8 +42,8 @@ NEWS_EVERY_S = 5.0
 PEERS_TOLD = 2
 
 
-# Called with each microbatch that has counted: (round, tokens of shape (B, T+1), the names of its samples).
-CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId]], None]
+# Called with each microbatch that has counted: (round, tokens of shape (B, T+1), the names of its samples, its id).
+CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId], bytes], None]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -251,7 +251,7 @@ class MicrobatchLauncher:
                 if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
                     self._count(present.number, batch.samples, loss_sum=result.loss_sum)
                     if self._counted_hook is not None:
-                        self._counted_hook(present.number, batch.tokens_BS, batch.samples)
+                        self._counted_hook(present.number, batch.tokens_BS, batch.samples, batch.id)
             seconds = self._context.clock.monotonic_s() - begin
             self._context.metrics.round_trip_seconds.observe(seconds)
             if speed := self._executor.samples_per_s:

@@ -12,7 +12,8 @@ import anyio
 from pydantic import ValidationError
 
 from swarm_peer.addresses import INVITE_PREFIX, peer_address
-from swarm_peer.config import RunManifest, describe
+from swarm_peer.config import RunManifest
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.runtime.network.dht import SwarmDHT, check_peer_address
 from swarm_peer.wire.passes import Invite

@@ -394,6 +394,7 @@ def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> Us
     if initial_peers:
         return NobodyAnswers(
             f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
-            f"and its port are right, and that no firewall is between ({text[-160:]})"
+            f"and its port are right, and that no firewall is between. Any peer's address will do, beside an invite if "
+            f"there is one (in the last peer_started line of its log) ({text[-160:]})"
         )
     return UserError(f"the libp2p daemon did not start: {text[-300:]}")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgpack
 from pydantic import ValidationError
 
-from swarm_peer.config import describe
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClosed
 from swarm_peer.wire.messages import Body
 from swarm_peer.wire.packing import unpack

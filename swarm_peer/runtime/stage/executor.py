@@ -20,7 +20,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
-from swarm_peer.wire.codecs import decode, decode_tokens, encode
+from swarm_peer.wire.codecs import decode, decode_tokens, encode, rounding_seed
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,8 @@ class StageExecutor:
             self._lose(entered)
             raise HopFailed(_OUT_OF_MEMORY) from error
         try:
-            encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec)
+            seed = rounding_seed(microbatch.id, trainer.spec.index)
+            encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec, seed)
         except HopFailed:
             # The gradient is not finite, so the accumulator is not finite any more either.
             trainer.discard_gradients()
@@ -255,8 +256,8 @@ class StageExecutor:
         entered.forget_counted()
 
     @staticmethod
-    def _encode(tensor: torch.Tensor, codec: Codec) -> memoryview:
+    def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:
         try:
-            return encode(tensor, codec)
+            return encode(tensor, codec, seed)
         except OverflowError as error:
             raise HopFailed(f"what this stage computed cannot be sent: {error}") from error

@@ -48,6 +48,7 @@ class Round:
         samples: number of samples that this peer brings to the averaging
         weights_digest: of this peer's weights, if stage-mates compare them in this round
         vote: this peer's newest vote on the result; None before the first
+        settled_with: the members of the stage that a round without an average ended with, this peer included
     """
 
     def __init__(self, step: StepState):
@@ -63,6 +64,7 @@ class Round:
         self.samples = 0
         self.weights_digest = ""
         self.vote: Vote | None = None
+        self.settled_with: frozenset[str] = frozenset()
 
     @property
     def number(self) -> int:

@@ -130,13 +130,13 @@ def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
     return StageState(index.round_number, index.history_hash, tensors, timeline_of(index), index.ledger)
 
 
-def digest_weights(module: torch.nn.Module) -> str:
-    """A digest of a stage's weights, about a second per gigabyte; in the device thread, between updates.
+def digest_weights(weights: Iterable[torch.Tensor]) -> str:
+    """A digest of the weights that stage-mates share, about a second per gigabyte; in the device thread.
 
     It leaves the optimizer's state out, which is twice as large with AdamW: a difference in it that matters reaches the
     weights with the next updates.
     """
-    return extend_history("", (parameter.detach().cpu() for parameter in module.parameters()))
+    return extend_history("", (tensor.cpu() for tensor in weights))
 
 
 def extend_history(history_hash: str, tensors: Iterable[torch.Tensor]) -> str:

@@ -110,7 +110,7 @@ class StateDownloads:
                 return
 
     async def update_after(self, donors: Sequence[str], step: StepState) -> StageState:
-        """Download the update that ended a round at the stage-mates; its tensors are the averaged gradients.
+        """Download the update that ended a round at the stage-mates: the averages, or nothing where there were none.
 
         Args:
             step: where this peer stands, at the beginning of that round
@@ -124,7 +124,8 @@ class StateDownloads:
         gradients = list(update.tensors.values())
         # The history hash covers bytes and not types: read as another type, the same bytes are other gradients.
         is_fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
-        fits = is_fp32 and [gradient.shape for gradient in gradients] == self._shapes
+        averages = self._context.resolved.manifest.averaging.averages_at(step.optimizer_step)
+        fits = is_fp32 and [gradient.shape for gradient in gradients] == (self._shapes if averages else [])
         if not fits or update.timeline != step.timeline:
             raise InvalidMessage("an update that does not fit this stage")
         # The next barrier compares history hashes and nothing else, so this one must be that of these gradients.

@@ -29,7 +29,7 @@ from swarm_peer.config import AveragingSection, Codec
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
-from swarm_peer.wire.codecs import bytes_of, decode, encode
+from swarm_peer.wire.codecs import bytes_of, decode, encode, rounding_seed
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class AllReduce:
             send: sends (member, group, part, data), and returns the part's average
         """
         self._group = group
+        self._me = me
         self._codec: Codec = section.compression
         self._threads = threads
         self._send = send
@@ -90,7 +91,8 @@ class AllReduce:
             part_size_bytes=4 * num_values,
         )
         self._lengths = [len(part) for part in self._runner.parts_for_local_averaging]
-        self._reducer = _ExactReducer(self._lengths, len(members), members.index(me), self._codec, threads)
+        own_index = members.index(me)
+        self._reducer = _ExactReducer(self._lengths, len(members), own_index, self._codec, threads, (group, me))
         self._runner.tensor_part_reducer.finished.set()  # it would complain that nothing came
         self._runner.tensor_part_reducer = self._reducer
         self._arrived: dict[str, dict[int, Any]] = {peer: {} for peer in members if peer != me}
@@ -197,7 +199,8 @@ class AllReduce:
 
     async def _send_part(self, member: str, number: int, part: torch.Tensor) -> Any:
         try:
-            data = await self._threads.run(encode, part, self._codec)
+            seed = rounding_seed(self._group, self._me, member, number)
+            data = await self._threads.run(encode, part, self._codec, seed)
             data = await self._send(member, self._group, number, data)
             return await self._threads.run(_decode, data, len(part), self._codec)
         except CallError as error:
@@ -286,8 +289,22 @@ class _Average:
 class _ExactReducer(TensorPartReducer):
     """Averages the parts that fall to this member, which takes the averages as the others get them."""
 
-    def __init__(self, lengths: Sequence[int], num_members: int, own_index: int, codec: Codec, threads: Threads):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_members: int,
+        own_index: int,
+        codec: Codec,
+        threads: Threads,
+        names: tuple[bytes, str],
+    ):
+        """Make a reducer.
+
+        Args:
+            names: of this averaging round and of this member, by which averages are rounded
+        """
         super().__init__([torch.Size((length,)) for length in lengths], num_members)
+        self._names = names
         self._own_index = own_index
         self._codec = codec
         self._threads = threads
@@ -305,14 +322,15 @@ class _ExactReducer(TensorPartReducer):
     async def accumulate_part(self, sender_index: int, part_index: int, *args: Any, **kwargs: Any) -> _Average:
         average = await super().accumulate_part(sender_index, part_index, *args, **kwargs)
         if part_index not in self._encoded:
-            self._encoded[part_index] = asyncio.ensure_future(self._encode(average))
+            self._encoded[part_index] = asyncio.ensure_future(self._encode(part_index, average))
         _, received = await self._encoded[part_index]
         # The others get theirs from `take`: it is encoded once for all of them.
         return _Average(received if sender_index == self._own_index else torch.empty(0))
 
-    async def _encode(self, average: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
+    async def _encode(self, part: int, average: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
         """An average as it travels, and as the others read it."""
-        encoded = await self._threads.run(encode, average, self._codec)
+        seed = rounding_seed(*self._names, part)
+        encoded = await self._threads.run(encode, average, self._codec, seed)
         if self._codec == "none":
             return encoded, average
         return encoded, await self._threads.run(decode, encoded, tuple(average.shape), self._codec)

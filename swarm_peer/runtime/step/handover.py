@@ -79,7 +79,7 @@ class GradientHandover:
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
         """
-        sums, samples = await self._device_thread.run(Priority.STEP, self._trainer.gradient_sums)
+        sums, samples = await self._device_thread.run(Priority.STEP, lambda: self._trainer.strategy.give_away())
         if not samples:
             return True
         given = self._rounds.current
@@ -229,7 +229,8 @@ class GradientHandover:
             raise InvalidMessage("a gradient that is not finite")
         shapes = [parameter.shape for parameter in self._trainer.module.parameters()]
         parts = torch.split(values, [shape.numel() for shape in shapes])
-        self._trainer.add_gradients([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], call.samples)
+        sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._trainer.strategy.take_in(sums, call.samples)
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
         entered.committed.add(call.transfer)

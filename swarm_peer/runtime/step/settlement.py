@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import anyio
 import torch
@@ -35,6 +33,7 @@ from swarm_peer.runtime.stage.rounds import Round, RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.averaging import START_TIMEOUT_S, AveragingFailed, GradientAverager
 from swarm_peer.runtime.step.membership import StageMates
+from swarm_peer.runtime.step.outcome import LeftBehind, Settlement, resync, resync_weights
 from swarm_peer.wire.messages import Body, ReadyCall, ReadyReply, VoteCall, VoteReply
 
 log = logging.getLogger(__name__)
@@ -43,35 +42,6 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 # A stage-mate whose answer takes this much longer has stalled, and is left out.
 STALL_S = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """How a round ended for this peer.
-
-    Attributes:
-        verdict: COMMIT, with the gradients to apply; or RESYNC, with the peers that hold the state to download
-        history_hash: digest of all updates, this one included
-        samples: number of samples in the gradients
-        holders: in case of RESYNC, the peers that hold the state
-        cause: in case of RESYNC, the label for metrics
-    """
-
-    verdict: Verdict
-    gradients: Sequence[torch.Tensor] = ()
-    history_hash: str = ""
-    samples: int = 0
-    holders: tuple[str, ...] = ()
-    reason: str = ""
-    cause: Literal["left_behind", "other_weights"] = "left_behind"
-
-
-class _LeftBehind(Exception):
-    """At least as many stage-mates (`holders`) are in a later round already as are ready for this one."""
-
-    def __init__(self, holders: list[str]):
-        super().__init__(holders)
-        self.holders = holders
 
 
 class StageGroup:
@@ -145,11 +115,12 @@ class StageGroup:
         """End a round together with the stage-mates.
 
         Args:
-            gradients: means over this peer's samples, CPU and fp32
+            gradients: means over this peer's samples, CPU and fp32; none in a round that ends without an average
             samples: number of these samples; may be 0
         """
         attempt = 0
         ending.samples = samples
+        averages = self._manifest.averaging.averages_at(ending.step.optimizer_step)
         if self._manifest.averaging.compares_weights_at(ending.step.optimizer_step):
             ending.weights_digest = await self._digest_weights()
         self._mates.refresh()
@@ -158,20 +129,24 @@ class StageGroup:
             self._changed.notify()
             try:
                 members = await self._gather_ready(ending, attempt)
-            except _LeftBehind as behind:
-                return _resync(ending, behind.holders, f"{len(behind.holders)} stage-mates have left it behind")
+            except LeftBehind as behind:
+                return resync(ending, behind.holders, f"{len(behind.holders)} stage-mates have left it behind")
             held = {peer: Vote(0, f"{reply.history_hash} {reply.weights_digest}") for peer, reply in members.items()}
             by_weights = agree(self._me, held, may_retry=False)
             if by_weights.verdict is Verdict.RESYNC:
                 if members[by_weights.holders[0]].history_hash == ending.step.history_hash:
-                    return _resync_weights(ending, by_weights.holders)
-                return _resync(ending, by_weights.holders, "other stage-mates hold different weights")
+                    return resync_weights(ending, by_weights.holders)
+                return resync(ending, by_weights.holders, "other stage-mates hold different weights")
             peers = set(by_weights.holders)
             newest = max(reply.attempt or 0 for reply in members.values())
             if newest > attempt:
                 attempt = newest
                 continue
             shares = {peer: members[peer].samples for peer in peers}
+            if not averages:
+                ending.settled_with = frozenset(peers)
+                history_hash = extend_history(ending.step.history_hash, ())
+                return Settlement(Verdict.COMMIT, (), history_hash, sum(shares.values()))
             vote, result = await self._average(ending, gradients, attempt, shares)
             ending.vote = vote
             self._changed.notify()
@@ -183,7 +158,7 @@ class StageGroup:
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
                 return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, reason=agreement.reason)
             if agreement.verdict is Verdict.RESYNC:
-                return _resync(ending, agreement.holders, agreement.reason)
+                return resync(ending, agreement.holders, agreement.reason)
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)
             attempt += 1
 
@@ -228,7 +203,7 @@ class StageGroup:
             the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out
 
         Raises:
-            _LeftBehind: this peer has to follow stage-mates that are in a later round
+            LeftBehind: this peer has to follow stage-mates that are in a later round
         """
         own = ReadyReply(
             attempt=attempt,
@@ -255,7 +230,7 @@ class StageGroup:
         # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
         # other.
         if len(ahead) >= len(members):
-            raise _LeftBehind(sorted(ahead))
+            raise LeftBehind(sorted(ahead))
         if ahead:
             log.warning("some_are_ahead round=%d ready=%d ahead=%d", ending.number, len(members), len(ahead))
         return members
@@ -343,14 +318,17 @@ class StageGroup:
             await self._changed.wait_for(lambda: has_left() or self._is_past(call.round_number) or is_ready())
         if has_left():
             raise NotServing("this peer has left")
-        if self._is_past(call.round_number):
+        asked = self._rounds.find(call.round_number)
+        # A round without an average ends for a peer as soon as it knows that all are ready, and others still ask.
+        has_settled = asked is not None and caller in asked.settled_with
+        if self._is_past(call.round_number) and not has_settled:
             raise self._over(call.round_number)
-        present = self._rounds.current
+        told = asked if asked is not None and has_settled else self._rounds.current
         reply = ReadyReply(
-            attempt=present.attempt if is_ready() else None,
-            history_hash=present.step.history_hash,
-            weights_digest=present.weights_digest,
-            samples=present.samples,
+            attempt=told.attempt if has_settled or is_ready() else None,
+            history_hash=told.step.history_hash,
+            weights_digest=told.weights_digest,
+            samples=told.samples,
             counts=self._progress.signed_counts(),
         )
         return Reply(reply.model_dump())
@@ -378,23 +356,3 @@ class StageGroup:
         if self._is_past(call.round_number):
             raise self._over(call.round_number)
         return Reply(VoteReply(attempt=None).model_dump())
-
-
-def _resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
-    log.warning("resync_needed round=%d reason=%s", ending.number, reason)
-    return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
-
-
-def _resync_weights(ending: Round, holders: Sequence[str]) -> Settlement:
-    # PyTorch picks its kernels by the instruction set, and their results differ in the last digits.
-    log.warning(
-        "weights_differ round=%d optimizer_step=%d instruction_set=%s threads=%d reason=%d stage-mates hold different "
-        "weights after the same updates; if this comes back with each comparison, their devices compute differently",
-        ending.number,
-        ending.step.optimizer_step,
-        torch.backends.cpu.get_cpu_capability(),
-        torch.get_num_threads(),
-        len(holders),
-    )
-    behind = _resync(ending, holders, "stage-mates hold different weights after the same updates")
-    return replace(behind, cause="other_weights")

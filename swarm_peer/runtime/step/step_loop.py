@@ -8,7 +8,6 @@ agree on an update (settlement.py) or how states travel (state/).
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,9 +32,10 @@ from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.settlement import Settlement, StageGroup
+from swarm_peer.runtime.step.outcome import Settlement
+from swarm_peer.runtime.step.round_reports import RoundReports
+from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.messages import Body, RewindCall, RewindReply
-from swarm_peer.wire.records import MAX_REPORTS, RoundReport
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class StepLoop:
     """Takes this peer's replica from round to round. Belongs to the event loop's thread.
 
     Attributes:
-        reports: the rounds that ended here lately; of stage 0 alone
+        reports: of the rounds that ended here
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class StepLoop:
         )
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._rewind_to: Timeline | None = None
-        self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
+        self.reports = RoundReports(context=context, stage=core.stage)
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -138,6 +138,7 @@ class StepLoop:
         if state is not None:
             await self._take_over(replace(state, round_number=timeline.first_round, timeline=timeline))
             return
+        self._metrics.lost_samples.inc(self._trainer.strategy.pending_samples)
         await self._device_thread.run(Priority.STEP, self._trainer.restart)
         # Another version of torch may make other initial weights. So the history hash, which stage-mates compare,
         # begins with a digest of them.
@@ -145,6 +146,7 @@ class StepLoop:
         history_hash = await self._context.threads.run(extend_history, self._hash, list(weights.values()))
         await self._begin_to_read(timeline.first_round, timeline, b"")
         self._begin_round(timeline.first_round, history_hash, timeline, b"")
+        self.reports.begin(self.step)
 
     async def join(self, donors: list[str], min_round: int = 0) -> None:
         """Take over the newest state of stage-mates, of that round or a later one. Asks each of them once.
@@ -272,14 +274,9 @@ class StepLoop:
         )
         self._metrics.rewinds.inc()
         self._rounds.enter(Phase.ENDING)
-        self._metrics.lost_samples.inc(self._trainer.num_samples)
         async with self._ending:
             state = await self._downloads.snapshot_of(target) if target.first_optimizer_step else None
             await self.begin(target, state)
-        # These may not have been published yet.
-        still_true = [report for report in self.reports if report.optimizer_step <= target.first_optimizer_step]
-        self.reports.clear()
-        self.reports.extend(still_true)
         self._rounds.enter(Phase.OPEN)
 
     async def _end(self, ending: Round) -> None:
@@ -287,26 +284,29 @@ class StepLoop:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_next_stage)
             await self._admission.drained()
-            gradients, samples = await self._device_thread.run(Priority.STEP, self._share)
-            settlement = await self._group.settle(ending, gradients, samples)
+            contribution, samples = await self._device_thread.run(Priority.STEP, self._contribution)
+            settlement = await self._group.settle(ending, contribution, samples)
             tasks.cancel_scope.cancel()
         if settlement.verdict is Verdict.COMMIT:
             await self._commit(settlement)
         else:
             self._metrics.resyncs.labels(settlement.cause).inc()
-            self._metrics.lost_samples.inc(samples)
             await self._catch_up_by_state(list(settlement.holders), min_round=ending.number + 1)
 
-    def _share(self) -> tuple[list[torch.Tensor], int]:
-        """This peer's mean gradients and their samples; zeros of no samples if they would spoil the others' mean."""
+    def _contribution(self) -> tuple[Sequence[torch.Tensor], int]:
+        """Make what this peer brings to the average, and count its samples; in the device thread.
+
+        A gradient that is not finite counts as none.
+        """
         gradients, samples = self._trainer.mean_gradients(), self._trainer.num_samples
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return gradients, samples
-        self._metrics.lost_samples.inc(samples)
-        log.error(
-            "samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.step.round_number
-        )
-        return [torch.zeros_like(gradient) for gradient in gradients], 0
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            self._metrics.lost_samples.inc(samples)
+            log.error(
+                "samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.step.round_number
+            )
+            self._trainer.discard_gradients()
+            gradients, samples = [torch.zeros_like(gradient) for gradient in gradients], 0
+        return self._trainer.strategy.contribution(gradients, samples)
 
     async def _commit(self, settlement: Settlement) -> None:
         step = self.step
@@ -316,29 +316,7 @@ class StepLoop:
         counted = b"" if self._leases is None else self._leases.end_round(round_number)
         self._state_server.retain_update(settlement.gradients, settlement.history_hash, counted)
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
-        if result.skipped:
-            reason = "the averaged gradient is not finite" if settlement.samples else "all gradients are lost"
-            log.error("update_skipped round=%d reason=%s", round_number, reason)
-        seconds = self._clock.monotonic_s() - step.began_s
-        loss = loss_sum / samples if samples else 0.0
-        optimizer_step = step.optimizer_step + 1
-        if self._stage == 0:
-            report = RoundReport(
-                round_number=round_number, optimizer_step=optimizer_step, samples=samples, loss=loss, seconds=seconds
-            )
-            self.reports.append(report)
-            if settlement.samples != samples:
-                log.warning("samples_differ round=%d counted=%d averaged=%d", round_number, samples, settlement.samples)
-        self._metrics.loss.set(loss)
-        log.info(
-            "step_done optimizer_step=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
-            optimizer_step,
-            loss,
-            settlement.samples,
-            seconds,
-            result.grad_norm,
-            result.learning_rate,
-        )
+        self.reports.report(step, settlement, result, samples, loss_sum)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted)
 
     def _begin_round(self, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
@@ -362,14 +340,15 @@ class StepLoop:
         Raises:
             CallError: nobody gave one
         """
-        await self._downloads.take_newest(donors, min_round, self._take_over, tries)
+        await self._downloads.take_newest(donors, min_round, partial(self._take_over, keeps_work=True), tries)
 
-    async def _take_over(self, state: StageState) -> None:
+    async def _take_over(self, state: StageState, *, keeps_work: bool = False) -> None:
         await self._begin_to_read(state.round_number, state.timeline, state.ledger)
-        await self._device_thread.run(
-            Priority.STEP, lambda: self._trainer.load_state(state.tensors, state.optimizer_step)
-        )
+        keeps_work = keeps_work and state.timeline == self.step.timeline
+        load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
+        self._metrics.lost_samples.inc(await self._device_thread.run(Priority.STEP, load))
         self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger)
+        self.reports.begin(self.step)
 
     async def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: bytes) -> None:
         if self._leases is not None:
@@ -392,6 +371,7 @@ class StepLoop:
             await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
             self._begin_round(step.round_number + 1, update.history_hash, step.timeline, update.ledger)
+            self.reports.begin(self.step)
 
     async def _tell_next_stage(self) -> None:
         """Tell peers of the next stage that the global batch is full: no more microbatches come to tell them."""

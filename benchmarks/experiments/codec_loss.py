@@ -1,0 +1,239 @@
+"""What do codecs cost in loss, at equal samples? The demo model in reference processes, without any network.
+
+Each arm trains the same manifest but for one codec: on the wires, or in averaging among so many members, each of which
+computes every n-th microbatch. An arm and the reference of the same seed begin with the same weights and read the same
+samples. The control averages among members too, without a codec: its sums are rounded in another order, and what that
+alone makes of the loss is how far two runs of no difference come apart.
+
+The figure is the validation loss after the last step, relative to the reference's: the mean over seeds, and the 95 %
+interval of that mean (Student's t). Seeds go on until the interval lies on one side of an arm's target, or are used up.
+Since the interval is looked at after each seed, a verdict is wrong more often than one time in twenty.
+Every training is a line of `--results`; those that are there already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+from scipy.stats import t as student
+
+from coordinator.config_files import load_manifest
+from coordinator.run.baseline import Baseline, train
+from coordinator.run.service import resolve_manifest
+from swarm_peer.config import Codec
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.wire.codecs import decode, encode, rounding_seed
+
+CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
+REFERENCE = "reference"
+# An interval of fewer pairs says little, wherever it lies.
+MIN_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        wires: codec of activations and gradients between stages
+        averaging: codec of averaging; None for one process that averages with nobody
+        target: largest relative difference of the loss that is wanted, if there is one
+    """
+
+    wires: Codec = "none"
+    averaging: Codec | None = None
+    target: float | None = None
+
+
+ARMS = {
+    REFERENCE: Arm(),
+    "control": Arm(averaging="none"),
+    "wires-8bit": Arm(wires="blockwise_8bit"),
+    "wires-4bit": Arm(wires="int4_hadamard", target=0.003),
+    "averaging-8bit": Arm(averaging="blockwise_8bit", target=0.001),
+    "averaging-4bit": Arm(averaging="int4_hadamard"),
+}
+
+
+class AveragedBaseline(Baseline):
+    """A reference process whose microbatches several members of each stage share, which average their gradients.
+
+    As in a swarm, each member averages a part of all values: the others send it theirs through the codec, and all
+    members, itself among them, take the average that has gone through the codec.
+    """
+
+    def __init__(self, resolved: ResolvedManifest, num_members: int, codec: Codec):
+        super().__init__(resolved)
+        self._num_members = num_members
+        self._codec: Codec = codec
+
+    def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
+        """One optimizer step, as Baseline.train_step."""
+        assert ids is None, "no swarm trains like this"
+        microbatches, loss_sum, num_samples = list(microbatches), 0.0, 0
+        gradients: list[list[tuple[torch.Tensor, int]]] = [[] for _ in self.trainers]
+        for member in range(self._num_members):
+            for number in range(member, len(microbatches), self._num_members):
+                loss_sum += self.accumulate(microbatches[number], f"{self._step}/{number}".encode())
+                num_samples += len(microbatches[number])
+            for trainer, of_stage in zip(self.trainers, gradients, strict=True):
+                of_stage.append((torch.cat([g.flatten() for g in trainer.mean_gradients()]), trainer.num_samples))
+                trainer.discard_gradients()
+        for trainer, of_stage in zip(self.trainers, gradients, strict=True):
+            shapes = [parameter.shape for parameter in trainer.module.parameters()]
+            means = torch.split(self._average(trainer.spec.index, of_stage), [shape.numel() for shape in shapes])
+            trainer.apply([mean.view(shape) for mean, shape in zip(means, shapes, strict=True)])
+        return loss_sum / num_samples, num_samples
+
+    @property
+    def _step(self) -> int:
+        return self.trainers[0].optimizer_step
+
+    def _average(self, stage: int, gradients: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """The mean over samples of the members' gradients, each of which is flat and a mean of so many samples."""
+        total, averages = sum(samples for _, samples in gradients), []
+        parts = [torch.chunk(flat, self._num_members) for flat, _ in gradients]
+        for owner in range(self._num_members):
+            average = torch.zeros_like(parts[owner][owner])
+            for member, (_, samples) in enumerate(gradients):
+                part = parts[member][owner]
+                average += (part if member == owner else self._sent(part, stage, owner, member)) * (samples / total)
+            averages.append(self._sent(average, stage, owner, -1))
+        return torch.cat(averages)
+
+    def _sent(self, part: torch.Tensor, stage: int, owner: int, member: int) -> torch.Tensor:
+        seed = rounding_seed(self._step, stage, owner, member)
+        return decode(encode(part, self._codec, seed), part.shape, self._codec)
+
+
+def last_loss(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> float:
+    """The validation loss after the last step of a training."""
+    wire = f"wire={{activations: {arm.wires}, gradients: {arm.wires}}}"
+    resolved = resolve_manifest(load_manifest(CONFIG, (*settings, wire, f"seed={seed}")))
+    baseline = Baseline(resolved) if arm.averaging is None else AveragedBaseline(resolved, num_members, arm.averaging)
+    *_, last = train(baseline)
+    return last["validation_loss"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The mean relative difference of an arm's losses from the reference's, with its 95 % interval `low` to `high`."""
+
+    num_pairs: int
+    mean: float
+    low: float
+    high: float
+
+    def of(self, target: float | None) -> str:
+        """Within or beyond the target, undecided, or nothing without a target."""
+        if target is None:
+            return ""
+        if self.num_pairs < MIN_PAIRS or self.low <= target <= self.high:
+            return "undecided"
+        return "within" if self.high < target else "beyond"
+
+
+def judge(differences: Sequence[float]) -> Verdict:
+    """The mean of some relative differences, with its 95 % interval."""
+    mean, num_pairs = fmean(differences), len(differences)
+    if num_pairs < 2:
+        return Verdict(num_pairs, mean, -float("inf"), float("inf"))
+    half = float(student.ppf(0.975, num_pairs - 1)) * stdev(differences) / num_pairs**0.5
+    return Verdict(num_pairs, mean, mean - half, mean + half)
+
+
+class Results:
+    """The losses of all trainings, as lines of a file that outlives this process."""
+
+    def __init__(self, file: Path | None, name: str):
+        """Read a file, if there is one, of which the lines of the same `name` count: the settings of the trainings."""
+        self._file = file
+        self._name = name
+        self._losses: dict[tuple[str, int], float] = {}
+        if file is not None and file.exists():
+            for entry in map(json.loads, file.read_text().splitlines()):
+                if entry["settings"] == name:
+                    self._losses[entry["arm"], entry["seed"]] = entry["loss"]
+
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        return key in self._losses
+
+    def add(self, arm: str, seed: int, loss: float) -> None:
+        """Note one training."""
+        self._losses[arm, seed] = loss
+        line = json.dumps({"arm": arm, "seed": seed, "loss": loss, "settings": self._name})
+        print(line, file=sys.stderr, flush=True)
+        if self._file is not None:
+            with self._file.open("a") as out:
+                out.write(line + "\n")
+
+    def losses(self, arm: str) -> list[float]:
+        """The losses of an arm."""
+        return [loss for (name, _), loss in self._losses.items() if name == arm]
+
+    def verdict(self, arm: str) -> Verdict | None:
+        """The verdict of an arm's pairs with the reference, if there are any."""
+        pairs = [
+            (loss, self._losses.get((REFERENCE, seed))) for (name, seed), loss in self._losses.items() if name == arm
+        ]
+        differences = [loss / reference - 1 for loss, reference in pairs if reference is not None]
+        return judge(differences) if differences else None
+
+
+def table(results: Results, arms: Sequence[str]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    yield "| arm | pairs | loss | difference | 95 % interval | target | |"
+    yield "|---|---|---|---|---|---|---|"
+    for arm in (REFERENCE, *arms):
+        losses, found = results.losses(arm), results.verdict(arm)
+        if arm == REFERENCE or found is None:
+            yield f"| {arm} | {len(losses)} | {fmean(losses):.4f} | | | | |"
+            continue
+        target = ARMS[arm].target
+        interval = "" if found.num_pairs < 2 else f"{found.low:+.3%} to {found.high:+.3%}"
+        yield (
+            f"| {arm} | {found.num_pairs} | {fmean(losses):.4f} | {found.mean:+.3%} | {interval} | "
+            f"{'' if target is None else f'{target:.1%}'} | {found.of(target)} |"
+        )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arms", nargs="+", choices=[arm for arm in ARMS if arm != REFERENCE], default=[*ARMS][1:])
+    parser.add_argument("--seeds", type=int, default=3, help="at most so many pairs for each arm")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--members", type=int, default=2, help="of each stage that average")
+    parser.add_argument("--validation-samples", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--set", dest="settings", nargs="+", default=[], help="of the manifest, as in `swarm-coordinator`"
+    )
+    parser.add_argument("--results", type=Path, help="file of all trainings; those that it holds are not repeated")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    settings = (
+        f"training.steps={options.steps}",
+        f"training.validation_samples={options.validation_samples}",
+        f"training.validation_every={options.steps}",
+        *options.settings,
+    )
+    results = Results(options.results, " ".join((*settings, f"members={options.members}")))
+    for seed in range(1, options.seeds + 1):
+        for name in (REFERENCE, *options.arms):
+            found = results.verdict(name)
+            is_decided = name != REFERENCE and found is not None and found.of(ARMS[name].target) in ("within", "beyond")
+            if (name, seed) not in results and not is_decided:
+                results.add(name, seed, last_loss(ARMS[name], seed, options.members, settings))
+    print("\n".join(table(results, options.arms)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Mistakes in configurations and messages, in words that name the place and the remedy."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def dotted(place: tuple[int | str, ...]) -> str:
+    """A place in a file as people write it: training.steps."""
+    return ".".join(str(key) for key in place)
+
+
+def describe(
+    error: ValidationError,
+    model: type[BaseModel] | None = None,
+    name: Callable[[tuple[int | str, ...]], str] = dotted,
+) -> str:
+    """A pydantic error as one line: for each mistake its place, what is wrong, and the value.
+
+    Args:
+        model: that was to be made; its keys are suggested for unknown ones
+        name: how to write a place
+    """
+    parts = []
+    errors = error.errors()
+    for item in errors:
+        place, value, kind = item["loc"], item["input"], item["type"]
+        if kind == "too_short" and value and len(errors) > 1:
+            continue  # it counts without the values that have errors of their own
+        message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
+        if kind == "extra_forbidden":
+            near = get_close_matches(str(place[-1]), _keys_beside(model, place), n=1)
+            message += f" ({near[0]}?)" if near else ""
+        # Our own validators name the values that matter.
+        elif kind not in ("missing", "value_error") and not isinstance(value, dict) and value != []:
+            message += f" (got {reprlib.repr(value)})"  # bounded in depth: it may come from a peer
+        parts.append(f"{name(place)}: {message}" if place else message)
+    return "; ".join(parts)
+
+
+_MESSAGES = {
+    "extra_forbidden": "unknown key: remove it or correct its spelling",
+    "missing": "missing: add it",
+    "byte_size": "expected a size such as 8GiB",
+    "too_short": "needs more values",
+}
+
+
+def _keys_beside(model: type[BaseModel] | None, place: tuple[int | str, ...]) -> list[str]:
+    """The keys that a model knows where it found an unknown one."""
+    for key in (key for key in place[:-1] if isinstance(key, str)):
+        field = model.model_fields.get(key) if model is not None else None
+        annotation = field.annotation if field is not None else None
+        kinds = (annotation, *get_args(annotation))
+        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return list(model.model_fields) if model is not None else []

@@ -1,0 +1,66 @@
+"""How a round ended for one peer: with an average, with an agreement to go on without one, or left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from swarm_peer.policy.agreement import Verdict
+from swarm_peer.runtime.stage.rounds import Round
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a round ended for this peer.
+
+    Attributes:
+        verdict: COMMIT, with the gradients to apply; or RESYNC, with the peers that hold the state to download
+        history_hash: digest of all updates, this one included
+        samples: number of samples in the gradients
+        holders: in case of RESYNC, the peers that hold the state
+        cause: in case of RESYNC, the label for metrics
+    """
+
+    verdict: Verdict
+    gradients: Sequence[torch.Tensor] = ()
+    history_hash: str = ""
+    samples: int = 0
+    holders: tuple[str, ...] = ()
+    reason: str = ""
+    cause: Literal["left_behind", "other_weights"] = "left_behind"
+
+
+class LeftBehind(Exception):
+    """At least as many stage-mates (`holders`) are in a later round already as are ready for this one."""
+
+    def __init__(self, holders: list[str]):
+        super().__init__(holders)
+        self.holders = holders
+
+
+def resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
+    """Have this peer take over the state of stage-mates."""
+    log.warning("resync_needed round=%d reason=%s", ending.number, reason)
+    return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
+
+
+def resync_weights(ending: Round, holders: Sequence[str]) -> Settlement:
+    """Have this peer take over the state of stage-mates whose weights differ after the same updates."""
+    # PyTorch picks its kernels by the instruction set, and their results differ in the last digits.
+    log.warning(
+        "weights_differ round=%d optimizer_step=%d instruction_set=%s threads=%d reason=%d stage-mates hold different "
+        "weights after the same updates; if this comes back with each comparison, their devices compute differently",
+        ending.number,
+        ending.step.optimizer_step,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        len(holders),
+    )
+    behind = resync(ending, holders, "stage-mates hold different weights after the same updates")
+    return replace(behind, cause="other_weights")

@@ -1,0 +1,86 @@
+"""Tells of the rounds that have ended at one replica: in the log, in the metrics, and to the coordinator."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from swarm_peer.model.round_strategy import StepResult
+from swarm_peer.policy.step_state import StepState
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.step.outcome import Settlement
+from swarm_peer.wire.records import MAX_REPORTS, RoundReport
+
+log = logging.getLogger(__name__)
+
+
+class RoundReports:
+    """Reports rounds. Belongs to the event loop's thread.
+
+    Attributes:
+        finished: the rounds that ended here lately; of stage 0 alone
+    """
+
+    def __init__(self, *, context: PeerContext, stage: int):
+        self.finished: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
+        self._clock = context.clock
+        self._metrics = context.metrics
+        self._averaging = context.resolved.manifest.averaging
+        self._stage = stage
+        self._num_counted: int | None = 0  # samples since the last average; None if this replica does not know of all
+
+    def begin(self, step: StepState) -> None:
+        """Begin with weights that this replica has not made itself."""
+        begins_period = step.optimizer_step == 0 or self._averaging.averages_at(step.optimizer_step - 1)
+        self._num_counted = 0 if begins_period else None
+        # These may not have been published yet.
+        still_true = [report for report in self.finished if report.optimizer_step <= step.optimizer_step]
+        self.finished.clear()
+        self.finished.extend(still_true)
+
+    def report(
+        self, step: StepState, settlement: Settlement, result: StepResult, samples: int, loss_sum: float
+    ) -> None:
+        """Report the end of a round.
+
+        Args:
+            step: where the replica stood in the round
+            samples: that have counted in it
+            loss_sum: of these samples
+        """
+        optimizer_step, seconds = step.optimizer_step + 1, self._clock.monotonic_s() - step.began_s
+        loss = loss_sum / samples if samples else 0.0
+        if self._stage == 0:
+            report = RoundReport(
+                round_number=step.round_number,
+                optimizer_step=optimizer_step,
+                samples=samples,
+                loss=loss,
+                seconds=seconds,
+            )
+            self.finished.append(report)
+        if self._num_counted is not None:
+            self._num_counted += samples
+        if self._averaging.averages_at(step.optimizer_step):
+            self._check_average(step, settlement, result)
+        self._metrics.loss.set(loss)
+        log.info(
+            "step_done optimizer_step=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
+            optimizer_step,
+            loss,
+            settlement.samples,
+            seconds,
+            result.grad_norm,
+            result.learning_rate,
+        )
+
+    def _check_average(self, step: StepState, settlement: Settlement, result: StepResult) -> None:
+        """Say so if the average changes nothing, or is not of all samples that have counted since the last one."""
+        if result.skipped and not settlement.samples:
+            log.error("update_skipped round=%d reason=all gradients are lost", step.round_number)
+        elif result.skipped:
+            log.error("update_skipped round=%d reason=the averaged gradient is not finite", step.round_number)
+        if self._stage == 0 and self._num_counted not in (None, settlement.samples):
+            text = "samples_differ round=%d counted=%d averaged=%d"
+            log.warning(text, step.round_number, self._num_counted, settlement.samples)
+        self._num_counted = 0

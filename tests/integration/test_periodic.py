@@ -1,0 +1,113 @@
+"""Periodic averaging in a live swarm: it gives what one process gives that has as many replicas and the same routes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from recording_peer import RECORD_ROUTES
+from swarm import LiveSwarm, check_ledger, run_swarm, tiny_manifest
+from test_keystone import check_counts, check_nothing_lost, relative_difference
+
+from coordinator.run.baseline import ReplicatedBaseline
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import is_weight
+
+pytestmark = pytest.mark.timeout(150)
+
+Tokens = tuple[tuple[int, ...], ...]
+
+
+def routes_of(folder: Path, num_stages: int) -> dict[int, list[tuple[torch.Tensor, list[int]]]]:
+    """By optimizer step: each microbatch, and the replica of each stage that computed it."""
+    replicas: list[list[str]] = [[] for _ in range(num_stages)]
+    routes: dict[int, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(lambda: [-1] * num_stages))
+    for path in sorted(folder.glob("*.route")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            known = replicas[entry["stage"]]
+            if path.name not in known:
+                known.append(path.name)
+            tokens = tuple(map(tuple, entry["tokens"]))
+            routes[entry["optimizer_step"]][tokens][entry["stage"]] = known.index(path.name)
+    return {step: [(torch.tensor(tokens), route) for tokens, route in taken.items()] for step, taken in routes.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_peers", "optimizer"),
+    [
+        (2, 2, "sgd"),
+        pytest.param(1, 2, "adamw", marks=pytest.mark.slow),
+        pytest.param(3, 1, "sgd", marks=pytest.mark.slow),
+        pytest.param(3, 2, "adamw", marks=pytest.mark.slow),
+    ],
+)
+def test_a_swarm_equals_a_process_with_as_many_replicas(
+    num_stages: int, num_peers: int, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RECORD_ROUTES, "yes")
+    section = {"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0} if optimizer == "adamw" else {}
+    manifest = tiny_manifest(
+        stages={"count": num_stages, "peers_to_start": num_peers},
+        training={"steps": 8, "validation_every": 4, "validation_samples": 4},
+        averaging={"mode": "periodic", "inner_steps": 4, "compare_weights_every": 2},
+        recovery={"snapshot_every": 4},
+        optimizer=section,
+    )
+    run = run_swarm(manifest, [num_peers] * num_stages, tmp_path)
+
+    check_counts(run, manifest)
+    check_nothing_lost(run)
+    routes = routes_of(tmp_path / "records", num_stages)
+    reference = ReplicatedBaseline(ResolvedManifest.of(manifest), [num_peers] * num_stages)
+    for step in range(manifest.training.steps):
+        loss, samples = reference.train_step(routes[step])
+        assert samples == run.lines[step]["samples"]
+        assert run.lines[step]["loss"] == pytest.approx(loss, rel=1e-5 if optimizer == "sgd" else 1e-4)
+    for replicas, states in zip(reference.stages, run.states, strict=True):
+        assert len(states) == num_peers
+        for name, expected in replicas[0].state().items():
+            if is_weight(name) or name.startswith("round/"):
+                assert all(torch.equal(state.tensors[name], states[0].tensors[name]) for state in states), name
+                if optimizer == "sgd":
+                    assert relative_difference(states[0].tensors[name], expected) < 1e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_peers_come_and_go_in_the_middle_of_periods_and_a_stage_is_lost(tmp_path: Path) -> None:
+    manifest = tiny_manifest(
+        stages={"count": 2, "peers_to_start": 2},
+        training={"steps": 64, "global_batch_size": 64},
+        averaging={"mode": "periodic", "inner_steps": 8},
+        recovery={"snapshot_every": 8},
+        limits={"hop_timeout_s": 10},
+    )
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(10)
+        swarm.start(1, "late.1")
+        await swarm.until(lambda: "serving stage=" in swarm.log("late.1"), "late.1 serves")
+        await swarm.leave("1.0")
+        await swarm.leave("0.1")
+        left.append("samples_lost" in swarm.log("1.0") + swarm.log("0.1"))
+        given.append("gradient_handed_over" in swarm.log("1.0"))
+        swarm.kill("1.1")
+        swarm.kill("late.1")
+        swarm.start(1, "heir")
+
+    left: list[bool] = []
+    given: list[bool] = []
+    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
+    assert (left, given) == ([False], [True])
+    assert [line["optimizer_step"] for line in run.lines] == list(range(1, 65))
+    assert [len(states) for states in run.states] == [1, 1]
+    check_ledger(run, manifest)
+    targets = {int(match[1]) for match in re.finditer(r"run_rewound stage=0 .* to=(\d+)", run.logs())}
+    assert len(targets) == 1
+    assert targets.pop() % 8 == 0, "where all replicas held the same"
+    assert run.lines[-1]["loss"] < run.lines[0]["loss"] - 0.5

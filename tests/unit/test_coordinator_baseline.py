@@ -1,0 +1,107 @@
+"""The reference process, and the one of the experiment about codecs, whose members average."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from swarm import tiny_manifest
+
+from coordinator.run.baseline import Baseline
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.wire.codecs import decode, encode
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "experiments" / "codec_loss.py"
+IDS = [bytes([number] * 16) for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def codec_loss():
+    spec = importlib.util.spec_from_file_location("codec_loss", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["codec_loss"] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["codec_loss"]
+
+
+def resolved(codec="none"):
+    return ResolvedManifest.of(tiny_manifest(wire={"activations": codec, "gradients": codec}))
+
+
+def microbatches(of):
+    length = of.manifest.data.sequence_length + 1
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, of.vocab_size, (2, length), generator=generator) for _ in IDS]
+
+
+def weights(baseline):
+    return torch.cat([p.detach().flatten() for trainer in baseline.trainers for p in trainer.module.parameters()])
+
+
+def weights_after_a_step(baseline, ids=None):
+    baseline.train_step(microbatches(baseline.trainers[0].resolved), ids)
+    return weights(baseline)
+
+
+def test_gradients_are_rounded_by_the_microbatches_ids():
+    run = resolved("int4_hadamard")
+    first = weights_after_a_step(Baseline(run), IDS)
+    assert torch.equal(first, weights_after_a_step(Baseline(run), IDS))
+    assert not torch.equal(first, weights_after_a_step(Baseline(run), IDS[::-1]))
+    assert torch.equal(weights_after_a_step(Baseline(run)), weights_after_a_step(Baseline(run)))
+    exact = weights_after_a_step(Baseline(resolved()), IDS)
+    assert 0 < float((first - exact).norm() / exact.norm()) < 0.1
+
+
+def test_every_microbatch_has_an_id():
+    with pytest.raises(ValueError, match="shorter"):
+        weights_after_a_step(Baseline(resolved()), IDS[:2])
+
+
+def test_activations_are_rounded_in_evaluation_too():
+    run, tokens_BS = resolved("int4_hadamard"), microbatches(resolved())[0]
+    baseline = Baseline(run)
+    first, last = baseline.trainers
+    hidden_BTD = first.evaluate(tokens_BS)
+    received = decode(encode(hidden_BTD, "int4_hadamard"), hidden_BTD.shape, "int4_hadamard")
+    loss = float(last.evaluate(tokens_BS, received).mean())
+    assert baseline.evaluate(tokens_BS.numpy()) == pytest.approx(loss, rel=1e-6)
+    assert loss != pytest.approx(float(last.evaluate(tokens_BS, hidden_BTD).mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize(("codec", "error"), [("none", 1e-4), ("blockwise_8bit", 0.02), ("int4_hadamard", 0.2)])
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_members_average_what_one_process_accumulates(codec_loss, codec, error, num_members):
+    alone, averaged = Baseline(resolved()), codec_loss.AveragedBaseline(resolved(), num_members, codec)
+    before = weights(alone)
+    expected = weights_after_a_step(alone) - before
+    update = weights_after_a_step(averaged) - before
+    difference = float((update - expected).norm() / expected.norm())
+    assert difference < error
+    assert (difference > 1e-4) == (codec != "none"), "the codec is used"
+
+
+def test_a_verdict_needs_an_interval_on_one_side(codec_loss):
+    close = codec_loss.judge([0.001, 0.0012, 0.0011])
+    assert close.mean == pytest.approx(0.0011)
+    # Student's t of 2 degrees, 4.303, times 0.0001 / sqrt(3).
+    assert close.high - close.mean == pytest.approx(4.303 * 1e-4 / 3**0.5, rel=1e-3)
+    assert [close.of(target) for target in (None, 0.003, 0.0011, 0.0005)] == ["", "within", "undecided", "beyond"]
+    assert codec_loss.judge([0.001]).of(0.5) == codec_loss.judge([0.001, 0.001]).of(0.5) == "undecided"
+
+
+def test_results_outlive_the_process_and_pair_by_seed(codec_loss, tmp_path):
+    file = tmp_path / "results.jsonl"
+    results = codec_loss.Results(file, "steps=3")
+    for arm, seed, loss in (("reference", 1, 2.0), ("wires-4bit", 1, 2.02), ("wires-4bit", 2, 9.0)):
+        results.add(arm, seed, loss)
+    codec_loss.Results(file, "steps=4").add("reference", 2, 5.0)
+    again = codec_loss.Results(file, "steps=3")
+    assert ("wires-4bit", 2) in again
+    assert ("reference", 2) not in again
+    assert again.verdict("wires-4bit").num_pairs == 1
+    assert again.verdict("wires-4bit").mean == pytest.approx(0.01)
+    assert again.verdict("control") is None
+    assert any("| wires-4bit | 1 |" in line for line in codec_loss.table(again, ["wires-4bit"]))
