@@ -28,11 +28,11 @@ class Routing:
         self._router = Router(rng)
         self._peers: list[PeerView] = []
 
-    def update(self, peers: Iterable[PeerView], caller: str, callers: Sequence[PeerView]) -> None:
-        """Take over which peers serve the stage now, and which peers send to it."""
+    def update(self, peers: Iterable[PeerView], caller: str, callers: Sequence[PeerView], round_number: int) -> None:
+        """Take over which peers serve the stage now, and which peers send to it, and in which round."""
         self._peers = sorted(peers, key=lambda peer: peer.peer_id)
         if self._name == "iwrr":
-            self._router.update(self._peers, caller, callers)
+            self._router.update(self._peers, caller, callers, round_number)
 
     def choose(self, avoid: Container[str]) -> str | None:
         """The peer for the next microbatch, if there is any."""

@@ -8,6 +8,10 @@ microbatches, interleaved rather than in bursts.
 There, every caller sends to every candidate. Callers know nothing of each other's microbatches, so now and then several
 choose the same candidate at once, and others have nothing to do meanwhile. Here, each caller has as little as possible
 to do with the candidates of others (see `parts_of`): two stages of as many equal peers make pairs.
+
+Who is beside whom is drawn anew for each round, so that over the rounds everybody works with everybody. The draw is a
+hash of the round and the peer's id: all that know the round draw alike, without a message. Nobody can choose its
+neighbours, though anybody can work out those of later rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import random
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from statistics import median_low
 
 from swarm_peer.policy.view import PeerView
@@ -26,17 +32,19 @@ THROUGHPUT_SMOOTHING = 0.1
 SMALLEST_PART = 0.02
 
 
-def parts_of(caller: str, callers: Mapping[str, float], callees: Mapping[str, float]) -> dict[str, float]:
+def parts_of(
+    caller: str, callers: Mapping[str, float], callees: Mapping[str, float], round_number: int
+) -> dict[str, float]:
     """The part of each callee's time that is for one caller; 0 if the callee is left to other callers.
 
-    Both stages stand side by side, sorted by peer id, each as long as the other, and each peer as long as its share of
-    its stage's speed. A caller sends to the callees beside it. So each callee gets as much as it can do, and there are
-    fewer pairs of caller and callee than peers.
+    Both stages stand side by side, in the order drawn for the round, each as long as the other, and each peer as long
+    as its share of its stage's speed. A caller sends to the callees beside it. So each callee gets as much as it can
+    do, and there are fewer pairs of caller and callee than peers.
 
     Args:
         callers, callees: samples/s by peer id; 0 if not measured yet
     """
-    places, others = _places(callers), _places(callees)
+    places, others = _places(callers, round_number), _places(callees, round_number)
     begin, end = places[caller]
     parts = {}
     for callee, (its_begin, its_end) in others.items():
@@ -46,27 +54,31 @@ def parts_of(caller: str, callers: Mapping[str, float], callees: Mapping[str, fl
     return parts
 
 
-def num_callers(callee: str, callees: Sequence[PeerView], callers: Sequence[PeerView]) -> int:
-    """How many callers have a part of a peer; all of them, if it is not in the view."""
+def num_callers(callee: str, callees: Sequence[PeerView], callers: Sequence[PeerView], round_number: int) -> int:
+    """How many callers have a part of a peer in a round; all of them, if it is not in the view."""
     called = {peer.peer_id: peer.samples_per_s for peer in callees}
     if callee not in called:
         return len(callers)
+    calling = {peer.peer_id: peer.samples_per_s for peer in callers}
     # The stages stand side by side whichever of them calls.
-    return sum(
-        part > 0 for part in parts_of(callee, called, {peer.peer_id: peer.samples_per_s for peer in callers}).values()
-    )
+    return sum(part > 0 for part in parts_of(callee, called, calling, round_number).values())
 
 
-def _places(speeds: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Where each peer begins and ends, if the stage is 1 long."""
+def _places(speeds: Mapping[str, float], round_number: int) -> dict[str, tuple[float, float]]:
+    """Where each peer begins and ends in a round, if the stage is 1 long."""
     known = [speed for speed in speeds.values() if speed > 0]
     typical = median_low(known) if known else 1.0
-    total = sum(speed or typical for _, speed in sorted(speeds.items()))
+    lengths = {peer_id: speeds[peer_id] or typical for peer_id in sorted(speeds, key=partial(_lot, round_number))}
+    total = sum(lengths.values())
     places, end = {}, 0.0
-    for peer_id, speed in sorted(speeds.items()):
-        begin, end = end, end + (speed or typical) / total
+    for peer_id, length in lengths.items():
+        begin, end = end, end + length / total
         places[peer_id] = begin, end
     return places
+
+
+def _lot(round_number: int, peer_id: str) -> bytes:
+    return blake2b(f"{round_number} {peer_id}".encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +103,25 @@ class Router:
     def __init__(self, rng: random.Random):
         self._rng = rng
         self._candidates: dict[str, _Candidate] = {}
+        # What `update` was called with last. It is called for each microbatch, and takes 0.3 ms if anything is new and
+        # there are 100 peers in each stage.
+        self._updated: tuple[int, str, tuple[PeerView, ...], tuple[PeerView, ...]] | None = None
 
-    def update(self, peers: Iterable[PeerView], caller: str = "", callers: Sequence[PeerView] = ()) -> None:
+    def update(
+        self, peers: Iterable[PeerView], caller: str = "", callers: Sequence[PeerView] = (), round_number: int = 0
+    ) -> None:
         """Set the peers that serve the stage now. A newcomer enters at the current minimum, so it is tried soon.
 
         A peer in a new life is a newcomer.
 
         Args:
             callers: the peers that send to this stage; if `caller` is not among them, it sends to all peers
+            round_number: that of the microbatches that are sent next
         """
-        serving = {peer.peer_id: peer for peer in peers}
+        before, self._updated = self._updated, (round_number, caller, tuple(peers), tuple(callers))
+        if self._updated == before:
+            return
+        serving = {peer.peer_id: peer for peer in self._updated[2]}
         lives = {peer.life for peer in serving.values()}
         self._candidates = {
             peer_id: candidate
@@ -112,8 +133,13 @@ class Router:
             self._candidates[peer_id] = _Candidate(serving[peer_id].incarnation, serving[peer_id].samples_per_s, start)
         sending = {peer.peer_id: peer.samples_per_s for peer in callers}
         speeds = {peer_id: peer.samples_per_s for peer_id, peer in serving.items()}
-        parts = parts_of(caller, sending, speeds) if caller in sending else dict.fromkeys(serving, 1.0)
+        parts = dict.fromkeys(serving, 1.0)
+        if caller in sending:
+            parts = parts_of(caller, sending, speeds, round_number)
         for peer_id, candidate in self._candidates.items():
+            # A microbatch takes long in a small part. One that was sent there must not weigh as much in a larger part.
+            ahead = (candidate.expected_finish - start) * (candidate.part or 1.0) / (parts[peer_id] or 1.0)
+            candidate.expected_finish = start + ahead
             candidate.part = parts[peer_id]
 
     def observe(self, peer_id: str, samples_per_s: float) -> None:

@@ -146,7 +146,8 @@ class StageClient:
             if microbatch.is_query:
                 router.update(serving)
             else:
-                router.update(serving, self._transport.peer_id, view.serving(self.stage - 1))
+                callers = view.serving(self.stage - 1)
+                router.update(serving, self._transport.peer_id, callers, microbatch.round_number)
             now = self._clock.monotonic_s()
             lives = {peer.peer_id: peer.life for peer in serving}
             failed = backoff.avoided(now) | self._backoff.avoided(now) | self._refused.avoided(now)
