@@ -4,7 +4,8 @@ Each peer is a process of its own, over real libp2p, on a machine of its own in 
 takes a time of its own for a microbatch and sleeps for what it did not compute of it, so two cores emulate a dozen
 GPUs; the real machine must have a core to spare. Torch's GPipe and 1F1B run over gloo (wan_pipeline.py).
 
-An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Arms alternate within one run,
+An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; periodic, a
+swarm whose stage-mates average every 50 optimizer steps; gpipe; and 1f1b. Arms alternate within one run,
 each time beginning with another one, since the load of a shared machine drifts; a ratio is the median of the ratios to
 the first arm within a repetition.
 
@@ -35,9 +36,11 @@ from links import LinkOptions
 from processes import adopt_orphans
 from wan_pipeline import SCHEDULES, measure_pipeline
 from wan_swarm import measure_swarm
-from wan_workload import Workload
+from wan_workload import AveragingMode, Workload
 
 ARM = re.compile(r"(?P<system>\w+)@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
+SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "periodic": "periodic"}
+SYSTEMS = (*SWARMS, *SCHEDULES)
 STAGE_COLUMNS = ("busy_share", "fill_s", "inside_s", "idle_inside_s", "drain_s", "barrier_s", "averaging_s")
 
 
@@ -57,8 +60,8 @@ class Arm:
             argparse.ArgumentTypeError: it is not of that form
         """
         match = ARM.fullmatch(text)
-        if match is None or match["system"] not in ("swarm", *SCHEDULES):
-            raise argparse.ArgumentTypeError(f"{text}: an arm is {'|'.join(('swarm', *SCHEDULES))}@MS or @MS+-MS")
+        if match is None or match["system"] not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"{text}: an arm is {'|'.join(SYSTEMS)}@MS or @MS+-MS")
         latency_s, jitter_s = float(match["latency"]) / 1000, float(match["jitter"] or 0) / 1000
         return cls(text, match["system"], LinkOptions(latency_s, jitter_s))
 
@@ -66,9 +69,10 @@ class Arm:
 def measure(arm: Arm, workload: Workload, options: argparse.Namespace, repetition: int) -> dict[str, Any]:
     """Run an arm once."""
     links = replace(arm.links, bytes_per_s=options.bytes_per_s)
-    if arm.system != "swarm":
+    if arm.system not in SWARMS:
         return measure_pipeline(workload, links, options.rounds, repetition, arm.system)
     keep = None if options.keep is None else options.keep / f"{arm.name}-{repetition}"
+    workload = replace(workload, averaging_mode=SWARMS[arm.system])
     return measure_swarm(workload, links, options.rounds, repetition, keep)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
 
@@ -14,6 +15,7 @@ from swarm_peer.config import Codec, RunManifest, codec_bytes
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule
 
+AveragingMode = Literal["synchronous", "periodic"]
 # More than any measurement waits for: runs are stopped, they do not end.
 ENDLESS_STEPS = 10**6
 
@@ -39,6 +41,7 @@ class Workload:
     layers_per_stage: int = 1
     sequence_length: int = 16
     averaging: Codec = "none"
+    averaging_mode: AveragingMode = "synchronous"
     wire: Codec = "fp16"
 
     @property
@@ -82,7 +85,7 @@ class Workload:
                 "validation_every": 0,
             },
             wire={"activations": self.wire, "gradients": self.wire},
-            averaging={"compression": self.averaging},
+            averaging={"mode": self.averaging_mode, "compression": self.averaging},
             recovery={"snapshot_every": 1000},
             limits={"hop_timeout_s": 60, "announcement_s": 30, "max_in_flight": self.max_in_flight},
         )

@@ -9,9 +9,9 @@ There, every caller sends to every candidate. Callers know nothing of each other
 choose the same candidate at once, and others have nothing to do meanwhile. Here, each caller has as little as possible
 to do with the candidates of others (see `parts_of`): two stages of as many equal peers make pairs.
 
-Who is beside whom is drawn anew for each round, so that over the rounds everybody works with everybody. The draw is a
-hash of the round and the peer's id: all that know the round draw alike, without a message. Nobody can choose its
-neighbours, though anybody can work out those of later rounds.
+Each round has its own order of the peers, by a hash of its number and their ids. So over the rounds everybody works
+with everybody, and all that know the round know the order, without a message. Nobody can choose its neighbours, though
+anybody can work out those of later rounds.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Router:
     def __init__(self, rng: random.Random):
         self._rng = rng
         self._candidates: dict[str, _Candidate] = {}
-        # What `update` was called with last. It is called for each microbatch, and takes 0.3 ms if anything is new and
+        # The arguments of the last `update`. It is called for each microbatch, and takes 0.3 ms if anything is new and
         # there are 100 peers in each stage.
         self._updated: tuple[int, str, tuple[PeerView, ...], tuple[PeerView, ...]] | None = None
 

@@ -136,7 +136,7 @@ async def settle():
 class World:
     """A launcher with all that it is made of, as the peer wires it. `async with` runs it, and stops it."""
 
-    def __init__(self, **training):
+    def __init__(self, capacity=8, **training):
         self.manifest = make_manifest(**training)
         self.context = make_context(
             ResolvedManifest(self.manifest, "0" * 32, PretrainedConfig(), ()), identity=MY_IDENTITY
@@ -167,7 +167,9 @@ class World:
         )
         self.launcher = MicrobatchLauncher(
             context=self.context,
-            core=SimpleNamespace(executor=self.executor, admission=self.admission, rounds=self.rounds),
+            core=SimpleNamespace(
+                executor=self.executor, admission=self.admission, rounds=self.rounds, capacity=capacity
+            ),
             swarm=swarm,
             leases=self.leases,
             validation=np.arange(10, 15, dtype=np.int32)[:, None].repeat(LENGTH + 1, axis=1),
@@ -246,6 +248,17 @@ async def test_as_many_are_in_flight_as_the_window_has_room_for():
         second.succeed()
         third.succeed()
         await succeed(world, 1)
+
+
+async def test_no_more_are_in_flight_than_fit_into_memory():
+    async with World(capacity=1) as world:
+        [only] = await world.executor.launched()
+        await settle()
+        assert not world.executor.running
+        only.succeed()
+        await succeed(world, 3)
+    world.launcher._window.observe(100.0, 1.0, now=0.0)
+    assert world.launcher._window.size() == 1, "whatever the round trip"
 
 
 async def test_a_round_gets_its_global_batch_and_no_more():

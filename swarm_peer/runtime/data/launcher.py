@@ -102,7 +102,7 @@ class MicrobatchLauncher:
         self._rounds = core.rounds
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
         self._counted_hook = counted
-        self._window = InFlightWindow(manifest.limits.max_in_flight)
+        self._window = InFlightWindow(core.capacity)
         context.metrics.window.set(self._window.size())
         self._waiting: list[_Batch] = []  # to be launched again
         self._in_flight = 0
@@ -298,7 +298,7 @@ class MicrobatchLauncher:
         peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me.peer_id})
         share = torch.from_numpy(self._validation[peers.index(self._me.peer_id) :: len(peers)].copy())
         losses: list[tuple[int, float]] = []
-        room = anyio.Semaphore(self._manifest.limits.max_in_flight)
+        room = anyio.Semaphore(self._window.limit)
 
         async def evaluate(tokens_BS: torch.Tensor) -> None:
             try:
