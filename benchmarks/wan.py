@@ -143,7 +143,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=256, help="in a round")
     parser.add_argument("--rounds", type=int, default=3, help="that are counted")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--max-in-flight", type=int, default=8)
+    parser.add_argument("--max-in-flight", type=int, default=16)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1, help="of each stage")
     parser.add_argument("--sequence-length", type=int, default=16)

@@ -36,7 +36,7 @@ class Workload:
     num_peers: int = 2
     microbatch_s: float = 0.25
     num_microbatches: int = 256
-    max_in_flight: int = 8
+    max_in_flight: int = 16
     width: int = 32
     layers_per_stage: int = 1
     sequence_length: int = 16
