@@ -206,9 +206,10 @@ class WireSection(Section):
 class AveragingSection(Section):
     """How stage-mates average their gradients."""
 
-    mode: Literal["synchronous", "periodic"] = "synchronous"
-    """synchronous: stage-mates average the gradients of each optimizer step; periodic (DiLoCo): each one updates its
-    weights alone, and they average the differences every inner_steps steps, which takes little of their links"""
+    mode: Literal["synchronous", "periodic", "delayed"] = "synchronous"
+    """synchronous: stage-mates average the gradients of each optimizer step; delayed: they average them while the next
+    step computes, and update with gradients that are one step old; periodic (DiLoCo): each one updates its weights
+    alone, and they average the differences every inner_steps steps, which takes little of their links"""
     inner_steps: int = Field(50, ge=2)
     """for periodic: optimizer steps of a period; snapshots, validations and the run's last step are at the ends of
     periods"""
@@ -234,8 +235,14 @@ class AveragingSection(Section):
         """Optimizer steps from one average among stage-mates to the next."""
         return self.inner_steps if self.mode == "periodic" else 1
 
-    def averages_at(self, optimizer_step: int) -> bool:
-        """Whether stage-mates average at the end of the round that began with this optimizer step."""
+    def averages_at(self, optimizer_step: int, *, begins_timeline: bool = False) -> bool:
+        """Whether an average ends the round that began with this optimizer step.
+
+        Args:
+            begins_timeline: whether nothing has been computed before that round, or else was lost in a rewind
+        """
+        if self.mode == "delayed":
+            return not begins_timeline
         return (optimizer_step + 1) % self.steps_per_average == 0
 
     def compares_weights_at(self, optimizer_step: int) -> bool:
@@ -251,6 +258,10 @@ class RecoverySection(Section):
     snapshot_every: int = Field(50, ge=0)
     """optimizer steps between snapshots; each peer keeps one of its own stage and one of the next, so that other peers
     can take over a stage that has lost all its peers; 0 for no snapshots"""
+
+    def snapshots_at(self, optimizer_step: int) -> bool:
+        """Whether peers keep a snapshot of the weights of this optimizer step. All have the initial ones."""
+        return self.snapshot_every > 0 and optimizer_step > 0 and optimizer_step % self.snapshot_every == 0
 
 
 class LimitsSection(Section):

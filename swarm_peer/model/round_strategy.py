@@ -19,6 +19,9 @@ from swarm_peer.model.optimizer import STATE_PREFIX
 # Begins the names of a strategy's entries in a stage's state.
 STRATEGY_PREFIX = "round/"
 
+# Tensors in the order of the parameters (CPU, fp32), and the samples that they are a sum over, or a mean.
+Work = tuple[Sequence[Tensor], int]
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -73,9 +76,11 @@ class RoundStrategy:
 
     Attributes:
         kept_values: fp32 values that the strategy keeps for each parameter, for the memory model
+        num_given: sums that `give_away` gives
     """
 
     kept_values: ClassVar[int] = 0
+    num_given: ClassVar[int] = 1
 
     def __init__(self, trainee: Trainee):
         """Begin with the weights that the trainee has."""
@@ -86,7 +91,7 @@ class RoundStrategy:
         """The samples whose work would be lost if this peer died now."""
         return self.trainee.num_samples
 
-    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> tuple[Sequence[Tensor], int]:
+    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """Give what this peer brings to the average that ends the round, and the samples that it is weighted by.
 
         Called once in a round, when nothing is added to the accumulator any more.
@@ -96,19 +101,30 @@ class RoundStrategy:
         """
         return mean_gradients, num_samples
 
+    def next_contribution(self) -> Work | None:
+        """Give what this peer brings to the average that ends the next round, if that is known by the end of this one.
+
+        Called after `contribution`. The work of stage-mates that leave in the next round is added to it then.
+        """
+        return None
+
+    def expect(self, averages: Sequence[Tensor]) -> None:
+        """Note the average that is about to end the round, so that `state` is all that a round needs to be repeated."""
+
     def end_round(self, averages: Sequence[Tensor]) -> StepResult:
         """Take in the average of what all members brought; CPU, fp32, not to be changed."""
         return self.trainee.update(averages)
 
-    def give_away(self) -> tuple[list[Tensor], int]:
-        """Give what a stage-mate may add to its own work when this peer leaves: sums over samples, and the samples.
+    def give_away(self) -> list[Work]:
+        """Give what a stage-mate may add to its own work when this peer leaves: sums over samples.
 
         May be called again, if the stage-mates end the round first.
         """
-        return self.trainee.gradient_sums()
+        return [self.trainee.gradient_sums()]
 
-    def take_in(self, sums: Sequence[Tensor], num_samples: int) -> None:
+    def take_in(self, given: Sequence[Work]) -> None:
         """Add what a leaving stage-mate in the same round has given away."""
+        [(sums, num_samples)] = given
         self.trainee.add_gradients(sums, num_samples)
 
     def state(self) -> dict[str, Tensor]:
@@ -166,7 +182,7 @@ class PeriodicStrategy(RoundStrategy):
         """The samples of the period, and those whose gradient waits for the round's end."""
         return self.trainee.num_samples + self._num_samples + self._num_taken_in
 
-    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> tuple[Sequence[Tensor], int]:
+    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """Take the inner step. At the end of a period, give the difference and its samples; before, nothing."""
         self._own_update = self.trainee.update(mean_gradients)
         self.trainee.discard_gradients()
@@ -210,16 +226,17 @@ class PeriodicStrategy(RoundStrategy):
             sums = [own + taken_in for own, taken_in in zip(sums, self._taken_in, strict=True)]
         return sums, self._num_samples + self._num_taken_in
 
-    def give_away(self) -> tuple[list[Tensor], int]:
+    def give_away(self) -> list[Work]:
         """Take an inner step with what has been accumulated so far, and give the difference."""
         if num_samples := self.trainee.num_samples:
             self.trainee.update(self.trainee.mean_gradients())
             self.trainee.discard_gradients()
             self._num_samples += num_samples
-        return self._sums()
+        return [self._sums()]
 
-    def take_in(self, sums: Sequence[Tensor], num_samples: int) -> None:
+    def take_in(self, given: Sequence[Work]) -> None:
         """Bring a leaving stage-mate's difference to the next average."""
+        [(sums, num_samples)] = given
         self._taken_in = [a + b for a, b in zip(self._taken_in, sums, strict=True)] if self._taken_in else list(sums)
         self._num_taken_in += num_samples
 
@@ -232,10 +249,10 @@ class PeriodicStrategy(RoundStrategy):
         num_lost = self.pending_samples
         outer = _take_numbered("outer", entries, len(self._outer))
         if keeps_work and all(torch.equal(own, new) for own, new in zip(self._outer, outer, strict=True)):
-            sums, num_samples = self._sums()
-            num_lost -= num_samples
+            work = self._sums()
+            num_lost -= work[1]
             self._forget_work()
-            self.take_in(sums, num_samples)
+            self.take_in([work])
         else:
             self._forget_work()
         self._own_update = None
@@ -247,7 +264,92 @@ class PeriodicStrategy(RoundStrategy):
         return iter(self._outer)
 
 
-STRATEGIES: dict[str, type[RoundStrategy]] = {"synchronous": RoundStrategy, "periodic": PeriodicStrategy}
+class DelayedStrategy(RoundStrategy):
+    """`delayed`: the mean gradient of a round updates the weights at the end of the next one.
+
+    So stage-mates average the gradients of a round while the next one computes: w(t+1) = Opt(w(t), g(t-1)), and each
+    gradient is exactly one update old, the same on every stage. The first round of a run ends without an update, and
+    the gradient of its last round is not used.
+
+    A state holds the weights of a round, and the average that ends it if that is known: a snapshot is taken when it is.
+    So the first round of a timeline takes its update from the snapshot, and no average ends it.
+    """
+
+    # The gradient of the round before; that of the round which ends, beside it; and the average which waits, while the
+    # next one is being made.
+    kept_values = 3
+    num_given = 2
+
+    def __init__(self, trainee: Trainee):
+        super().__init__(trainee)
+        self._waiting = self._no_work()  # the mean gradient of the round before
+        self._brought = self._no_work()  # the same, while the round ends
+        self._expected: Sequence[Tensor] | None = None  # the average that ends the round, where it is known
+
+    def _no_work(self) -> Work:
+        return [torch.zeros(parameter.shape) for parameter in self.trainee.module.parameters()], 0
+
+    @property
+    def pending_samples(self) -> int:
+        """The samples of this round, and those whose gradient has not updated the weights yet."""
+        return self.trainee.num_samples + self._waiting[1] + self._brought[1]
+
+    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
+        """Give the gradient of the round before, and hold this one back."""
+        self._brought, self._waiting = self._waiting, (mean_gradients, num_samples)
+        self.trainee.discard_gradients()
+        return self._brought
+
+    def next_contribution(self) -> Work | None:
+        """Give the gradient of this round."""
+        return self._waiting
+
+    def expect(self, averages: Sequence[Tensor]) -> None:
+        """Note the average that `end_round` gets next."""
+        self._expected = averages
+
+    def end_round(self, averages: Sequence[Tensor]) -> StepResult:
+        """Update the weights with an average, or with the one that came with the state."""
+        averages = averages or self._expected or ()
+        result = self.trainee.update(averages, keeps_weights=not averages)
+        self._expected, self._brought = None, ([], 0)
+        return result
+
+    def give_away(self) -> list[Work]:
+        """Give the gradients of this round and of the round before."""
+        means, num_samples = self._waiting
+        return [self.trainee.gradient_sums(), ([mean * num_samples for mean in means], num_samples)]
+
+    def take_in(self, given: Sequence[Work]) -> None:
+        """Add a stage-mate's gradients to those of the same round.
+
+        If the stage-mate takes part in the average of the round before, or has, that one is taken, and not what this
+        peer brings to another try. So nothing counts twice.
+        """
+        (sums, num_samples), (waiting_sums, num_waiting) = given
+        self.trainee.add_gradients(sums, num_samples)
+        means, before = self._waiting
+        total = before + num_waiting
+        added = [(mean * before + other) / max(total, 1) for mean, other in zip(means, waiting_sums, strict=True)]
+        self._waiting = added, total
+
+    def state(self) -> dict[str, Tensor]:
+        """Give the average that ends the round, or zeros: a mean of no samples updates nothing."""
+        return _numbered("expected", self._expected or self._no_work()[0])
+
+    def load_state(self, entries: Mapping[str, Tensor], *, keeps_work: bool = False) -> int:
+        """Take over the average, if it is known. Gradients are of other weights, so they are lost."""
+        num_lost = self.pending_samples
+        self._waiting, self._brought = self._no_work(), ([], 0)
+        self._expected = _take_numbered("expected", entries, len(self._waiting[0]))
+        return num_lost
+
+
+STRATEGIES: dict[str, type[RoundStrategy]] = {
+    "synchronous": RoundStrategy,
+    "periodic": PeriodicStrategy,
+    "delayed": DelayedStrategy,
+}
 
 
 def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -19,11 +19,13 @@ class Vote:
         attempt: number of the averaging round's try, from 0
         checksum: digest of the averaged gradients and of the weights they belong to; None if the try failed
         samples: samples in the average, over all members
+        abstains: it took no part in the averaging round, since that began before it came: others need not try again
     """
 
     attempt: int
     checksum: str | None
     samples: int = 0
+    abstains: bool = False
 
 
 class Verdict(Enum):
@@ -65,7 +67,7 @@ def agree(me: str, votes: Mapping[str, Vote], *, may_retry: bool) -> Agreement:
         if vote.checksum is not None:
             ballots.setdefault(vote.checksum, []).append(peer_id)
             samples[vote.checksum] = max(samples.get(vote.checksum, 0), vote.samples)
-    num_failed = sum(vote.checksum is None for vote in votes.values())
+    num_failed = sum(vote.checksum is None and not vote.abstains for vote in votes.values())
     if not ballots or (may_retry and (num_failed or len(ballots) > 1)):
         return Agreement(
             Verdict.RETRY, f"{len(votes)} peers: it failed for {num_failed}, the others hold {len(ballots)} results"
@@ -75,4 +77,6 @@ def agree(me: str, votes: Mapping[str, Vote], *, may_retry: bool) -> Agreement:
     if votes[me].checksum == winner:
         return Agreement(Verdict.COMMIT, f"{len(holders)} of {len(votes)} peers hold this result", holders)
     why = "the round failed here" if votes[me].checksum is None else "the result here differs"
+    if votes[me].abstains:
+        why = "this peer took no part"
     return Agreement(Verdict.RESYNC, f"{why}, {len(holders)} peers hold one of {samples[winner]} samples", holders)

@@ -44,6 +44,11 @@ class StepState:
         return self.timeline.optimizer_step_at(self.round_number)
 
     @property
+    def begins_timeline(self) -> bool:
+        """Whether no round of the same timeline came before."""
+        return self.round_number == self.timeline.first_round
+
+    @property
     def created_at_round(self) -> int:
         """The first round that ever began with these weights."""
         return self.timeline.creation_round(self.round_number)

@@ -146,12 +146,14 @@ class ReadyReply(Body):
         history_hash: of the callee's weights
         weights_digest: of the callee's weights themselves, in rounds in which stage-mates compare them; else empty
         samples: how many samples the callee brings to the averaging round
+        next_samples: how many it brings to that of the next round, if stage-mates begin with it at once
     """
 
     attempt: Attempt | None
     history_hash: Checksum
     weights_digest: Checksum = ""
     samples: Samples
+    next_samples: Samples = 0
     counts: SignedCounts
 
 
@@ -172,6 +174,7 @@ class VoteReply(Body):
     attempt: Attempt | None
     checksum: Checksum | None = None
     samples: Samples = 0
+    abstains: bool = False
 
 
 class AveragePartCall(Call):
@@ -250,15 +253,17 @@ class GradientChunkCall(RoundCall):
 
 
 class CommitGradientCall(RoundCall):
-    """Has the callee add the transferred gradient, a sum over `samples`, to its own. The call may be repeated.
+    """Has the callee add the transferred gradients to its own. The call may be repeated.
 
     Attributes:
-        counted: the microbatches in the gradient, by id, with their samples; the callee does not count them again
+        samples: over which each of the gradients is a sum; that of the present round first
+        counted: the microbatches in the gradient of the present round, by id, with their samples; the callee does not
+            count them again
     """
 
     op: Literal["commit_gradient"] = "commit_gradient"
     transfer: bytes = Field(min_length=16, max_length=16)
-    samples: int = Field(ge=1, lt=2**40)
+    samples: tuple[Samples, ...] = Field(min_length=1, max_length=2)
     sha256: Sha256
     counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(
         max_length=MAX_COUNTED_IDS, fail_fast=True

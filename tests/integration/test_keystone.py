@@ -101,6 +101,37 @@ def test_losses_under_adamw_equal_the_single_process(family: str, tmp_path: Path
         assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "num_peers", "optimizer"),
+    [
+        (2, 2, "sgd"),
+        pytest.param(1, 2, "adamw", marks=pytest.mark.slow),
+        pytest.param(3, 1, "sgd", marks=pytest.mark.slow),
+        pytest.param(3, 2, "adamw", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_holds_one_gradient_back_equals_delayed_updates(
+    num_stages: int, num_peers: int, optimizer: str, tmp_path: Path
+) -> None:
+    manifest = tiny_manifest(
+        stages={"count": num_stages, "peers_to_start": num_peers},
+        averaging={"mode": "delayed", "compare_weights_every": 2},
+        optimizer={"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0} if optimizer == "adamw" else {},
+    )
+    run = run_swarm(manifest, [num_peers] * num_stages, tmp_path)
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    check_nothing_lost(run)
+    assert "round_retried" not in run.logs(), "stage-mates averaged ahead"
+    baseline = Baseline(ResolvedManifest.of(manifest))
+    for round_number in range(manifest.training.steps):
+        loss, _ = baseline.train_step(run.counted[round_number])
+        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=1e-5 if optimizer == "sgd" else 1e-4)
+    if optimizer == "sgd":
+        check_weights(run, baseline)
+
+
 @pytest.mark.parametrize("codec", ["int4_hadamard", pytest.param("blockwise_8bit", marks=pytest.mark.slow)])
 def test_weights_equal_the_single_process_whatever_the_wires_round(codec: Codec, tmp_path: Path) -> None:
     """Gradients are rounded by their microbatches' ids, so the process that is told them rounds alike.

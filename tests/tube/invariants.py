@@ -197,7 +197,7 @@ class Invariants:
 
         return patch.object(peer_module, "wait_for_assignment", wrapped)
 
-    def _settling(self, group: Any, ending: Any, gradients: Any, samples: int) -> None:
+    def _settling(self, group: Any, ending: Any, gradients: Any, samples: int, upcoming: Any = None) -> None:
         step = ending.step
         place = (group._stage, step.timeline.first_round, step.round_number, group._me)
         self.records.brought[place] = dict(ending.counted)
@@ -249,7 +249,7 @@ class Invariants:
         is_last = attempt >= self._resolved.manifest.averaging.max_tries
         for other in members - self.records.unheard.get(mine, set()):
             votes = [vote for vote in self.records.votes.get((*mine[:3], other), []) if vote.attempt >= attempt]
-            if not votes or not (is_last or any(vote.checksum == checksum for vote in votes)):
+            if not votes or not (is_last or any(vote.checksum == checksum or vote.abstains for vote in votes)):
                 self._tube.violation(f"{HOST.get()} commits round {mine[2]} of stage {mine[0]} against another's vote")
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
@@ -262,11 +262,7 @@ class Invariants:
         await call(settlement)
         place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
         beginning = self.records.beginnings[place]
-        shares = [
-            self.records.shares[(stage, step.timeline.first_round, step.round_number, peer_id)]
-            for peer_id in self.records.made[place]
-        ]
-        ids = tuple(sorted(each for share in shares for each in share))
+        ids = tuple(sorted(each for share in self.shares_in(place) for each in share))
         if beginning.ids is None:
             beginning.parent, beginning.ids = parent, ids
             self.records.doubled += len(ids) - len(set(ids))
@@ -276,6 +272,12 @@ class Invariants:
             self._tube.violation(
                 f"an update of round {step.round_number} of stage {stage} is of different microbatches"
             )
+
+    def shares_in(self, place: Place) -> Iterator[list[bytes]]:
+        """The microbatches of each member of the average that led to a place."""
+        stage, first_round, number, _ = place
+        for peer_id in self.records.made[place]:
+            yield self.records.shares[(stage, first_round, number - 1, peer_id)]
 
     def _begun(self, loop: Any, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
         place = (loop._stage, timeline.first_round, round_number, history_hash)

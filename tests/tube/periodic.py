@@ -89,7 +89,7 @@ class PeriodicInvariants(Invariants):
 
     # --- what must hold
 
-    def _settling(self, group: Any, ending: Any, gradients: Any, samples: int) -> None:
+    def _settling(self, group: Any, ending: Any, gradients: Any, samples: int, upcoming: Any = None) -> None:
         super()._settling(group, ending, gradients, samples)
         if not self._averaging.averages_at(ending.step.optimizer_step):
             return

@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
+from delayed import DelayedInvariants
 from faults import KINDS, serving
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
@@ -125,7 +126,7 @@ class Tube:
         self.lost = False
         self._operator: Host | None = None
         self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode))
-        watch = PeriodicInvariants if schedule.mode == "periodic" else Invariants
+        watch = {"periodic": PeriodicInvariants, "delayed": DelayedInvariants}.get(schedule.mode, Invariants)
         self.invariants = watch(self, self.resolved)
         self._folder = folder
         self._run_key = RUN_KEY

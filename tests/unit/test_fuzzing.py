@@ -142,7 +142,7 @@ BODIES: tuple[Body, ...] = (
         counts=COUNTS,
     ),
     GradientChunkCall(**IN_ROUND, transfer=bytes(16), offset=0),
-    CommitGradientCall(**IN_ROUND, transfer=bytes(16), samples=2, sha256=bytes(32), counted=((bytes(16), 2),)),
+    CommitGradientCall(**IN_ROUND, transfer=bytes(16), samples=(2,), sha256=bytes(32), counted=((bytes(16), 2),)),
     StateIndexCall(manifest=HASH, of_stage=1),
     INDEX,
     StateChunkCall(manifest=HASH, index=bytes(32), entry=0, chunk=0),

@@ -169,10 +169,10 @@ def test_what_a_leaving_replica_has_made_is_in_the_next_average():
             if step < 2:
                 compute(pair[1], 100 + step)
         if step == 1:
-            sums, samples = leaves.strategy.give_away()
-            assert samples == 6
-            assert leaves.strategy.give_away()[1] == 6, "it may be asked again"
-            stays.strategy.take_in(sums, samples)
+            given = leaves.strategy.give_away()
+            assert [samples for _, samples in given] == [6]
+            assert leaves.strategy.give_away()[0][1] == 6, "it may be asked again"
+            stays.strategy.take_in(given)
             assert stays.strategy.pending_samples == 3 + 3 + 6, "its own, what waits, and what it was given"
         end_round([stays, leaves] if step == 0 else [stays])
         end_round(both)

@@ -48,6 +48,21 @@ def test_the_most_samples_win(votes):
         assert max(votes[peer].samples for peer in agreement.holders) == best
 
 
+@pytest.mark.parametrize("may_retry", [True, False])
+def test_who_abstains_takes_over_what_the_others_hold(may_retry):
+    votes = {"a": Vote(0, "x", 5), "b": Vote(0, "x", 5), "c": Vote(0, None, abstains=True)}
+    assert agree("a", votes, may_retry=may_retry).verdict is Verdict.COMMIT
+    behind = agree("c", votes, may_retry=may_retry)
+    assert (behind.verdict, behind.holders) == (Verdict.RESYNC, ("a", "b"))
+
+
+def test_who_abstains_tries_with_the_others_when_it_failed():
+    votes = {"a": Vote(0, "x", 5), "b": Vote(0, None), "c": Vote(0, None, abstains=True)}
+    assert {agree(peer, votes, may_retry=True).verdict for peer in votes} == {Verdict.RETRY}
+    alone = {"c": Vote(0, None, abstains=True)}
+    assert agree("c", alone, may_retry=True).verdict is Verdict.RETRY
+
+
 def test_of_equal_samples_the_most_peers_win():
     votes = {"a": Vote(0, "x", 5), "b": Vote(0, "y", 5), "c": Vote(0, "y", 5)}
     assert agree("a", votes, may_retry=False).holders == ("b", "c")

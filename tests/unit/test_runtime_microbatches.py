@@ -997,7 +997,8 @@ async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"samples": 0}, "samples"),
+        ({"samples": (0,)}, "gradients of"),
+        ({"samples": (SAMPLES, SAMPLES)}, "gradients of"),
         ({"sha256": bytes(32)}, "does not match its hash"),
         ({"transfer": bytes(16)}, "nothing has arrived"),
         ({"counted": ((bytes(16), SAMPLES + 1),)}, "more than the gradient"),
@@ -1026,7 +1027,7 @@ async def test_a_stranger_hands_nothing_over(swarm):
         stage=1,
         round_number=0,
         transfer=bytes(16),
-        samples=2,
+        samples=(2,),
         sha256=bytes(32),
         counted=(),
     )

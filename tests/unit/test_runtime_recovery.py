@@ -756,9 +756,9 @@ async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
 
 async def test_no_snapshot_is_taken_of_the_initial_weights(swarm):
     peer = await swarm.add("a", 0)
-    assert not peer.keeper._snapshot_is_due(EVERY)
+    assert not peer.keeper._snapshot_is_due()
     peer.donor.forget_state()
-    assert not peer.keeper._snapshot_is_due(EVERY)
+    assert not peer.keeper._snapshot_is_due()
 
 
 async def test_a_run_may_do_without_snapshots(swarm, monkeypatch):

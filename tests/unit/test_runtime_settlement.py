@@ -47,6 +47,7 @@ class Rounds:
         script: (attempt, peer) -> "fail" or "wrong"; attempts and peers may be None, for all
         log: (peer, round, attempt, group_size) of each call
         averaged: called with the attempt when the members of a round have come together
+        silent: (name, round) of those that never come
     """
 
     def __init__(self):
@@ -54,6 +55,7 @@ class Rounds:
         self.fired = []
         self.log = []
         self.averaged = lambda attempt: None
+        self.silent = set()
         self._rounds = {}
 
     def outcome(self, attempt, name):
@@ -64,6 +66,8 @@ class Rounds:
         return "done"
 
     async def average(self, member, gradients, weight, round_number, attempt, group_size):
+        if (member.name, round_number) in self.silent:
+            await anyio.sleep_forever()
         self.log.append((member.name, round_number, attempt, group_size))
         members, complete = self._rounds.setdefault((round_number, attempt), ({}, anyio.Event()))
         members[member.peer_id] = (weight, [gradient.clone() for gradient in gradients])
@@ -208,7 +212,7 @@ def mean(members, samples):
     ]
 
 
-def assert_committed(settlements, expected, samples):
+def assert_committed(settlements, expected, samples, history_hash="L"):
     """All hold the same, and it is right."""
     assert {settlement.verdict for settlement in settlements} == {Verdict.COMMIT}
     assert len({settlement.history_hash for settlement in settlements}) == 1
@@ -216,7 +220,7 @@ def assert_committed(settlements, expected, samples):
         assert settlement.samples == samples
         for gradient, other in zip(settlement.gradients, expected, strict=True):
             assert torch.allclose(gradient, other)
-        assert extend_history("L", settlement.gradients) == settlement.history_hash
+        assert extend_history(history_hash, settlement.gradients) == settlement.history_hash
 
 
 # --- rounds that go well ----------------------------------------------------------------------------------------------
@@ -418,6 +422,93 @@ async def test_who_was_not_there_is_left_behind(periodic):
     late = await slow.settle(4)
     assert late.verdict is Verdict.RESYNC
     assert late.holders == (fast.peer_id,)
+
+
+# --- averages ahead ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def delayed(monkeypatch):
+    """A group that averages ahead."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "delayed"})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+    group = Group()
+    group.ahead = []
+    async with group.network:
+        yield group
+        for task in group.ahead:
+            task.cancel()
+
+
+async def end_round_3(group, **samples):
+    """End round 3, whose average nobody has begun ahead. What comes next is of one sample more for each member."""
+    members = [group.members[name] for name in samples]
+    for member in members:
+        group.ahead.append(asyncio.ensure_future(member.group.ahead.run()))
+    await anyio.wait_all_tasks_blocked()
+    upcoming = {
+        name: ([gradient + 1 for gradient in group.members[name].gradients], samples[name] + 1) for name in samples
+    }
+    settled = await asyncio.gather(
+        *(m.group.settle(m.rounds_of.current, m.gradients, samples[m.name], upcoming[m.name]) for m in members)
+    )
+    assert_committed(settled, mean(members, samples.values()), sum(samples.values()))
+    for member in members:
+        member.enter(4, settled[0].history_hash)
+        member.gradients = upcoming[member.name][0]
+    group.rounds.log[:] = [call for call in group.rounds.log if call[1] == 4]
+    return members
+
+
+async def test_what_ends_a_round_is_averaged_before(delayed):
+    await delayed.add("ab")
+    members = await end_round_3(delayed, a=1, b=2)
+    await anyio.wait_all_tasks_blocked()
+    assert sorted(delayed.rounds.log) == [("a", 4, 0, 2), ("b", 4, 0, 2)], "while the round is open"
+    settled = await delayed.settle(a=2, b=3)
+    assert_committed(settled.values(), mean(members, [2, 3]), 5, members[0].history_hash)
+    assert len(delayed.rounds.log) == 2
+
+
+async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
+    await delayed.add("ab")
+    members = await end_round_3(delayed, a=1, b=2)
+    await delayed.add("c", 4, members[0].history_hash)
+    settled = await delayed.settle(a=2, b=3, c=0)
+    newcomer = settled.pop("c")
+    assert_committed(settled.values(), mean(members, [2, 3]), 5, members[0].history_hash)
+    assert newcomer.verdict is Verdict.RESYNC
+    assert set(newcomer.holders) == {member.peer_id for member in members}
+
+
+async def test_an_average_that_failed_for_one_is_made_once_more(delayed):
+    await delayed.add("ab")
+    delayed.rounds.script = {(0, "b"): "fail"}
+    members = await end_round_3(delayed, a=1, b=2)
+    await delayed.add("c", 4, members[0].history_hash)
+    settled = await delayed.settle(a=2, b=3, c=0)
+    assert_committed(settled.values(), mean([*members, delayed.members["c"]], [2, 3, 0]), 5, members[0].history_hash)
+    assert sorted(attempt for _, _, attempt, _ in delayed.rounds.log) == [0, 0, 1, 1, 1]
+
+
+async def test_what_a_lost_member_brought_is_not_waited_for(delayed):
+    await delayed.add("abc")
+    delayed.rounds.silent = {("c", 4)}
+    members = await end_round_3(delayed, a=1, b=2, c=3)
+    delayed.kill("c")
+    delayed.unseen.add("c")
+    settled = await delayed.settle(a=2, b=3)
+    assert_committed(settled.values(), mean(members[:2], [2, 3]), 5, members[0].history_hash)
+
+
+async def test_what_a_leaving_member_has_given_counts_once_if_its_part_came_too(delayed):
+    await delayed.add("abc")
+    members = await end_round_3(delayed, a=1, b=2, c=3)
+    await anyio.wait_all_tasks_blocked()
+    delayed.kill("c")
+    delayed.unseen.add("c")
+    settled = await delayed.settle(a=2 + 4, b=3)  # a has taken in what c brings to another try
+    assert_committed(settled.values(), mean(members, [2, 3, 4]), 9, members[0].history_hash)
 
 
 # --- rounds that fail -------------------------------------------------------------------------------------------------
@@ -698,7 +789,7 @@ async def test_votes_of_the_round_before_are_still_answered(group):
     settled = await group.settle(a=2, b=6)
     first.enter(4, settled["a"].history_hash)
     vote = await ask_vote(second, first, round_number=3)
-    assert vote == {"attempt": 0, "checksum": settled["b"].history_hash, "samples": 8}
+    assert vote == {"attempt": 0, "checksum": settled["b"].history_hash, "samples": 8, "abstains": False}
     first.enter(5, "M")
     with pytest.raises(RoundClosed) as caught:
         await ask_vote(second, first, round_number=3)

@@ -95,7 +95,7 @@ def test_what_is_unpacked() -> None:
 def test_the_longest_messages_fit() -> None:
     counted = tuple((bytes(16), 1) for _ in range(MAX_COUNTED_IDS))
     call = CommitGradientCall(
-        manifest="h" * 32, stage=0, round_number=1, transfer=bytes(16), samples=1, sha256=bytes(32), counted=counted
+        manifest="h" * 32, stage=0, round_number=1, transfer=bytes(16), samples=(1,), sha256=bytes(32), counted=counted
     )
     header = msgpack.packb([0, 1, "op", call.model_dump(), []])
     assert len(header) < MAX_HEADER_BYTES

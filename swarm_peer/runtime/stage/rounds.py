@@ -46,6 +46,7 @@ class Round:
         committed: ids of the transfers that were added to the accumulator; also the device thread's
         attempt: the try of averaging that this peer is ready for; None while microbatches are inside
         samples: number of samples that this peer brings to the averaging
+        next_samples: the same for the averaging of the next round, if stage-mates begin with it when this round ends
         weights_digest: of this peer's weights, if stage-mates compare them in this round
         vote: this peer's newest vote on the result; None before the first
         settled_with: the members of the stage that a round without an average ended with, this peer included
@@ -62,6 +63,7 @@ class Round:
         self.committed: set[bytes] = set()
         self.attempt: int | None = None
         self.samples = 0
+        self.next_samples = 0
         self.weights_digest = ""
         self.vote: Vote | None = None
         self.settled_with: frozenset[str] = frozenset()

@@ -59,16 +59,18 @@ class SnapshotKeeper:
 
     async def run(self) -> None:
         """Keep a snapshot of this stage, and one of the next, every `recovery.snapshot_every` updates."""
-        every = self._manifest.recovery.snapshot_every
-        if not every:
+        if not self._manifest.recovery.snapshot_every:
             return
         async with anyio.create_task_group() as tasks:
             if self._context.resolved.num_stages > 1:
                 tasks.start_soon(self._run_guarding)
             while True:
-                await self._context.changed.wait_for(partial(self._snapshot_is_due, every))
-                self._last_snapshot = step = self._state_server.step
-                if not await self.take_snapshot(step.round_number):
+                await self._context.changed.wait_for(self._snapshot_is_due)
+                self._last_snapshot, state = self._state_server.complete or (self._state_server.step, None)
+                step, self._state_server.complete = self._last_snapshot, None
+                if state is not None:
+                    await self._store(self._stage, state)
+                elif not await self.take_snapshot(step.round_number):
                     log.warning(
                         "snapshot_missed optimizer_step=%d reason=the round was over already", step.optimizer_step
                     )
@@ -95,9 +97,14 @@ class SnapshotKeeper:
                 error,
             )
 
-    def _snapshot_is_due(self, every: int) -> bool:
+    def _snapshot_is_due(self) -> bool:
         step = self._state_server.step
-        if not step.optimizer_step or step.optimizer_step % every:
+        # Where updates are delayed, the average that ends the round belongs to the state. No round begins with the last
+        # weights.
+        waits = self._manifest.averaging.mode == "delayed" and step.optimizer_step < self._manifest.training.steps
+        if self._state_server.complete is not None:
+            return True
+        if waits or not self._manifest.recovery.snapshots_at(step.optimizer_step):
             return False
         return self._last_snapshot is None or self._last_snapshot.round_number != step.round_number
 

@@ -52,10 +52,12 @@ class StateServer:
 
     Attributes:
         stored: what peers are downloading, by the hash of its index
+        complete: where updates are delayed, the newest state that a snapshot is due of, and where the replica stood
     """
 
     def __init__(self, *, context: PeerContext, core: ReplicaCore):
         self.stored: dict[bytes, StoredState] = {}
+        self.complete: tuple[StepState, StageState] | None = None
         self._clock = context.clock
         self._threads = context.threads
         self._changed = context.changed
@@ -117,6 +119,13 @@ class StateServer:
         """Copy the replica's state; None while it has no weights, or an update is being applied."""
         async with self._lock:
             return await self._core.device_thread.run(Priority.STEP, self._take)
+
+    async def keep_complete(self) -> None:
+        """Copy the state of a round that ends, when the average that ends it is known."""
+        step, state = self.step, await self.copy_state()
+        if state is not None:
+            self.complete = step, state
+            self._changed.notify()
 
     async def find(self, call: StateIndexCall) -> StoredState:
         """Find what a peer asks for.

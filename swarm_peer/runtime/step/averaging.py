@@ -6,6 +6,7 @@ Must not know whether the members held the same weights and got the same average
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 
 import anyio
@@ -40,9 +41,11 @@ class GradientAverager:
         self._hash = context.resolved.hash
         self._stage = stage
         self._transport = transport
-        self._values = torch.zeros(sum(shape.numel() for shape in shapes))
-        parts = torch.split(self._values, [shape.numel() for shape in shapes])
-        self._averages = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._shapes = list(shapes)
+        # An average may be applied while the next one is being made.
+        num_buffers = 2 if self._section.mode == "delayed" else 1
+        buffers = [torch.zeros(sum(shape.numel() for shape in shapes)) for _ in range(num_buffers)]
+        self._buffers = itertools.cycle(buffers)
         self._rounds: dict[bytes, AllReduce] = {}  # those under way, by group: one, but for a moment
         self._changed = Condition()
 
@@ -61,18 +64,21 @@ class GradientAverager:
             shares: for each member, this peer among them, the samples that its gradients are means of; some may be 0
 
         Returns:
-            the means over samples, or plain means if all shares are 0; valid until the next averaging round
+            the means over samples, or plain means if all shares are 0; valid until the next averaging round, or in
+            mode `delayed` until the one after it
 
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
         name = f"{self._hash}/{self._stage}/{round_number}/{attempt}/{sorted(shares.items())}"
         group = hashlib.sha256(name.encode()).digest()
-        await self._threads.run(self._fill, gradients)
+        values = next(self._buffers)
+        averages = self._views_of(values)
+        await self._threads.run(_fill, averages, gradients)
         averaging_round = AllReduce(
             group=group,
             shares=shares,
-            values=self._values,
+            values=values,
             section=self._section,
             threads=self._threads,
             me=self._transport.peer_id,
@@ -86,11 +92,11 @@ class GradientAverager:
             del self._rounds[group]
         if reason is not None:
             raise AveragingFailed(reason)
-        return self._averages
+        return averages
 
-    def _fill(self, gradients: Sequence[torch.Tensor]) -> None:
-        for mine, gradient in zip(self._averages, gradients, strict=True):
-            mine.copy_(gradient)
+    def _views_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(values, [shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     async def _send(self, member: str, group: bytes, part: int, data: memoryview) -> memoryview:
         """Send a part to the member that averages it. Returns the average, encoded."""
@@ -108,3 +114,8 @@ class GradientAverager:
         if averaging_round is None:
             raise NotServing("this averaging round is over here, or has not begun")
         return Reply(tensors=(await averaging_round.take(caller, call.part, tensors),))
+
+
+def _fill(averages: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    for mine, gradient in zip(averages, gradients, strict=True):
+        mine.copy_(gradient)

@@ -63,7 +63,8 @@ class GradientHandover:
         self._is_mate = is_mate
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
-        self._num_bytes = 4 * sum(parameter.numel() for parameter in core.trainer.module.parameters())
+        self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
+        self._num_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         self._committing = anyio.Lock()
 
     @property
@@ -79,19 +80,20 @@ class GradientHandover:
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
         """
-        sums, samples = await self._device_thread.run(Priority.STEP, lambda: self._trainer.strategy.give_away())
+        works = await self._device_thread.run(Priority.STEP, lambda: self._trainer.strategy.give_away())
+        samples = sum(samples for _, samples in works)
         if not samples:
             return True
         given = self._rounds.current
         mates = self._swarm.stage_mates(self._stage)
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
-        data = _flatten(sums)
+        data = _flatten([tensor for sums, _ in works for tensor in sums])
         reason, round_is_ending = "there is no stage-mate", False
         for mate in mates:
             transfer_id = self._context.random.token(16)
             try:
                 await self._send(mate, given.number, transfer_id, data)
-                await self._commit(mate, given, transfer_id, data, samples)
+                await self._commit(mate, given, transfer_id, data, tuple(samples for _, samples in works))
             except _InDoubt as error:
                 reason, round_is_ending = str(error), False
                 break
@@ -141,7 +143,9 @@ class GradientHandover:
         if failures:
             raise failures[0]
 
-    async def _commit(self, mate: str, given: Round, transfer_id: bytes, data: torch.Tensor, samples: int) -> None:
+    async def _commit(
+        self, mate: str, given: Round, transfer_id: bytes, data: torch.Tensor, samples: tuple[int, ...]
+    ) -> None:
         """Have the stage-mate add the gradient to its own."""
         sha256 = await self._context.threads.run(lambda: hashlib.sha256(bytes_of(data)).digest())
         call = CommitGradientCall(
@@ -199,13 +203,15 @@ class GradientHandover:
             raise InvalidMessage("a gradient of which nothing has arrived")
         if len(transfer.received) * CHUNK_BYTES < self._num_bytes:
             raise InvalidMessage("a gradient of which parts are missing")
-        if sum(samples for _, samples in call.counted) > call.samples:
-            raise InvalidMessage(f"microbatches of more than the gradient's {call.samples} samples")
+        if len(call.samples) != self._trainer.strategy.num_given or not any(call.samples):
+            raise InvalidMessage(f"gradients of {call.samples} samples")
+        if sum(samples for _, samples in call.counted) > call.samples[0]:
+            raise InvalidMessage(f"microbatches of more than the gradient's {call.samples[0]} samples")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
         async with self._admission.enter(call.round_number, always=True) as entered:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
             await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
-        log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, call.samples)
+        log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, sum(call.samples))
         return Reply()
 
     def _check_mate(self, caller: str) -> None:
@@ -227,10 +233,11 @@ class GradientHandover:
         values = data.view(torch.float32)
         if not bool(values.isfinite().all()):
             raise InvalidMessage("a gradient that is not finite")
-        shapes = [parameter.shape for parameter in self._trainer.module.parameters()]
-        parts = torch.split(values, [shape.numel() for shape in shapes])
-        sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._trainer.strategy.take_in(sums, call.samples)
+        parts = torch.split(values, [shape.numel() for shape in self._shapes])
+        sums = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        count = len(sums) // len(call.samples)
+        works = [(sums[i * count : (i + 1) * count], samples) for i, samples in enumerate(call.samples)]
+        self._trainer.strategy.take_in(works)
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
         entered.committed.add(call.transfer)

@@ -27,12 +27,13 @@ class RoundReports:
         self._metrics = context.metrics
         self._averaging = context.resolved.manifest.averaging
         self._stage = stage
-        self._num_counted: int | None = 0  # samples since the last average; None if this replica does not know of all
+        # Samples that the next average should be of; None if this replica does not know of all.
+        self._num_counted: int | None = 0
 
     def begin(self, step: StepState) -> None:
         """Begin with weights that this replica has not made itself."""
         begins_period = step.optimizer_step == 0 or self._averaging.averages_at(step.optimizer_step - 1)
-        self._num_counted = 0 if begins_period else None
+        self._num_counted = 0 if begins_period and self._averaging.mode != "delayed" else None
         # These may not have been published yet.
         still_true = [report for report in self.finished if report.optimizer_step <= step.optimizer_step]
         self.finished.clear()
@@ -59,10 +60,14 @@ class RoundReports:
                 seconds=seconds,
             )
             self.finished.append(report)
-        if self._num_counted is not None:
+        is_delayed = self._averaging.mode == "delayed"
+        if self._num_counted is not None and not is_delayed:
             self._num_counted += samples
-        if self._averaging.averages_at(step.optimizer_step):
+        if self._averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):
             self._check_average(step, settlement, result)
+            self._num_counted = 0
+        if is_delayed:
+            self._num_counted = samples
         self._metrics.loss.set(loss)
         log.info(
             "step_done optimizer_step=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
@@ -83,4 +88,3 @@ class RoundReports:
         if self._stage == 0 and self._num_counted not in (None, settlement.samples):
             text = "samples_differ round=%d counted=%d averaged=%d"
             log.warning(text, step.round_number, self._num_counted, settlement.samples)
-        self._num_counted = 0

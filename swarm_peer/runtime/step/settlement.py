@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 
 import anyio
 import torch
 
 from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict, Vote, agree
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import SwarmView
@@ -31,6 +33,7 @@ from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
 from swarm_peer.runtime.state.index import extend_history
+from swarm_peer.runtime.step.ahead import AveragingAhead
 from swarm_peer.runtime.step.averaging import START_TIMEOUT_S, AveragingFailed, GradientAverager
 from swarm_peer.runtime.step.membership import StageMates
 from swarm_peer.runtime.step.outcome import LeftBehind, Settlement, resync, resync_weights
@@ -45,7 +48,11 @@ STALL_S = 8.0
 
 
 class StageGroup:
-    """Ends rounds together with this peer's stage-mates. Belongs to the event loop's thread."""
+    """Ends rounds together with this peer's stage-mates. Belongs to the event loop's thread.
+
+    Attributes:
+        ahead: averages what ends the next round, where updates are delayed; to be run
+    """
 
     def __init__(
         self,
@@ -74,6 +81,7 @@ class StageGroup:
         self._me = transport.peer_id
         self._transport = transport
         self._averager = averager
+        self.ahead = AveragingAhead(context=context, averager=averager)
         self._progress = progress
         self._metrics = context.metrics
         self._changed = context.changed
@@ -111,19 +119,35 @@ class StageGroup:
             raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
         self._mates.welcome(peer_id)
 
-    async def settle(self, ending: Round, gradients: Sequence[torch.Tensor], samples: int) -> Settlement:
+    async def settle(
+        self, ending: Round, gradients: Sequence[torch.Tensor], samples: int, upcoming: Work | None = None
+    ) -> Settlement:
         """End a round together with the stage-mates.
 
         Args:
             gradients: means over this peer's samples, CPU and fp32; none in a round that ends without an average
             samples: number of these samples; may be 0
+            upcoming: such means that are averaged from now on, and end the next round
         """
-        attempt = 0
         ending.samples = samples
-        averages = self._manifest.averaging.averages_at(ending.step.optimizer_step)
+        ending.next_samples = 0 if upcoming is None else upcoming[1]
         if self._manifest.averaging.compares_weights_at(ending.step.optimizer_step):
             ending.weights_digest = await self._digest_weights()
         self._mates.refresh()
+        members: dict[str, ReadyReply] = {}
+        settlement = await self._settle(ending, gradients, members)
+        if upcoming is not None and settlement.verdict is Verdict.COMMIT:
+            shares = {peer: reply.next_samples for peer, reply in members.items()}
+            self.ahead.begin(ending.number + 1, upcoming[0], shares)
+        return settlement
+
+    async def _settle(
+        self, ending: Round, gradients: Sequence[torch.Tensor], agreed: dict[str, ReadyReply]
+    ) -> Settlement:
+        """As `settle`; notes in `agreed` with whom."""
+        attempt = 0
+        step = ending.step
+        averages = self._manifest.averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline)
         while True:
             ending.attempt = attempt
             self._changed.notify()
@@ -143,6 +167,8 @@ class StageGroup:
                 attempt = newest
                 continue
             shares = {peer: members[peer].samples for peer in peers}
+            agreed.clear()
+            agreed.update((peer, members[peer]) for peer in peers)
             if not averages:
                 ending.settled_with = frozenset(peers)
                 history_hash = extend_history(ending.step.history_hash, ())
@@ -174,6 +200,12 @@ class StageGroup:
             this peer's vote on the result, and the averages; without any if the averaging round has failed
         """
         history_hash = ending.step.history_hash
+        if attempt == 0 and self._manifest.averaging.mode == "delayed":
+            ahead = await self.ahead.result(ending.number, members)
+            if ahead is None or ahead.averages is None:
+                return Vote(attempt, None, abstains=ahead is None), ()
+            digest = await self._threads.run(extend_history, history_hash, ahead.averages)
+            return Vote(attempt, digest, sum(ahead.shares.values())), ahead.averages
         last_try = attempt >= self._manifest.averaging.max_tries
         if len(members) == 1 or last_try:
             # If averaging does not work among these peers, each offers its own gradients, and the vote chooses those of
@@ -210,6 +242,7 @@ class StageGroup:
             history_hash=ending.step.history_hash,
             weights_digest=ending.weights_digest,
             samples=ending.samples,
+            next_samples=ending.next_samples,
             counts=(),
         )
         members = {self._me: own}
@@ -287,7 +320,7 @@ class StageGroup:
                 log.info("vote_missing peer=%s reason=%s: %s", peer_id, error.code, error)
                 return
             if answer.attempt is not None:
-                votes[peer_id] = Vote(answer.attempt, answer.checksum, answer.samples)
+                votes[peer_id] = Vote(answer.attempt, answer.checksum, answer.samples, answer.abstains)
                 return
 
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
@@ -329,6 +362,7 @@ class StageGroup:
             history_hash=told.step.history_hash,
             weights_digest=told.weights_digest,
             samples=told.samples,
+            next_samples=told.next_samples,
             counts=self._progress.signed_counts(),
         )
         return Reply(reply.model_dump())
@@ -351,7 +385,7 @@ class StageGroup:
             await self._changed.wait_for(lambda: known() is not None or self._is_past(call.round_number))
         vote = known()
         if vote is not None:
-            reply = VoteReply(attempt=vote.attempt, checksum=vote.checksum, samples=vote.samples)
+            reply = VoteReply.model_validate(asdict(vote))
             return Reply(reply.model_dump())
         if self._is_past(call.round_number):
             raise self._over(call.round_number)

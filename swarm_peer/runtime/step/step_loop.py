@@ -16,6 +16,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
@@ -186,6 +187,7 @@ class StepLoop:
 
         while True:
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._group.ahead.run)
                 tasks.start_soon(run_rounds)
                 tasks.start_soon(self._look_when_behind)
                 await self._changed.wait_for(lambda: self._rewind_to is not None or bool(failures))
@@ -284,16 +286,21 @@ class StepLoop:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_next_stage)
             await self._admission.drained()
-            contribution, samples = await self._device_thread.run(Priority.STEP, self._contribution)
-            settlement = await self._group.settle(ending, contribution, samples)
+            contribution, samples, upcoming = await self._device_thread.run(Priority.STEP, self._contributions)
+            settlement = await self._group.settle(ending, contribution, samples, upcoming)
             tasks.cancel_scope.cancel()
         if settlement.verdict is Verdict.COMMIT:
             await self._commit(settlement)
-        else:
+        # A newcomer takes no part in an average that began before it came, and has the weights that it belongs to.
+        elif self._manifest.averaging.mode != "delayed" or not await self._replay(settlement.holders):
             self._metrics.resyncs.labels(settlement.cause).inc()
             await self._catch_up_by_state(list(settlement.holders), min_round=ending.number + 1)
 
-    def _contribution(self) -> tuple[Sequence[torch.Tensor], int]:
+    def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
+        """Make what this peer brings to the average that ends the round, and to the next one if that is known."""
+        return *self._contribution(), self._trainer.strategy.next_contribution()
+
+    def _contribution(self) -> Work:
         """Make what this peer brings to the average, and count its samples; in the device thread.
 
         A gradient that is not finite counts as none.
@@ -315,6 +322,12 @@ class StepLoop:
         samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
         counted = b"" if self._leases is None else self._leases.end_round(round_number)
         self._state_server.retain_update(settlement.gradients, settlement.history_hash, counted)
+        if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
+            if settlement.gradients:  # otherwise it came with the state
+                await self._device_thread.run(
+                    Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients)
+                )
+            await self._state_server.keep_complete()
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted)

@@ -1,0 +1,109 @@
+"""The average that stage-mates begin with before the round whose end it belongs to, where updates are delayed.
+
+It is the first try of that round's averaging, among those who ended the round before together. Owns how far it is. Must
+not know whether the stage-mates got the same: settlement.py has them vote, and tries again if it failed for one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import torch
+
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class AheadAverage:
+    """One averaging round that runs while microbatches come in.
+
+    Attributes:
+        gradients: what this peer brings; CPU, fp32
+        shares: its members, with the samples that each brings
+        averages: None while it is under way, or if it has failed
+        reason: why it failed
+    """
+
+    round_number: int
+    gradients: Sequence[torch.Tensor]
+    shares: Mapping[str, int]
+    averages: Sequence[torch.Tensor] | None = None
+    reason: str = ""
+    is_over: bool = False
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+
+class AveragingAhead:
+    """Averages ahead, one round after the other. Belongs to the event loop's thread."""
+
+    def __init__(self, *, context: PeerContext, averager: GradientAverager):
+        self._clock = context.clock
+        self._changed = context.changed
+        self._metrics = context.metrics
+        self._averager = averager
+        self._present: AheadAverage | None = None
+
+    def begin(self, round_number: int, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]) -> None:
+        """Have `run` average what ends a later round.
+
+        Args:
+            gradients: CPU, fp32; not changed
+            shares: the members, this peer among them, with the samples that each brings
+        """
+        if self._present is not None:
+            self._present.scope.cancel()
+        self._present = AheadAverage(round_number, gradients, shares)
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Average what `begin` is given, until cancelled."""
+        self._present = None
+        while True:
+            await self._changed.wait_for(lambda: self._present is not None and not self._present.is_over)
+            assert self._present is not None
+            await self._average(self._present)
+
+    async def _average(self, ahead: AheadAverage) -> None:
+        if len(ahead.shares) == 1:
+            ahead.averages = ahead.gradients
+        else:
+            began_s = self._clock.monotonic_s()
+            ahead.reason = "a member was lost"
+            with ahead.scope:
+                try:
+                    ahead.averages = await self._averager.average(
+                        ahead.gradients, round_number=ahead.round_number, attempt=0, shares=ahead.shares
+                    )
+                    self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - began_s)
+                except AveragingFailed as error:
+                    ahead.reason = str(error)
+        outcome = "alone" if len(ahead.shares) == 1 else "failed" if ahead.averages is None else "done"
+        self._metrics.averaging_rounds.labels(outcome).inc()
+        ahead.is_over = True
+        self._changed.notify()
+
+    async def result(self, round_number: int, present: Iterable[str]) -> AheadAverage | None:
+        """Wait for the average that ends a round.
+
+        Args:
+            present: the stage-mates that are there at the round's end; without a member, it is not waited for
+
+        Returns:
+            None if this peer was not there when it began
+        """
+        ahead = self._present
+        if ahead is None or ahead.round_number != round_number:
+            log.info("no_average_ahead round=%d", round_number)
+            return None
+        if not ahead.shares.keys() <= set(present):
+            ahead.scope.cancel()
+        await self._changed.wait_for(lambda: ahead.is_over)
+        if ahead.averages is None:
+            log.warning("round_failed round=%d attempt=0 reason=%s", round_number, ahead.reason)
+        return ahead
