@@ -4,10 +4,10 @@ Each peer is a process of its own, over real libp2p, on a machine of its own in 
 takes a time of its own for a microbatch and sleeps for what it did not compute of it, so two cores emulate a dozen
 GPUs; the real machine must have a core to spare. Torch's GPipe and 1F1B run over gloo (wan_pipeline.py).
 
-An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; periodic, a
-swarm whose stage-mates average every 50 optimizer steps; gpipe; and 1f1b. Arms alternate within one run,
-each time beginning with another one, since the load of a shared machine drifts; a ratio is the median of the ratios to
-the first arm within a repetition.
+An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; delayed
+and periodic, swarms that average in these modes, the latter every 50 optimizer steps; gpipe; and 1f1b. Arms alternate
+within one run, each time beginning with another one, since the load of a shared machine drifts; a ratio is the median
+of the ratios to the first arm within a repetition.
 
 The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
 is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
@@ -39,7 +39,7 @@ from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
 ARM = re.compile(r"(?P<system>\w+)@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
-SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "periodic": "periodic"}
+SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "delayed": "delayed", "periodic": "periodic"}
 SYSTEMS = (*SWARMS, *SCHEDULES)
 STAGE_COLUMNS = ("busy_share", "fill_s", "inside_s", "idle_inside_s", "drain_s", "barrier_s", "averaging_s")
 

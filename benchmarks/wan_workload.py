@@ -15,7 +15,7 @@ from swarm_peer.config import Codec, RunManifest, codec_bytes
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule
 
-AveragingMode = Literal["synchronous", "periodic"]
+AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # More than any measurement waits for: runs are stopped, they do not end.
 ENDLESS_STEPS = 10**6
 
