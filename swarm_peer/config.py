@@ -203,10 +203,13 @@ class WireSection(Section):
     """codec of activation gradients between stages; int4_hadamard rounds stochastically"""
 
 
+AveragingMode = Literal["synchronous", "delayed", "periodic"]
+
+
 class AveragingSection(Section):
     """How stage-mates average their gradients."""
 
-    mode: Literal["synchronous", "periodic", "delayed"] = "synchronous"
+    mode: AveragingMode = "synchronous"
     """synchronous: stage-mates average the gradients of each optimizer step; delayed: they average them while the next
     step computes, and update with gradients that are one step old; periodic (DiLoCo): each one updates its weights
     alone, and they average the differences every inner_steps steps, which takes little of their links"""

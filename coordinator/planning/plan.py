@@ -12,13 +12,14 @@ from math import inf, isfinite
 from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
+from coordinator.planning.link_choices import link_choices, step_settings
 from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, hop_bytes, stage_works, widened_layer_flops
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.policy.planning.performance_model import Prediction
 from swarm_peer.policy.planning.planner import Change, Option, Plan, plan, smallest_fitting
-from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
+from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.planning.square_cube import Hop
 
 SECONDS_PER_DAY = 24 * 3600
@@ -47,14 +48,7 @@ def make_report(
     most = min(num_layers, sum(group.count for group in groups) // manifest.stages.peers_to_start)
     counts = [] if manifest.model.share_layers else _candidates(most)
     cuts = _cuts(manifest, [*counts, num_stages or manifest.stages.count])
-    training = manifest.training
-    settings = StepSettings(
-        global_batch_size=training.global_batch_size,
-        microbatch_size=training.microbatch_size,
-        max_in_flight=manifest.limits.max_in_flight,
-        min_peers=manifest.stages.peers_to_start,
-        steps_per_average=manifest.averaging.steps_per_average,
-    )
+    settings = step_settings(manifest)
     made = plan(cuts, groups, settings, num_stages)
     if made.best is None:
         raise UserError(_misfit(manifest, made, num_stages, num_layers))
@@ -78,6 +72,7 @@ def make_report(
         "stage_plans": _stage_reports(made, made.best, prediction, length),
         "options": [_option_report(option, length) for option in made.options],
         "changes": [_change_report(made, change, prediction, length) for change in made.changes],
+        "link_choices": link_choices(manifest, made, prediction),
         "square_cube": _square_cube(manifest, made.groups, made.best),
         "training": _training(manifest, prediction, tokens),
         "notes": notes_on(manifest, made, prediction),

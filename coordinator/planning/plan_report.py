@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,11 +12,14 @@ from rich.table import Table
 
 from coordinator.planning.advice import MOST_NAMED, named_counts
 from coordinator.planning.stage_work import COMPARED_CODECS
+from swarm_peer.config import AveragingMode
 
 # Options that do less than this share of the best one's tokens/s are left out.
 SHOWN = 0.25
 # Columns of the square-cube table: each microbatch waits for the one before it; enough of them to hide latency.
 HOW = ("alone", "many")
+# Less than this of a difference is not worth a table.
+LITTLE = 0.02
 # Columns of words, which may be wrapped: numbers that are cut off say nothing.
 WORDS = ("peers", "limit", "what", "peer", "peers a stage")
 
@@ -24,7 +27,14 @@ WORDS = ("peers", "limit", "what", "peer", "peers a stage")
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print a report of make_report as text and tables."""
     console.print(_headline(report), highlight=False)
-    for table in (_stages(report), _step(report), _options(report), _changes(report), _square_cube(report)):
+    for table in (
+        _stages(report),
+        _step(report),
+        _options(report),
+        _changes(report),
+        _links(report),
+        _square_cube(report),
+    ):
         if table is not None:
             console.print(table)
             console.print()
@@ -163,6 +173,21 @@ def _changes(report: dict[str, Any]) -> Table:
 
 def _few(stages: list[int]) -> str:
     return ", ".join(map(str, stages[:MOST_NAMED])) + (", ..." if len(stages) > MOST_NAMED else "")
+
+
+def _links(report: dict[str, Any]) -> Table | None:
+    """Codecs and modes, if any of them changes the throughput."""
+    rows = report["link_choices"]
+    modes = get_args(AveragingMode)
+    if all(abs(row[mode] - 1) < LITTLE for row in rows for mode in modes):
+        return None
+    caption = (
+        "times the throughput planned above, for the same peers; 8 and 4 bit cost accuracy, delayed and periodic too"
+    )
+    table = _table("Codecs and modes of averaging", "wires", "averaging", *modes, caption=caption)
+    for row in rows:
+        table.add_row(row["wires"], row["averaging"], *(f"{row[mode]:.2f}" for mode in modes))
+    return table
 
 
 def _square_cube(report: dict[str, Any]) -> Table | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cyclopts import App
 from planted import planted
-from schedule import Schedule
+from schedule import Schedule, numbered
 from tqdm import tqdm
 from tube import Outcome, run_schedule
 
@@ -91,7 +91,7 @@ def seeds(*, first: int = 0, count: int = 30, mode: str = "", processes: int = 2
             has changed
     """
     kept = _read(results)
-    wanted = [f"{mode}-{number}" if mode else str(number) for number in range(first, first + count)]
+    wanted = numbered(range(first, first + count), mode)
     outcomes = [kept[seed] for seed in wanted if seed in kept]
     todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from schedule import Schedule
+from schedule import Schedule, numbered
 from tube import Outcome, run_schedule
 
 import coordinator.checkpoints.folder as folder_module
@@ -22,7 +22,9 @@ import coordinator.checkpoints.store as store_module
 import swarm_peer.runtime.peer as peer_module
 import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
+import swarm_peer.runtime.step.settlement as settlement_module
 from swarm_peer.errors import CallError
+from swarm_peer.model.round_strategy import DelayedStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
 from swarm_peer.policy.step_state import Phase
@@ -264,9 +266,9 @@ def accumulator_not_emptied() -> Any:
 def old_gradients_join() -> Any:
     """A peer that takes over a stage-mate's state keeps the gradients that it has accumulated."""
 
-    async def take_over(original: Any, loop: Any, state: Any) -> None:
+    async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
         kept = loop._trainer.gradient_sums()
-        await original(loop, state)
+        await original(loop, state, **options)
         loop._trainer.add_gradients(*kept)
 
     return _wrapped(StepLoop, "_take_over", take_over)
@@ -317,12 +319,12 @@ def serves_before_it_has_weights() -> Any:
 def momentum_not_loaded() -> Any:
     """A peer that takes over a state begins with an optimizer's state of zeros."""
 
-    async def take_over(original: Any, loop: Any, state: Any) -> None:
+    async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
         weights = set(loop._trainer.module.state_dict())
         tensors = {
             name: tensor if name in weights else torch.zeros_like(tensor) for name, tensor in state.tensors.items()
         }
-        await original(loop, replace(state, tensors=tensors))
+        await original(loop, replace(state, tensors=tensors), **options)
 
     return _wrapped(StepLoop, "_take_over", take_over)
 
@@ -439,6 +441,61 @@ def last_peer_moves() -> Any:
     return _all(patch.object(Peer, "_may_leave", may_leave), _wrapped(peer_module, "wait_for_assignment", wait))
 
 
+# --- delayed updates: with `--mode delayed`
+
+
+@defect
+def held_back_gradient_lost_at_handover() -> Any:
+    """The receiver of a leaving peer's gradients takes in those of the present round alone."""
+
+    def take_in(original: Any, strategy: Any, given: Any) -> None:
+        (sums, num_samples), (waiting, _) = given
+        original(strategy, [(sums, num_samples), (waiting, 0)])
+
+    return _wrapped(DelayedStrategy, "take_in", take_in)
+
+
+@defect
+def average_missing_in_snapshot() -> Any:
+    """A snapshot is taken without the average that ends its round."""
+    return patch.object(DelayedStrategy, "expect", lambda strategy, averages: None)
+
+
+@defect
+def other_gradients_tried_again() -> Any:
+    """Where an average ahead has failed, stage-mates average other gradients than those that it was of."""
+
+    async def average(original: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any) -> Any:
+        if attempt and group.ahead._present is not None:
+            gradients = [2 * gradient for gradient in gradients]
+        return await original(group, ending, gradients, attempt, members)
+
+    return _wrapped(StageGroup, "_average", average)
+
+
+@defect
+def failed_average_ahead_taken() -> Any:
+    """Those for whom an average ahead has gone well take it, whatever became of it at the others."""
+
+    def agree(original: Any, me: str, votes: Any, *, may_retry: bool) -> Any:
+        return original(me, votes, may_retry=may_retry and votes[me].checksum is None)
+
+    return _wrapped(settlement_module, "agree", agree)
+
+
+@defect
+def held_back_gradient_survives_a_state() -> Any:
+    """A peer that takes over a state keeps the gradient that it held back, which is of other weights."""
+
+    def load_state(original: Any, strategy: Any, entries: Any, **options: Any) -> int:
+        waiting = strategy._waiting
+        lost = original(strategy, entries, **options)
+        strategy._waiting = waiting
+        return int(lost)
+
+    return _wrapped(DelayedStrategy, "load_state", load_state)
+
+
 # --- the command
 
 
@@ -448,18 +505,19 @@ def run_planted(name: str, seed: str) -> Outcome:
         return run_schedule(Schedule.draw(seed))
 
 
-def planted(*names: str, first: int = 0, most: int = 500) -> None:
+def planted(*names: str, first: int = 0, most: int = 500, mode: str = "") -> None:
     """Look for the first seed that finds each planted defect, and does not fail without it.
 
     Args:
         names: defects; all of them by default
         first: the first seed
         most: seeds to try
+        mode: of averaging, if it is not synchronous
     """
     sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
     for name in names or DEFECTS:
         tried = 0
-        for seed in map(str, range(first, first + most)):
+        for seed in numbered(range(first, first + most), mode):
             tried += 1
             found = run_planted(name, seed).violations
             if not found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from faults import KINDS
@@ -71,3 +71,8 @@ def _draw_kind(seed: str, number: int) -> str:
         return random.Random(f"kind {seed} {number} {name}").expovariate(KINDS[name][1])
 
     return min(KINDS, key=occurs_after)
+
+
+def numbered(numbers: Iterable[int], mode: str) -> list[str]:
+    """The seeds of these numbers, for a mode of averaging; empty for the synchronous one."""
+    return [f"{mode}-{number}" if mode else str(number) for number in numbers]

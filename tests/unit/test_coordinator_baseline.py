@@ -12,18 +12,18 @@ from coordinator.run.baseline import Baseline
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.codecs import decode, encode
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "experiments" / "codec_loss.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "experiments" / "loss.py"
 IDS = [bytes([number] * 16) for number in range(4)]
 
 
 @pytest.fixture(scope="module")
-def codec_loss():
-    spec = importlib.util.spec_from_file_location("codec_loss", PROGRAM)
+def loss():
+    spec = importlib.util.spec_from_file_location("loss", PROGRAM)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["codec_loss"] = module  # dataclasses look for it
+    sys.modules["loss"] = module  # dataclasses look for it
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["codec_loss"]
+    del sys.modules["loss"]
 
 
 def resolved(codec="none"):
@@ -73,8 +73,8 @@ def test_activations_are_rounded_in_evaluation_too():
 
 @pytest.mark.parametrize(("codec", "error"), [("none", 1e-4), ("blockwise_8bit", 0.02), ("int4_hadamard", 0.2)])
 @pytest.mark.parametrize("num_members", [2, 3])
-def test_members_average_what_one_process_accumulates(codec_loss, codec, error, num_members):
-    alone, averaged = Baseline(resolved()), codec_loss.AveragedBaseline(resolved(), num_members, codec)
+def test_members_average_what_one_process_accumulates(loss, codec, error, num_members):
+    alone, averaged = Baseline(resolved()), loss.AveragedBaseline(resolved(), num_members, codec)
     before = weights(alone)
     expected = weights_after_a_step(alone) - before
     update = weights_after_a_step(averaged) - before
@@ -83,25 +83,25 @@ def test_members_average_what_one_process_accumulates(codec_loss, codec, error, 
     assert (difference > 1e-4) == (codec != "none"), "the codec is used"
 
 
-def test_a_verdict_needs_an_interval_on_one_side(codec_loss):
-    close = codec_loss.judge([0.001, 0.0012, 0.0011])
+def test_a_verdict_needs_an_interval_on_one_side(loss):
+    close = loss.judge([0.001, 0.0012, 0.0011])
     assert close.mean == pytest.approx(0.0011)
     # Student's t of 2 degrees, 4.303, times 0.0001 / sqrt(3).
     assert close.high - close.mean == pytest.approx(4.303 * 1e-4 / 3**0.5, rel=1e-3)
     assert [close.of(target) for target in (None, 0.003, 0.0011, 0.0005)] == ["", "within", "undecided", "beyond"]
-    assert codec_loss.judge([0.001]).of(0.5) == codec_loss.judge([0.001, 0.001]).of(0.5) == "undecided"
+    assert loss.judge([0.001]).of(0.5) == loss.judge([0.001, 0.001]).of(0.5) == "undecided"
 
 
-def test_results_outlive_the_process_and_pair_by_seed(codec_loss, tmp_path):
+def test_results_outlive_the_process_and_pair_by_seed(loss, tmp_path):
     file = tmp_path / "results.jsonl"
-    results = codec_loss.Results(file, "steps=3")
+    results = loss.Results(file, "steps=3")
     for arm, seed, loss in (("reference", 1, 2.0), ("wires-4bit", 1, 2.02), ("wires-4bit", 2, 9.0)):
         results.add(arm, seed, loss)
-    codec_loss.Results(file, "steps=4").add("reference", 2, 5.0)
-    again = codec_loss.Results(file, "steps=3")
+    loss.Results(file, "steps=4").add("reference", 2, 5.0)
+    again = loss.Results(file, "steps=3")
     assert ("wires-4bit", 2) in again
     assert ("reference", 2) not in again
     assert again.verdict("wires-4bit").num_pairs == 1
     assert again.verdict("wires-4bit").mean == pytest.approx(0.01)
     assert again.verdict("control") is None
-    assert any("| wires-4bit | 1 |" in line for line in codec_loss.table(again, ["wires-4bit"]))
+    assert any("| wires-4bit | 1 |" in line for line in loss.table(again, ["wires-4bit"]))

@@ -310,6 +310,8 @@ def test_a_report_in_words() -> None:
             "Square-cube",
         ):
             assert words in out.getvalue()
+        differs = any(abs(row[mode] - 1) > 0.02 for row in report["link_choices"] for mode in ("delayed", "periodic"))
+        assert ("Codecs and modes" in out.getvalue()) is differs
         assert f"{report['tokens_per_s']:,.0f} tokens/s" in out.getvalue()
         assert "…" not in out.getvalue(), "nothing is cut off"
         for stage in report["stage_plans"]:
@@ -327,6 +329,20 @@ def test_each_stage_has_the_peers_that_the_run_begins_with() -> None:
     report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [FAST])
     assert [option["stages"] for option in report["options"]] == [1, 2]
     assert all(min(option["peers"]) >= 2 for option in report["options"])
+
+
+def test_codecs_and_modes_are_compared_for_the_same_peers() -> None:
+    home = PeerGroup(
+        name="home", count=8, flops_per_s=5e12, memory_bytes=16e9, upload_bytes_per_s=25e6, download_bytes_per_s=25e6
+    )
+    report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [home], num_stages=4)
+    own, fewer = report["link_choices"]
+    assert (own["wires"], own["averaging"], own["synchronous"]) == ("blockwise_8bit", "blockwise_8bit", 1.0)
+    assert (fewer["wires"], fewer["averaging"]) == ("int4_hadamard", "blockwise_8bit")
+    assert own["synchronous"] < own["delayed"] < own["periodic"] < fewer["periodic"]
+    other = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2", *PERIODIC), [home], num_stages=4)
+    assert [each["peers"] for each in report["stage_plans"]] == [each["peers"] for each in other["stage_plans"]]
+    assert other["tokens_per_s"] / report["tokens_per_s"] == pytest.approx(own["periodic"])
 
 
 def test_a_round_longer_than_its_timeout_is_told() -> None:

@@ -58,6 +58,24 @@ def test_an_average_every_so_many_steps_is_shared_by_them():
     assert periodic.sent_bytes == pytest.approx(each.sent_bytes / 10)
 
 
+def test_an_average_ahead_holds_up_what_does_not_fit_beside_the_microbatches():
+    """Two stages of two peers; 48 microbatches of 2 samples, 10 FLOP at 10 FLOP/s: 2 s each, so 48 s."""
+    works = [work(activation=8.0, averaging=0.0), work(gradient=4.0, averaging=400.0)]
+    settings = replace(SETTINGS, averages_ahead=True)
+
+    def averaging_s(speed, settings=settings):
+        groups = [group("a", 4, upload_bytes_per_s=speed, download_bytes_per_s=speed, latency_s=0.1)]
+        made = Predictor(works=works, groups=groups, settings=settings).predict([[2], [2]])
+        assert made.times.stream_s == pytest.approx(48.0)
+        return made.times.averaging_s
+
+    # A peer receives 24 times 16 bytes a step. At 20/s these take 19.2 s, and averaging 400 bytes 20.3 s: it fits.
+    assert averaging_s(20.0) == pytest.approx(0.1 + 0.1)
+    # At 10/s they take 38.4 s and 40.3 s: 30.7 s are left over.
+    assert averaging_s(10.0) == pytest.approx(38.4 + 40.3 - 48.0 + 0.1)
+    assert averaging_s(10.0, SETTINGS) == pytest.approx(40.3 + 0.1)
+
+
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 

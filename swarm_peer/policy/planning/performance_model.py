@@ -32,6 +32,7 @@ from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSetti
 
 # Round trips at the end of a step: barrier; and of an average: both halves of the all-reduce, vote.
 ROUND_TRIPS_OF_A_BARRIER = 1
+ROUND_TRIPS_OF_A_VOTE = 1
 ROUND_TRIPS_OF_AN_AVERAGE = 3
 # Bytes of fp32 gradients that a peer processes per second at the end of a step: it copies them to the host and back and
 # hashes them (SHA-256 on one core). The optimizer on a GPU is much faster than that.
@@ -217,9 +218,11 @@ class Predictor:
             return wanting
         flows = self._flows(counts)
         stages = range(len(flows))
+        slowest = min(stages, key=lambda stage: flows[stage].rate)
+        stream_s = self._stream_s(flows[slowest])
         return {
-            min(stages, key=lambda stage: flows[stage].rate),
-            max(stages, key=lambda stage: self._averaging_s(stage, counts[stage])),
+            slowest,
+            max(stages, key=lambda stage: self._averaging_s(stage, counts[stage], flows[stage], stream_s)),
         }
 
     def stages_by_rate(self, counts: Counts) -> list[int]:
@@ -272,12 +275,19 @@ class Predictor:
 
     def _times(self, counts: Counts, flows: Sequence[_Flow]) -> StepTimes:
         slowest = min(flows, key=lambda flow: flow.rate)
-        stream_s = self.settings.global_batch_size / self.settings.microbatch_size / slowest.rate
-        ends = [(self._averaging_s(stage, here), self._update_s(stage)) for stage, here in enumerate(counts)]
+        stream_s = self._stream_s(slowest)
+        ends = [
+            (self._averaging_s(stage, here, flow, stream_s), self._update_s(stage))
+            for stage, (here, flow) in enumerate(zip(counts, flows, strict=True))
+        ]
         averaging_s, update_s = max(ends, key=sum)
         return StepTimes(stream_s, max(flows[0].hold_s - slowest.service_s, 0.0), averaging_s, update_s)
 
-    def _averaging_s(self, stage: int, here: Sequence[int]) -> float:
+    def _stream_s(self, slowest: _Flow) -> float:
+        return self.settings.global_batch_size / self.settings.microbatch_size / slowest.rate
+
+    def _averaging_s(self, stage: int, here: Sequence[int], flow: _Flow, stream_s: float) -> float:
+        """Seconds for which averaging holds the step up."""
         num_peers = sum(here)
         if num_peers < 2:
             return 0.0
@@ -286,7 +296,21 @@ class Predictor:
         latency_s = max(group.latency_s for group in present)
         moved = 2 * (num_peers - 1) / num_peers * self.works[stage].averaging_bytes
         average_s = moved / link + ROUND_TRIPS_OF_AN_AVERAGE * latency_s
+        if self.settings.averages_ahead:
+            # It shares the links with the microbatches of the next step, and with what does not fit in there it holds
+            # that one up.
+            average_s = max(average_s + self._link_s(stage, flow) - stream_s, ROUND_TRIPS_OF_A_VOTE * latency_s)
         return ROUND_TRIPS_OF_A_BARRIER * latency_s + average_s / self.settings.steps_per_average
+
+    def _link_s(self, stage: int, flow: _Flow) -> float:
+        """Seconds of a step for which microbatches need the busiest link of a stage, in the busier direction."""
+        microbatches = self.settings.global_batch_size / self.settings.microbatch_size
+        return max(
+            microbatches
+            / (interval_s * flow.rate)
+            * max(pair.send_s + pair.send_back_s, pair.receive_s + pair.receive_back_s)
+            for pair, interval_s in zip(self._pairs[stage], flow.intervals, strict=True)
+        )
 
     def _update_s(self, stage: int) -> float:
         return self.works[stage].memory.weight_gradient_bytes / UPDATE_BYTES_PER_S
@@ -333,7 +357,7 @@ class Predictor:
             in_flight=in_flight,
             memory_bytes=work.memory.peak_bytes(in_flight),
             memory_limit_bytes=min(self.groups[index].memory_bytes for index in present),
-            averaging_s=self._averaging_s(stage, here),
+            averaging_s=self._averaging_s(stage, here, flow, self.settings.global_batch_size / samples / pace),
             update_s=self._update_s(stage),
         )
 

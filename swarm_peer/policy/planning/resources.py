@@ -68,6 +68,7 @@ class StepSettings:
         max_in_flight: most microbatches that one peer holds at once
         min_peers: the fewest peers that each stage must have
         steps_per_average: optimizer steps from one average among stage-mates to the next
+        averages_ahead: whether stage-mates average while the next step computes
     """
 
     global_batch_size: int
@@ -75,3 +76,4 @@ class StepSettings:
     max_in_flight: int
     min_peers: int = 1
     steps_per_average: int = 1
+    averages_ahead: bool = False

@@ -1,9 +1,10 @@
-"""What do codecs cost in loss, at equal samples? The demo model in reference processes, without any network.
+"""What do codecs and modes of averaging cost in loss, at equal samples? The demo model in processes without a network.
 
-Each arm trains the same manifest but for one codec: on the wires, or in averaging among so many members, each of which
-computes every n-th microbatch. An arm and the reference of the same seed begin with the same weights and read the same
-samples. The control averages among members too, without a codec: its sums are rounded in another order, and what that
-alone makes of the loss is how far two runs of no difference come apart.
+Each arm trains the same manifest but for one codec, on the wires or in averaging, or but for the mode of averaging.
+Where members average, each computes every n-th microbatch; periodically, a random one of each stage, as in a swarm. An
+arm and the reference of the same seed begin with the same weights and read the same samples. The control averages among
+members too, without a codec: its sums are rounded in another order, and what that alone makes of the loss is how far
+two runs of no difference come apart.
 
 The figure is the validation loss after the last step, relative to the reference's: the mean over seeds, and the 95 %
 interval of that mean (Student's t). Seeds go on until the interval lies on one side of an arm's target, or are used up.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ import torch
 from scipy.stats import t as student
 
 from coordinator.config_files import load_manifest
-from coordinator.run.baseline import Baseline, train
+from coordinator.run.baseline import Baseline, ReplicatedBaseline, train
 from coordinator.run.service import resolve_manifest
 from swarm_peer.config import Codec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -44,11 +46,13 @@ class Arm:
     Attributes:
         wires: codec of activations and gradients between stages
         averaging: codec of averaging; None for one process that averages with nobody
+        mode: of averaging, as `--set` takes it
         target: largest relative difference of the loss that is wanted, if there is one
     """
 
     wires: Codec = "none"
     averaging: Codec | None = None
+    mode: str = "{}"
     target: float | None = None
 
 
@@ -59,6 +63,9 @@ ARMS = {
     "wires-4bit": Arm(wires="int4_hadamard", target=0.003),
     "averaging-8bit": Arm(averaging="blockwise_8bit", target=0.001),
     "averaging-4bit": Arm(averaging="int4_hadamard"),
+    "delayed": Arm(mode="{mode: delayed}", target=0.005),
+    "periodic-10": Arm(mode="{mode: periodic, inner_steps: 10}", target=0.003),
+    "periodic-50": Arm(mode="{mode: periodic, inner_steps: 50}", target=0.01),
 }
 
 
@@ -113,13 +120,39 @@ class AveragedBaseline(Baseline):
         return decode(encode(part, self._codec, seed), part.shape, self._codec)
 
 
+class PeriodicBaseline(Baseline):
+    """A reference process with as many replicas of each stage as a swarm has, of which it trains random ones."""
+
+    def __init__(self, resolved: ResolvedManifest, num_members: int):
+        self.manifest = resolved.manifest
+        self._replicated = ReplicatedBaseline(resolved, [num_members] * resolved.num_stages)
+        self._rng = random.Random(f"routes {resolved.manifest.seed}")
+        # All replicas of a stage are alike when the loss is measured.
+        self.trainers = [replicas[0] for replicas in self._replicated.stages]
+
+    def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
+        """One optimizer step, as Baseline.train_step."""
+        assert ids is None, "no swarm trains like this"
+        return self._replicated.train_step((tokens_BS, self._route()) for tokens_BS in microbatches)
+
+    def _route(self) -> list[int]:
+        return [self._rng.randrange(len(replicas)) for replicas in self._replicated.stages]
+
+
 def last_loss(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> float:
     """The validation loss after the last step of a training."""
     wire = f"wire={{activations: {arm.wires}, gradients: {arm.wires}}}"
-    resolved = resolve_manifest(load_manifest(CONFIG, (*settings, wire, f"seed={seed}")))
-    baseline = Baseline(resolved) if arm.averaging is None else AveragedBaseline(resolved, num_members, arm.averaging)
+    # The arm's own come first: a mode is one mapping, and `--set averaging.outer_momentum=0.8` changes a part of it.
+    resolved = resolve_manifest(load_manifest(CONFIG, (wire, f"averaging={arm.mode}", *settings, f"seed={seed}")))
+    baseline = _baseline(resolved, arm, num_members)
     *_, last = train(baseline)
     return last["validation_loss"]
+
+
+def _baseline(resolved: ResolvedManifest, arm: Arm, num_members: int) -> Baseline:
+    if resolved.manifest.averaging.mode == "periodic":
+        return PeriodicBaseline(resolved, num_members)
+    return Baseline(resolved) if arm.averaging is None else AveragedBaseline(resolved, num_members, arm.averaging)
 
 
 @dataclass(frozen=True)

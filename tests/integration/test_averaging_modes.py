@@ -1,4 +1,7 @@
-"""Periodic averaging in a live swarm: it gives what one process gives that has as many replicas and the same routes."""
+"""Other modes of averaging in live swarms: periodic ones against a process with as many replicas; peers come and go.
+
+Delayed updates are held to one process in test_keystone.py.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,11 +83,12 @@ def test_a_swarm_equals_a_process_with_as_many_replicas(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_peers_come_and_go_in_the_middle_of_periods_and_a_stage_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("averaging", [{"mode": "periodic", "inner_steps": 8}, {"mode": "delayed"}], ids=str)
+def test_peers_come_and_go_and_a_stage_is_lost(averaging: dict[str, Any], tmp_path: Path) -> None:
     manifest = tiny_manifest(
         stages={"count": 2, "peers_to_start": 2},
         training={"steps": 64, "global_batch_size": 64},
-        averaging={"mode": "periodic", "inner_steps": 8},
+        averaging=averaging,
         recovery={"snapshot_every": 8},
         limits={"hop_timeout_s": 10},
     )

@@ -1,0 +1,65 @@
+"""Compares codecs and modes of averaging, for the same peers at the same stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from coordinator.planning.stage_work import stage_works
+from swarm_peer.config import AveragingMode, Codec, RunManifest
+from swarm_peer.policy.planning.performance_model import Prediction, Predictor
+from swarm_peer.policy.planning.planner import Plan
+from swarm_peer.policy.planning.resources import StepSettings
+
+# Codecs for slow links, beside the manifest's own.
+WIRES: tuple[Codec, ...] = ("blockwise_8bit", "int4_hadamard")
+AVERAGING: tuple[Codec, ...] = ("blockwise_8bit",)
+
+
+def step_settings(manifest: RunManifest) -> StepSettings:
+    """Give the settings of a manifest that determine the time of a step."""
+    training, averaging = manifest.training, manifest.averaging
+    return StepSettings(
+        global_batch_size=training.global_batch_size,
+        microbatch_size=training.microbatch_size,
+        max_in_flight=manifest.limits.max_in_flight,
+        min_peers=manifest.stages.peers_to_start,
+        steps_per_average=averaging.steps_per_average,
+        averages_ahead=averaging.mode == "delayed",
+    )
+
+
+def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[dict[str, Any]]:
+    """The throughput with each codec and mode, beginning with the manifest's own: plain values for a report.
+
+    Memory is not looked at again. Each codec is one for activations and gradients alike.
+    """
+    assert made.best is not None
+    counts = [stage.peers for stage in prediction.stages]
+    rows = []
+    for wires, averaging, changed in _manifests(manifest):
+        works = stage_works(changed, made.best.num_stages)
+        samples_per_s = {}
+        for mode in get_args(AveragingMode):
+            settings = step_settings(_with(changed, "averaging", mode=mode))
+            samples_per_s[mode] = Predictor(works=works, groups=made.groups, settings=settings).score(counts)[0]
+        ratios = {mode: value / prediction.samples_per_s for mode, value in samples_per_s.items()}
+        rows.append({"wires": wires, "averaging": averaging, **ratios})
+    return rows
+
+
+def _manifests(manifest: RunManifest) -> Iterator[tuple[str, str, RunManifest]]:
+    own = {manifest.wire.activations, manifest.wire.gradients}
+    averaged: list[Codec] = [manifest.averaging.compression]
+    averaged += [codec for codec in AVERAGING if codec not in averaged]
+    for averaging in averaged:
+        changed = _with(manifest, "averaging", compression=averaging)
+        yield ", ".join(sorted(own)), averaging, changed
+        for wires in WIRES:
+            if own != {wires}:
+                yield wires, averaging, _with(changed, "wire", activations=wires, gradients=wires)
+
+
+def _with(manifest: RunManifest, section: str, **values: str) -> RunManifest:
+    changed = getattr(manifest, section).model_copy(update=values)
+    return manifest.model_copy(update={section: changed})
