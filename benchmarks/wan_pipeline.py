@@ -45,11 +45,12 @@ START_TIMEOUT_S = 180.0
 Pass = tuple[str, int]
 
 
-def passes_of(schedule: str, num_microbatches: int, memory: int, stage: int) -> list[Pass]:
+def passes_of(schedule: str, num_microbatches: int, memory: int, stage: int, num_stages: int) -> list[Pass]:
     """The order of the passes at one stage.
 
     Args:
-        memory: most microbatches that are in flight at the first stage
+        memory: most microbatches that are in flight at the first stage; with 1F1B one is at the last stage, and at
+            those between as many more as give each link the same time
     """
     if schedule == "gpipe":
         order: list[Pass] = []
@@ -57,7 +58,8 @@ def passes_of(schedule: str, num_microbatches: int, memory: int, stage: int) -> 
             group = range(begin, min(begin + memory, num_microbatches))
             order += [("forward", number) for number in group] + [("backward", number) for number in group]
         return order
-    ahead = min(max(memory - stage, 1), num_microbatches)
+    later = (num_stages - 1 - stage) / max(num_stages - 1, 1)
+    ahead = min(1 + round((memory - 1) * later), num_microbatches)
     order = [("forward", number) for number in range(ahead)]
     for number in range(num_microbatches):
         order.append(("backward", number))
@@ -131,7 +133,7 @@ def train(workload: Workload, schedule_name: str, rank: int, spans: SpanWriter) 
     stage = PipelineStage(trainer.module, index, workload.num_stages, trainer.device, group=pipelines[replica])
     num_microbatches = workload.num_microbatches // workload.num_peers
     schedule = PostedSchedule(stage, num_microbatches, loss_fn=loss_sum, scale_grads=False)
-    schedule.order = passes_of(schedule_name, num_microbatches, workload.max_in_flight, index)
+    schedule.order = passes_of(schedule_name, num_microbatches, workload.max_in_flight, index, workload.num_stages)
     round_number = 0
 
     def watch(what: str, share: float) -> None:
