@@ -10,8 +10,8 @@ choose the same candidate at once, and others have nothing to do meanwhile. Here
 to do with the candidates of others (see `parts_of`): two stages of as many equal peers make pairs.
 
 Each round has its own order of the peers, by a hash of its number and their ids. So over the rounds everybody works
-with everybody, and all that know the round know the order, without a message. Anybody can work out later
-rounds' order, but nobody can keep its neighbours.
+with everybody, and all that know the round know the order, without a message. Anybody can work out the order of later
+rounds, but nobody can keep its neighbours.
 """
 
 from __future__ import annotations
