@@ -274,8 +274,9 @@ class LimitsSection(Section):
     """longest wait for one hop's reply, in seconds, the time of later stages included"""
     hop_tries: int = Field(4, ge=1)
     """peers tried for one hop before it fails and the stage before tries another peer"""
-    max_in_flight: int = Field(8, ge=1)
-    """most microbatches that one peer holds at once"""
+    max_in_flight: int = Field(16, ge=1)
+    """most microbatches that one peer holds at once; it holds fewer if its memory is too small, and stage 0 launches no
+    more than hide the round trip"""
     announcement_s: float = Field(30.0, ge=2)
     """lifetime of an announcement in the DHT, in seconds"""
 

@@ -110,7 +110,7 @@ class MicrobatchSwarm:
         self._options = options
         self._seed = seed
         self._devices: dict[str, _Device] = {}
-        self._routers: dict[tuple[str, int], tuple[int, Routing]] = {}
+        self._routers: dict[tuple[str, int], tuple[tuple[int, int] | None, Routing]] = {}
         self._serving: list[list[PeerView]] = []
         self._seen = -1
         self._rng = random.Random(f"backoff {seed}")
@@ -252,13 +252,14 @@ class MicrobatchSwarm:
 
     def _route(self, caller: str, stage: int, avoid: set[str]) -> str | None:
         peers = self._refresh_serving()[stage]
-        seen, router = self._routers.get((caller, stage), (-1, None))
+        seen, router = self._routers.get((caller, stage), (None, None))
         if router is None:
             rng = random.Random(f"routing {self._seed} {caller} {stage}")
             router = Routing(self._options.routing, rng, self._expected_s)
-        if seen != self._seen:
-            router.update(peers)
-            self._routers[caller, stage] = (self._seen, router)
+        now = self._seen, self.rounds.num_done
+        if seen != now:
+            router.update(peers, caller, self._serving[stage - 1], self.rounds.num_done)
+            self._routers[caller, stage] = (now, router)
         return router.choose(avoid)
 
     def _expected_s(self, peer: PeerView) -> float:

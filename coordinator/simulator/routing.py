@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from coordinator.simulator.options import RoutingName
 from swarm_peer.policy.routing import Router
@@ -13,9 +13,9 @@ from swarm_peer.policy.view import PeerView
 class Routing:
     """Chooses the peers of the next stage by the policy of a name.
 
-    `iwrr`, interleaved weighted round-robin, runs live. `uniform` takes any peer, all alike. The others know all queues
-    as they are, which no live peer does: `jsed` joins the shortest expected delay of all, `po2` that of two peers drawn
-    at random.
+    `iwrr`, interleaved weighted round-robin with a part for each caller, runs live. `uniform` takes any peer, all
+    alike. The others know all queues as they are, which no live peer does: `jsed` joins the shortest expected delay of
+    all, `po2` that of two peers drawn at random.
 
     Args:
         expected_s: the delay that a microbatch would meet at a peer
@@ -28,11 +28,11 @@ class Routing:
         self._router = Router(rng)
         self._peers: list[PeerView] = []
 
-    def update(self, peers: Iterable[PeerView]) -> None:
-        """Take over which peers serve the stage now."""
+    def update(self, peers: Iterable[PeerView], caller: str, callers: Sequence[PeerView], round_number: int) -> None:
+        """Take over which peers serve the stage now, and which peers send to it, and in which round."""
         self._peers = sorted(peers, key=lambda peer: peer.peer_id)
         if self._name == "iwrr":
-            self._router.update(self._peers)
+            self._router.update(self._peers, caller, callers, round_number)
 
     def choose(self, avoid: Container[str]) -> str | None:
         """The peer for the next microbatch, if there is any."""

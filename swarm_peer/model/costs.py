@@ -29,7 +29,7 @@ FP32_LOGIT_GRADIENTS = 2
 # Gradients inside a layer that its backward pass holds at once, as a share of what the layer keeps for that pass: 0.1
 # to 0.4 in all families (most where the MLP is wide), and 0.5 where eager attention sees 1024 tokens.
 BACKWARD_SHARE = 0.3
-# A peer keeps the replies of this many times `limits.max_in_flight` microbatches, for callers that ask again.
+# A peer keeps the replies of this many times as many microbatches as it holds at once, for callers that ask again.
 REPLIES_KEPT = 2
 
 

@@ -88,7 +88,9 @@ class ProgressCounter:
         """Whether the whole global batch has counted."""
         return self.samples(round_number) >= self.global_batch_size
 
-    def may_claim(self, round_number: int, me: Life, live_peers: Collection[str], num_samples: int) -> bool:
+    def may_claim(
+        self, round_number: int, me: Life, live_peers: Collection[str], num_samples: int, *, only_own: bool = False
+    ) -> bool:
         """Whether peer `me` may launch one more microbatch of `num_samples`.
 
         A peer hears of others' claims a little late. So each live peer has its own share of the global batch; a faster
@@ -96,6 +98,9 @@ class ProgressCounter:
 
         A peer that has died, or begun another life, counts with its counted samples alone: its microbatches under way
         do not come back. The share is one for all lives of a peer.
+
+        Args:
+            only_own: nothing of what others have left, since they were not heard lately
         """
         if not self.may_count(round_number, me):
             return False
@@ -113,7 +118,7 @@ class ProgressCounter:
         share = (whole + (live.index(me.peer_id) < left_over)) * num_samples
         if charged.get(me.peer_id, 0) < share:
             return True
-        return remaining > RESERVED_MICROBATCHES * num_samples * (len(live) - 1)
+        return not only_own and remaining > RESERVED_MICROBATCHES * num_samples * (len(live) - 1)
 
     def forget_before(self, round_number: int) -> None:
         """Drop the counts of earlier rounds."""

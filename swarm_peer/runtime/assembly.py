@@ -179,7 +179,7 @@ class Assembly:
         return records[run_id].timeline()
 
     def _make_core(self, rounds: RoundBook, progress: ProgressBook, time: TimeMeter) -> ReplicaCore:
-        context, spec, manifest = self.peer.context, self.trainer.spec, self.peer.context.resolved.manifest
+        context, spec = self.peer.context, self.trainer.spec
         capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
         next_stage = None
         if not spec.is_last:
@@ -197,13 +197,14 @@ class Assembly:
             device_thread=self.peer.device_thread,
             speed=speed,
             next_stage=next_stage,
-            replies_kept=REPLIES_KEPT * manifest.limits.max_in_flight,
+            replies_kept=REPLIES_KEPT * capacity,
         )
         admission = RoundAdmission(
             capacity=UNBOUNDED if spec.is_first else capacity, rounds=rounds, changed=context.changed
         )
         return ReplicaCore(
             trainer=self.trainer,
+            capacity=capacity,
             device_thread=self.peer.device_thread,
             speed=speed,
             rounds=rounds,

@@ -255,6 +255,7 @@ def run_swarm(
     *,
     script: Script | None = None,
     launch: Callable[[Path, str], Launch] = forked_peer,
+    listen_on: str = LOOPBACK,
     **options: Any,
 ) -> SwarmRun:
     """Train to the manifest's last step and fetch the state of every peer.
@@ -262,6 +263,7 @@ def run_swarm(
     Args:
         script: acts on the live run; the run goes on to its end after it
         launch: how peers are started, of a folder to write to and a fault
+        listen_on: the coordinator's address
         options: of the coordinator's RunOptions
     """
     records = folder / "records"
@@ -269,7 +271,7 @@ def run_swarm(
 
     async def run() -> list[list[StageState]]:
         run_key = Identity.load_or_create(folder / "identity")
-        async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (LOOPBACK,)) as dht:
+        async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (listen_on,)) as dht:
             service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
             invite = InviteBook(folder).standing(run_key, dht.addresses)
             peers = LocalPeers([invite.text()], peers_by_stage, folder, launch=launch(records, ""))

@@ -383,7 +383,7 @@ def test_a_small_window_leaves_devices_idle_over_a_slow_link():
     assert one < 0.4
     assert many > 0.95
     # The live rule goes by the shortest round trip of late, and asks for twice what that takes.
-    assert 0.6 < live < many
+    assert 0.6 < live <= many
 
 
 def test_a_microbatch_takes_the_time_of_its_links_and_computations():

@@ -1,13 +1,15 @@
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_peer.policy.in_flight_window import SPARE, InFlightWindow
 from swarm_peer.policy.peer_backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerBackoff
-from swarm_peer.policy.routing import THROUGHPUT_SMOOTHING, Router
+from swarm_peer.policy.routing import SMALLEST_PART, THROUGHPUT_SMOOTHING, Router, num_callers, parts_of
 from swarm_peer.policy.view import UNDECIDED, Life, PeerState, PeerView, SwarmView
 
 
@@ -166,6 +168,142 @@ def test_same_seed_same_routes():
 
     assert trace(1) == trace(1)
     assert any(trace(1) != trace(seed) for seed in range(2, 6)), "ties are broken at random, peer by peer"
+
+
+# --- a part for each caller -------------------------------------------------------------------------------------------
+
+
+def callers(**speeds):
+    return [replace(peer, stage=0) for peer in serving(**speeds)]
+
+
+def sent_by(caller, senders, receivers, count=100, round_number=0):
+    router = Router(random.Random(0))
+    router.update(serving(**receivers), caller, callers(**senders), round_number)
+    return Counter(router.choose(1).peer_id for _ in range(count))
+
+
+def test_equal_stages_make_pairs():
+    senders, receivers = {"a": 1.0, "b": 1.02, "c": 0.99}, {"x": 4.0, "y": 3.98, "z": 4.03}
+    for round_number in range(10):
+        sent = [sent_by(name, senders, receivers, 100, round_number) for name in "abc"]
+        assert [list(one.values()) for one in sent] == [[100]] * 3
+        assert {name for one in sent for name in one} == set("xyz")
+
+
+def test_a_caller_sends_to_the_peers_beside_it():
+    senders, receivers = {"a": 3.0, "b": 1.0}, {"x": 1.0, "y": 1.0}
+    for round_number in range(10):
+        [shared] = sent_by("b", senders, receivers, 100, round_number)
+        assert sent_by("a", senders, receivers, 90, round_number) == {"x": 60, "y": 60} | {shared: 30}
+
+
+def partners(senders, receivers, round_number):
+    return {name: set(sent_by(name, senders, receivers, 50, round_number)) for name in senders}
+
+
+def test_pairs_are_drawn_anew_for_each_round_and_all_draw_alike():
+    senders, receivers = dict.fromkeys("abcd", 1.0), dict.fromkeys("wxyz", 1.0)
+    drawn = [partners(senders, receivers, number) for number in range(20)]
+    assert drawn == [partners(dict(reversed(senders.items())), receivers, number) for number in range(20)]
+    assert sum(one != other for one, other in itertools.pairwise(drawn)) >= 15
+
+
+def test_over_the_rounds_each_caller_meets_each_callee_as_often_as_any_other():
+    senders, receivers = dict.fromkeys("abcd", 1.0), dict.fromkeys("wxyz", 1.0)
+    met = Counter(
+        (caller, callee)
+        for number in range(400)
+        for caller in senders
+        for callee, part in parts_of(caller, senders, receivers, number).items()
+        if part
+    )
+    assert len(met) == 16
+    assert 60 < min(met.values()) <= max(met.values()) < 140
+
+
+def test_unlike_callers_meet_all_callees_too():
+    senders, receivers = {"a": 5.0, "b": 1.0, "c": 0.0}, {"w": 0.5, "x": 9.0, "y": 2.0, "z": 2.5}
+    met = {name: set() for name in senders}
+    for number in range(100):
+        for name in senders:
+            met[name] |= {callee for callee, part in parts_of(name, senders, receivers, number).items() if part}
+    assert all(callees == set(receivers) for callees in met.values())
+
+
+def test_a_round_begins_with_what_is_right_for_it_whatever_the_parts_were_before():
+    senders, receivers = {"a": 5.0, "b": 1.0, "c": 3.0}, {"w": 0.5, "x": 9.0, "y": 2.0, "z": 2.5}
+    router = Router(random.Random(0))
+    for number in range(300):
+        router.update(serving(**receivers), "a", callers(**senders), number)
+        parts = parts_of("a", senders, receivers, number)
+        speeds = {name: receivers[name] * part for name, part in parts.items()}
+        sent = Counter(router.choose(1).peer_id for _ in range(10))
+        for name, speed in speeds.items():
+            assert abs(sent[name] - 10 * speed / sum(speeds.values())) < 2
+
+
+def test_one_caller_sends_to_all():
+    assert sent_by("a", {"a": 1.0}, {f"p{number}": 1.0 for number in range(80)}, 80).total() == 80
+    assert len(sent_by("a", {"a": 1.0}, {f"p{number}": 1.0 for number in range(80)}, 80)) == 80
+
+
+def test_a_caller_that_is_not_in_the_view_sends_to_all():
+    assert sent_by("new", {"a": 1.0, "b": 1.0}, {"x": 1.0, "y": 1.0}) == {"x": 50, "y": 50}
+
+
+def test_unmeasured_peers_are_taken_for_typical_ones_side_by_side():
+    [one], [other] = (sent_by(name, {"a": 0.0, "b": 0.0}, {"x": 3.0, "y": 0.0}) for name in "ab")
+    assert one != other
+
+
+def test_when_the_peers_beside_a_caller_are_avoided_another_one_steps_in_and_gains_nothing_by_it():
+    router = Router(random.Random(0))
+    for round_number in range(5):
+        update = partial(router.update, serving(x=1.0, y=1.0), "a", callers(a=1.0, b=1.0), round_number)
+        update()
+        own = router.choose(1).peer_id
+        [other] = {"x", "y"} - {own}
+        update()
+        assert {router.choose(1, avoid={own}).peer_id for _ in range(5)} == {other}
+        update()
+        assert {router.choose(1).peer_id for _ in range(50)} == {own}
+        assert router.choose(1, avoid={"x", "y"}).peer_id is None
+
+
+def test_a_caller_moves_on_when_its_stage_changes():
+    router = Router(random.Random(0))
+    router.update(serving(x=1.0, y=1.0), "b", callers(a=1.0, b=1.0))
+    for _ in range(100):
+        router.choose(1)
+    router.update(serving(x=1.0, y=1.0), "b", callers(b=1.0))
+    sent = Counter(router.choose(1).peer_id for _ in range(20))
+    assert abs(sent["x"] - sent["y"]) <= 2
+
+
+def test_only_callers_with_a_part_of_a_peer_are_counted():
+    mates, senders = serving(x=1.0, y=1.0), callers(a=3.0, b=1.0)
+    for round_number in range(10):
+        [shared] = sent_by("b", {"a": 3.0, "b": 1.0}, {"x": 1.0, "y": 1.0}, 100, round_number)
+        counted = {name: num_callers(name, mates, senders, round_number) for name in "xy"}
+        assert counted == {"x": 1, "y": 1} | {shared: 2}
+    assert num_callers("new", mates, senders, 0) == 2
+    assert num_callers("x", mates, [], 0) == 0
+
+
+speeds_of_stage = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8)
+
+
+@given(speeds_of_stage, speeds_of_stage, st.integers(0, 1000))
+def test_the_parts_of_all_callers_make_up_each_peer_in_each_round(senders, receivers, round_number):
+    senders = {f"c{number}": speed for number, speed in enumerate(senders)}
+    receivers = {f"p{number}": speed for number, speed in enumerate(receivers)}
+    parts = [parts_of(caller, senders, receivers, round_number) for caller in senders]
+    assert all(any(own.values()) for own in parts), "nobody is left without a peer to send to"
+    assert sum(part > 0 for own in parts for part in own.values()) < len(senders) + len(receivers)
+    left_out = SMALLEST_PART * len(senders)
+    for name in receivers:
+        assert 1 - left_out <= sum(own[name] for own in parts) < 1 + 1e-9
 
 
 # --- health -----------------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ async def settle():
 class World:
     """A launcher with all that it is made of, as the peer wires it. `async with` runs it, and stops it."""
 
-    def __init__(self, **training):
+    def __init__(self, capacity=8, **training):
         self.manifest = make_manifest(**training)
         self.context = make_context(
             ResolvedManifest(self.manifest, "0" * 32, PretrainedConfig(), ()), identity=MY_IDENTITY
@@ -167,7 +167,9 @@ class World:
         )
         self.launcher = MicrobatchLauncher(
             context=self.context,
-            core=SimpleNamespace(executor=self.executor, admission=self.admission, rounds=self.rounds),
+            core=SimpleNamespace(
+                executor=self.executor, admission=self.admission, rounds=self.rounds, capacity=capacity
+            ),
             swarm=swarm,
             leases=self.leases,
             validation=np.arange(10, 15, dtype=np.int32)[:, None].repeat(LENGTH + 1, axis=1),
@@ -246,6 +248,17 @@ async def test_as_many_are_in_flight_as_the_window_has_room_for():
         second.succeed()
         third.succeed()
         await succeed(world, 1)
+
+
+async def test_no_more_are_in_flight_than_fit_into_memory():
+    async with World(capacity=1) as world:
+        [only] = await world.executor.launched()
+        await settle()
+        assert not world.executor.running
+        only.succeed()
+        await succeed(world, 3)
+    world.launcher._window.observe(100.0, 1.0, now=0.0)
+    assert world.launcher._window.size() == 1, "whatever the round trip"
 
 
 async def test_a_round_gets_its_global_batch_and_no_more():
@@ -541,6 +554,59 @@ async def test_counts_are_exchanged_when_there_is_nothing_to_launch():
         await until(lambda: len(world.told) > 1)
         assert world.told[0] == sorted([ME, "mate"])
         assert not world.executor.running
+
+
+async def test_what_others_have_left_is_launched_when_they_were_heard_and_not_before():
+    """Two stage-0 peers may have no peer in common later on. So this one may not know of any claim of its mate."""
+    async with World() as world:
+        world.tells = []
+        world.peers.append(PeerView(peer_id="mate", stage=0, state=PeerState.SERVING))
+        world.progress.counter.merge(0, Life("mate"), RoundCount())
+        await succeed(world, 2)
+        assert world.tells, "its own half is launched"
+        assert not world.executor.running
+        world.progress.counter.merge(0, Life("mate"), RoundCount(0, GLOBAL_BATCH // 2))
+        world.tells[0].set()
+        await settle()
+        assert not world.executor.running, "the mate has claimed its half"
+        world.progress.counter.merge(0, Life("mate"), RoundCount(SAMPLES, SAMPLES))
+        world.tells = None
+
+
+async def test_what_a_mate_is_slow_to_claim_is_launched_once_it_was_heard():
+    async with World(global_batch_size=8 * SAMPLES) as world:
+        world.peers.append(PeerView(peer_id="mate", stage=0, state=PeerState.SERVING))
+        world.progress.counter.merge(0, Life("mate"), RoundCount(SAMPLES, SAMPLES))
+        await succeed(world, 4)
+        [running] = await world.executor.launched()
+        assert world.told, "beyond its own half"
+        running.succeed()
+        await settle()
+        assert not world.executor.running, "the last two of those left are the mate's"
+
+
+async def test_the_counts_of_the_last_microbatches_are_told_at_once(monkeypatch):
+    monkeypatch.setattr(launcher, "LAST_PAUSE_S", 1000.0)
+    async with World() as world:
+        world.peers.append(PeerView(peer_id="mate", stage=0, state=PeerState.SERVING))
+        world.progress.counter.merge(0, Life("mate"), RoundCount(0, 4))
+        first, second = await world.executor.launched(2)
+        await until(lambda: world.told)
+        first.succeed()
+        await settle()
+        assert len(world.told) == 1
+        second.succeed()
+        await until(lambda: len(world.told) > 1)
+
+
+async def test_counts_are_exchanged_with_some_stage_mates_all_the_time(monkeypatch):
+    monkeypatch.setattr(launcher, "NEWS_EVERY_S", 0.0)
+    async with World(global_batch_size=100 * SAMPLES) as world:
+        world.peers += [PeerView(peer_id=f"mate-{number}", stage=0, state=PeerState.SERVING) for number in range(5)]
+        await until(lambda: len({name for told in world.told for name in told}) == 5)
+        assert {len(told) for told in world.told} == {launcher.PEERS_TOLD}
+        assert all(ME not in told for told in world.told)
+        drain(world)
 
 
 # --- validation -------------------------------------------------------------------------------------------------------

@@ -113,6 +113,7 @@ class Peer:
         )
         core = ReplicaCore(
             trainer=self.trainer,
+            capacity=capacity,
             device_thread=self.device_thread,
             speed=self.meter,
             rounds=self.rounds,

@@ -11,7 +11,7 @@ from coordinator.config_files import load_manifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capacity
+from swarm_peer.runtime.host.preparation import UNCHECKED_IN_FLIGHT, has_room_beside, microbatch_capacity
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -20,11 +20,10 @@ def test_a_peer_takes_as_many_microbatches_as_fit_its_memory(device: str) -> Non
     limit = resolved.manifest.limits.max_in_flight
     for spec, costs in zip(resolved.specs, stage_costs(resolved, device), strict=True):
 
-        def capacity(memory_bytes: float | None) -> int:
-            memory = None if memory_bytes is None else int(memory_bytes)
-            return microbatch_capacity(resolved, spec, torch.device(device), memory)  # noqa: B023
+        def capacity(memory_bytes: float) -> int:
+            return microbatch_capacity(resolved, spec, torch.device(device), int(memory_bytes))  # noqa: B023
 
-        assert (capacity(None), capacity(1e12)) == (limit, limit)
+        assert capacity(1e12) == limit
         enough = costs.memory.peak_bytes(limit)
         assert capacity(enough + 1) == limit
         assert capacity(enough - 1) < limit
@@ -32,6 +31,24 @@ def test_a_peer_takes_as_many_microbatches_as_fit_its_memory(device: str) -> Non
         least = costs.memory.peak_bytes(1)
         with pytest.raises(UserError, match=rf"stage {spec.index} needs about {least / 2**30:.1f} GiB; choose a small"):
             capacity(least - 1)
+
+
+def test_a_peer_that_is_not_told_its_memory_takes_more_microbatches_where_more_are_sure_to_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overrides = ("limits.max_in_flight=12",)
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", overrides))
+    memory = stage_costs(resolved, "cuda")[0].memory
+    device = torch.device("cuda:0")
+    for free_bytes, fit in (
+        (1e12, 12),
+        (memory.peak_bytes(12) + 1, 12),
+        (memory.peak_bytes(12) - 1, 11),
+        (memory.peak_bytes(5), UNCHECKED_IN_FLIGHT),
+        (0, UNCHECKED_IN_FLIGHT),
+    ):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (int(free_bytes), 10**12)}.__getitem__)
+        assert microbatch_capacity(resolved, resolved.specs[0], device, None) == fit
 
 
 def test_a_second_replica_needs_the_memory_that_both_take() -> None:

@@ -970,6 +970,7 @@ class Follower:
         )
         core = ReplicaCore(
             trainer=self.trainer,
+            capacity=8,
             device_thread=self.device_thread,
             speed=None,
             rounds=self.rounds,

@@ -32,8 +32,14 @@ log = logging.getLogger(__name__)
 MAX_LAUNCHES = 20
 # Pause before a failed microbatch is launched again. The peers of later stages were tried with backoff already.
 RELAUNCH_PAUSE_S = 0.5
-# Pause between exchanges of counts while other peers finish the round.
+# Pause between exchanges of counts while other peers finish the round, and while this peer's last microbatches of the
+# round are in flight.
 IDLE_PAUSE_S = 0.1
+LAST_PAUSE_S = 0.5
+# Two stage-0 peers may have no peer in common at later stages, and then no microbatch brings them news of each other.
+# Each exchanges counts with some others this often, so long before any of them is taken for silent.
+NEWS_EVERY_S = 5.0
+PEERS_TOLD = 2
 
 
 # Called with each microbatch that has counted: (round, tokens of shape (B, T+1), the names of its samples, its id).
@@ -96,10 +102,12 @@ class MicrobatchLauncher:
         self._rounds = core.rounds
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
         self._counted_hook = counted
-        self._window = InFlightWindow(manifest.limits.max_in_flight)
+        self._window = InFlightWindow(core.capacity)
         context.metrics.window.set(self._window.size())
         self._waiting: list[_Batch] = []  # to be launched again
         self._in_flight = 0
+        self._heard_others: Round | None = None  # the round of the last exchange of counts within stage 0
+        self._rng = context.random.stream("news")
         self.current = Progress(round_number=0, samples=0, claimed=0, loss_sum=0.0)
         self.validations: deque[Validation] = deque(maxlen=8)
         self.stopping = False
@@ -113,7 +121,8 @@ class MicrobatchLauncher:
         """Launch microbatches until `stop`."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._leases.run)
-            tasks.start_soon(self._tell_when_idle)
+            tasks.start_soon(self._exchange_at_end)
+            tasks.start_soon(self._exchange_sometimes)
             while True:
                 await self._context.changed.wait_for(lambda: self.stopping or self._may_launch())
                 if self.stopping:
@@ -136,18 +145,32 @@ class MicrobatchLauncher:
             await self._context.changed.wait_for(lambda: self._in_flight == 0)
             tasks.cancel_scope.cancel()
 
-    async def _tell_when_idle(self) -> None:
-        """Exchange counts within stage 0 at the end of a round, when no more microbatches carry them."""
+    async def _exchange_at_end(self) -> None:
+        """Exchange counts within stage 0 at the end of a round: from when this peer has launched its own share."""
 
-        def is_idle() -> bool:
-            is_waiting = self._admission.is_open and self._wants_samples() and self._in_flight == 0
-            return is_waiting and not self._may_launch()
+        def is_at_end() -> bool:
+            return self._admission.is_open and self._wants_samples() and not self._has_own_to_launch()
 
         while True:
-            await self._context.changed.wait_for(is_idle)
+            await self._context.changed.wait_for(is_at_end)
+            present, was_idle = self._rounds.current, self._in_flight == 0
             await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(0))
-            await anyio.sleep(IDLE_PAUSE_S)
+            self._heard_others = present
+            self._context.changed.notify()  # there may be something to launch now
+            if was_idle:
+                await anyio.sleep(IDLE_PAUSE_S)
+            else:
+                with anyio.move_on_after(LAST_PAUSE_S):  # the others wait for the counts of the last ones
+                    await self._context.changed.wait_for(lambda: self._in_flight == 0)
             self._context.changed.notify()  # some peer may have lost its share by its silence meanwhile
+
+    async def _exchange_sometimes(self) -> None:
+        """Exchange counts with some other stage-0 peers, all the time."""
+        while True:
+            await anyio.sleep(NEWS_EVERY_S)
+            others = [peer.peer_id for peer in self._swarm.view().serving(0) if peer.peer_id != self._me.peer_id]
+            if self._admission.is_open and self._wants_samples():
+                await self._swarm.gossip.tell(self._rng.sample(others, min(PEERS_TOLD, len(others))))
 
     def _may_launch(self) -> bool:
         """Whether there is a microbatch to launch, or a validation to compute, in the present round."""
@@ -160,10 +183,19 @@ class MicrobatchLauncher:
             return True
         if not self._wants_samples() or self._in_flight >= self._window.size():
             return False
+        return self._has_own_to_launch() or (self._heard_others is present and self._may_claim(present))
+
+    def _has_own_to_launch(self) -> bool:
+        """Whether there is something to launch that no other peer may launch in its place."""
+        present = self._rounds.current
         if present.vacated or any(batch.claimed is present for batch in self._waiting):
             return True
+        return self._may_claim(present, only_own=True)
+
+    def _may_claim(self, present: Round, *, only_own: bool = False) -> bool:
         live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), 2 * self._timeout_s)
-        return self._progress.counter.may_claim(present.number, self._me, live, self._manifest.training.microbatch_size)
+        size = self._manifest.training.microbatch_size
+        return self._progress.counter.may_claim(present.number, self._me, live, size, only_own=only_own)
 
     def _wants_samples(self) -> bool:
         """Whether the run trains in this round, and its global batch is not full yet."""
@@ -266,7 +298,7 @@ class MicrobatchLauncher:
         peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me.peer_id})
         share = torch.from_numpy(self._validation[peers.index(self._me.peer_id) :: len(peers)].copy())
         losses: list[tuple[int, float]] = []
-        room = anyio.Semaphore(self._manifest.limits.max_in_flight)
+        room = anyio.Semaphore(self._window.limit)
 
         async def evaluate(tokens_BS: torch.Tensor) -> None:
             try:

@@ -11,6 +11,10 @@ from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 
+# A peer that is not told its memory holds so many microbatches whatever it has free, and more only if they fit. Weights
+# that are there already are counted twice then, and what others use now may be free later.
+UNCHECKED_IN_FLIGHT = 8
+
 
 def choose_device(name: str) -> torch.device:
     """The device that `--device` names. Does not initialise CUDA.
@@ -39,13 +43,16 @@ def microbatch_capacity(
 ) -> int:
     """Microbatches that a peer may hold at once.
 
+    Args:
+        max_memory: that the peer may use, in bytes; None for what the device has free
+
     Raises:
         UserError: the stage does not fit into `max_memory` bytes
     """
     limit = resolved.manifest.limits.max_in_flight
-    if max_memory is None:
-        return limit
     memory = stage_costs(resolved, device.type)[spec.index].memory
+    if max_memory is None:
+        return max(memory.window(_free_bytes(device), limit), min(UNCHECKED_IN_FLIGHT, limit))
     capacity = memory.window(max_memory, limit)
     if not capacity:
         raise UserError(
@@ -68,6 +75,10 @@ def has_room_beside(
     if max_memory is not None:
         in_flight = microbatch_capacity(resolved, resolved.specs[serving], device, max_memory)
         return costs[serving].memory.peak_bytes(in_flight) + joining_bytes <= max_memory
+    return joining_bytes <= _free_bytes(device)
+
+
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return joining_bytes <= torch.cuda.mem_get_info(device)[0]
-    return joining_bytes <= os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

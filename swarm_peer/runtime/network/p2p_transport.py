@@ -46,7 +46,7 @@ FAREWELL_S = 2.0
 # A pass and a list of revocations. Anybody may send as much, before anything is known of him.
 MAX_HELLO_BYTES = MAX_PASS_BYTES + MAX_STORED_BYTES + 1024
 # Over all streams of a caller. Honest callers stay far below: a peer holds `limits.max_in_flight` microbatches, by
-# default 8.
+# default 16.
 MAX_CALLS_PER_CALLER = 64
 # In payloads of the greatest length; shorter ones may be more.
 MAX_PAYLOADS_PER_CALLER = 16

@@ -21,6 +21,7 @@ class ReplicaCore:
 
     Attributes:
         trainer: weights, gradient accumulator and optimizer; used in the device thread only
+        capacity: microbatches that the peer's memory has room for, at most `limits.max_in_flight`
         speed: how fast this replica's passes go
         rounds: the present round and the one before
         admission: admits microbatches of the present round
@@ -29,6 +30,7 @@ class ReplicaCore:
     """
 
     trainer: StageTrainer
+    capacity: int
     device_thread: DeviceThread
     speed: SpeedMeter
     rounds: RoundBook

@@ -141,8 +141,13 @@ class StageClient:
             if remaining_s <= 0:
                 reason = f"out of time, last: {reason}"
                 break
-            serving = self._view().serving(self.stage)
-            router.update(serving)
+            view = self._view()
+            serving = view.serving(self.stage)
+            if microbatch.is_query:
+                router.update(serving)
+            else:
+                callers = view.serving(self.stage - 1)
+                router.update(serving, self._transport.peer_id, callers, microbatch.round_number)
             now = self._clock.monotonic_s()
             lives = {peer.peer_id: peer.life for peer in serving}
             failed = backoff.avoided(now) | self._backoff.avoided(now) | self._refused.avoided(now)

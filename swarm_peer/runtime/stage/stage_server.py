@@ -15,6 +15,7 @@ from functools import partial
 import anyio
 
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
+from swarm_peer.policy.routing import num_callers
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
@@ -66,6 +67,8 @@ class StageServer:
         self._progress = progress
         self._metrics = context.metrics
         self._running: dict[bytes, asyncio.Event] = {}
+        # How many callers have a part of this peer, by a view and in a round. Among 100 it takes 0.2 ms to count them.
+        self._callers: tuple[SwarmView | None, int, int] = None, 0, 0
         self._queries: Counter[str] = Counter()  # by caller
         self.calls: dict[type[Body], Handler] = {MicrobatchCall: self.handle}
 
@@ -128,12 +131,8 @@ class StageServer:
     ) -> HopResult:
         if microbatch.is_query:
             return await self._query(caller, microbatch, hidden, deadline)
-        enter = partial(
-            self._admission.enter,
-            microbatch.round_number,
-            caller=caller,
-            num_callers=len(self._view().serving(self._stage - 1)),
-        )
+        callers = self._num_callers(microbatch.round_number)
+        enter = partial(self._admission.enter, microbatch.round_number, caller=caller, num_callers=callers)
         if microbatch.mode != "train":
             async with enter() as entered:
                 self._check_timeline(microbatch, entered)
@@ -152,6 +151,14 @@ class StageServer:
             self._metrics.in_flight.set(self._admission.admitted)
             del self._running[microbatch.id]
             done.set()
+
+    def _num_callers(self, round_number: int) -> int:
+        view, (counted_view, counted_round, number) = self._view(), self._callers
+        if view is not counted_view or round_number != counted_round:
+            own, before = view.serving(self._stage), view.serving(self._stage - 1)
+            number = num_callers(self._progress.author.peer_id, own, before, round_number)
+            self._callers = view, round_number, number
+        return number
 
     def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
         """Refuse a microbatch of another timeline.

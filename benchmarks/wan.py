@@ -1,0 +1,193 @@
+"""What do slow links cost? Swarms and torch's pipelines over links with latency, jitter and bandwidth, on one machine.
+
+Each peer is a process of its own, over real libp2p, on a machine of its own in a box of links (links.py). Its device
+takes a time of its own for a microbatch and sleeps for what it did not compute of it, so two cores emulate a dozen
+GPUs; the real machine must have a core to spare. Torch's GPipe and 1F1B run over gloo (wan_pipeline.py).
+
+An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; delayed
+and periodic, swarms that average in these modes, the latter every 50 optimizer steps; gpipe; and 1f1b. Arms alternate
+within one run, each time beginning with another one, since the load of a shared machine drifts; a ratio is the median
+of the ratios to the first arm within a repetition.
+
+The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
+is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
+averaging round; in each direction. With --x-over-c alone A/C is what the model makes it; with --a-over-c, too, the
+stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit.
+
+    python benchmarks/wan.py --arms swarm@0 swarm@100+-50 gpipe@100+-50 --microbatches 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from links import LinkOptions
+from processes import adopt_orphans
+from wan_pipeline import SCHEDULES, measure_pipeline
+from wan_swarm import measure_swarm
+from wan_workload import AveragingMode, Workload
+
+ARM = re.compile(r"(?P<system>\w+)@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
+SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "delayed": "delayed", "periodic": "periodic"}
+SYSTEMS = (*SWARMS, *SCHEDULES)
+STAGE_COLUMNS = ("busy_share", "fill_s", "inside_s", "idle_inside_s", "drain_s", "barrier_s", "averaging_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A swarm or one of torch's schedules, over links."""
+
+    name: str
+    system: str
+    links: LinkOptions
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """Of SYSTEM@LATENCY_MS+-JITTER_MS.
+
+        Raises:
+            argparse.ArgumentTypeError: it is not of that form
+        """
+        match = ARM.fullmatch(text)
+        if match is None or match["system"] not in SYSTEMS:
+            raise argparse.ArgumentTypeError(f"{text}: an arm is {'|'.join(SYSTEMS)}@MS or @MS+-MS")
+        latency_s, jitter_s = float(match["latency"]) / 1000, float(match["jitter"] or 0) / 1000
+        return cls(text, match["system"], LinkOptions(latency_s, jitter_s))
+
+
+def measure(arm: Arm, workload: Workload, options: argparse.Namespace, repetition: int) -> dict[str, Any]:
+    """Run an arm once."""
+    links = replace(arm.links, bytes_per_s=options.bytes_per_s)
+    if arm.system not in SWARMS:
+        return measure_pipeline(workload, links, options.rounds, repetition, arm.system)
+    keep = None if options.keep is None else options.keep / f"{arm.name}-{repetition}"
+    workload = replace(workload, averaging_mode=SWARMS[arm.system])
+    return measure_swarm(workload, links, options.rounds, repetition, keep)
+
+
+def run_arms(workload: Workload, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Run all arms as often as asked for."""
+    results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
+    for repetition in range(options.repeat):
+        shift = repetition % len(options.arms)
+        for arm in options.arms[shift:] + options.arms[:shift]:
+            begin, load = time.monotonic(), os.getloadavg()[0]
+            figures = measure(arm, workload, options, repetition)
+            figures["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
+            results[arm.name].append(figures)
+            print(f"{arm.name} ({time.monotonic() - begin:.0f} s, load {figures['load']}):", file=sys.stderr)
+            print_figures(figures)
+    return results
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """Print the figures of one run of one arm for people."""
+    rest = {name: value for name, value in figures.items() if name not in ("stages", "sent_bytes_a_round")}
+    print(" ".join(f"{name}={value}" for name, value in rest.items()))
+    sent = figures["sent_bytes_a_round"]["peers"]
+    print(f"sent by a peer in a round: {min(sent) / 1e6:.2f} to {max(sent) / 1e6:.2f} MB")
+    print(f"{'stage':8}" + "".join(f"{name:>15}" for name in STAGE_COLUMNS))
+    for number, stage in enumerate(figures["stages"]):
+        print(f"{number:<8}" + "".join(f"{stage.get(name, 0.0):15.3f}" for name in STAGE_COLUMNS), flush=True)
+
+
+def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Medians, and medians of the ratios to the first arm of the same repetition."""
+    first = next(iter(results.values()))
+    return {
+        name: {
+            "microbatches_per_s": median(run["microbatches_per_s"] for run in runs),
+            "share": median(run["share"] for run in runs),
+            "ratio": round(
+                median(
+                    run["microbatches_per_s"] / base["microbatches_per_s"]
+                    for run, base in zip(runs, first, strict=True)
+                ),
+                3,
+            ),
+        }
+        for name, runs in results.items()
+    }
+
+
+def shaped(workload: Workload, x_over_c: float, a_over_c: float) -> tuple[Workload, float]:
+    """The workload with as many layers as these ratios take, and the bandwidth; 0 for no limit."""
+    if not x_over_c:
+        return workload, workload.averaging_bytes() / (a_over_c * workload.ideal_s) if a_over_c else 0.0
+    bytes_per_s = workload.activation_bytes() / (x_over_c * workload.ideal_s)
+    if a_over_c:
+        of_one_layer = replace(workload, layers_per_stage=1).averaging_bytes()
+        layers = max(1, round(a_over_c * workload.ideal_s * bytes_per_s / of_one_layer))
+        workload = replace(workload, layers_per_stage=layers)
+    return workload, bytes_per_s
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", type=Arm.parse, default=[Arm.parse("swarm@0"), Arm.parse("swarm@100+-50")])
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--peers", type=int, default=2, help="of each stage")
+    parser.add_argument("--microbatch-s", type=float, default=0.25)
+    parser.add_argument("--microbatches", type=int, default=256, help="in a round")
+    parser.add_argument("--rounds", type=int, default=3, help="that are counted")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--max-in-flight", type=int, default=16)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=1, help="of each stage")
+    parser.add_argument("--sequence-length", type=int, default=16)
+    parser.add_argument("--wire", default="fp16")
+    parser.add_argument("--averaging", default="none")
+    parser.add_argument("--x-over-c", type=float, default=0.0)
+    parser.add_argument("--a-over-c", type=float, default=0.0)
+    parser.add_argument("--keep", type=Path, help="folder for the peers' logs and timelines")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the arms, and print what they come to."""
+    options = parse()
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and processes are cleaned up
+    workload = Workload(
+        num_stages=options.stages,
+        num_peers=options.peers,
+        microbatch_s=options.microbatch_s,
+        num_microbatches=options.microbatches,
+        max_in_flight=options.max_in_flight,
+        width=options.width,
+        layers_per_stage=options.layers,
+        sequence_length=options.sequence_length,
+        averaging=options.averaging,
+        wire=options.wire,
+    )
+    workload, options.bytes_per_s = shaped(workload, options.x_over_c, options.a_over_c)
+    costs: dict[str, Any] = {"C_s": workload.ideal_s, "bytes_per_s": round(options.bytes_per_s)}
+    if options.bytes_per_s:
+        costs["X_s"] = round(workload.activation_bytes() / options.bytes_per_s, 2)
+        costs["A_s"] = round(workload.averaging_bytes() / options.bytes_per_s, 2)
+    print(" ".join(f"{name}={value}" for name, value in costs.items()), flush=True)
+    results = run_arms(workload, options)
+    summary = summarise(results)
+    for name, row in summary.items():
+        print(f"{name:20}" + "".join(f" {key}={value}" for key, value in row.items()))
+    if options.json:
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        found = {"machine": machine, "workload": asdict(workload), "costs": costs, "summary": summary, "runs": results}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

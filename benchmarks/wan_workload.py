@@ -1,0 +1,92 @@
+"""The run that the arms of wan.py train, and its costs: compute, activation bytes and gradient bytes of a round."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
+
+from swarm import GPT2, tiny_manifest
+
+from swarm_peer.config import Codec, RunManifest, codec_bytes
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.stage import StageModule
+
+AveragingMode = Literal["synchronous", "delayed", "periodic"]
+# More than any measurement waits for: runs are stopped, they do not end.
+ENDLESS_STEPS = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run and its devices.
+
+    Attributes:
+        num_peers: of each stage; pipelines of torch's, which average their gradients
+        microbatch_s: a device's time for a microbatch, forward and backward
+        num_microbatches: in a global batch
+        max_in_flight: most microbatches that a peer holds; a microbatch of torch's pipelines has as much room
+        averaging, wire: codecs
+    """
+
+    num_stages: int = 4
+    num_peers: int = 2
+    microbatch_s: float = 0.25
+    num_microbatches: int = 256
+    max_in_flight: int = 16
+    width: int = 32
+    layers_per_stage: int = 1
+    sequence_length: int = 16
+    averaging: Codec = "none"
+    averaging_mode: AveragingMode = "synchronous"
+    wire: Codec = "fp16"
+
+    @property
+    def ideal_s(self) -> float:
+        """C: how long the devices of a stage compute in a round, if they share the work evenly and never wait."""
+        return self.num_microbatches * self.microbatch_s / self.num_peers
+
+    def activation_bytes(self) -> float:
+        """X times the bandwidth: what a peer between two others sends in a round, activations and gradients."""
+        hop_bytes = codec_bytes(self.sequence_length * self.width, self.wire)
+        return 2 * hop_bytes * self.num_microbatches / self.num_peers
+
+    def averaging_bytes(self) -> float:
+        """A times the bandwidth: what a peer of the second stage sends in an averaging round."""
+        resolved = ResolvedManifest.of(self.manifest())
+        module = StageModule(resolved.config, resolved.specs[min(1, self.num_stages - 1)], resolved.manifest.model)
+        numbers = sum(parameter.numel() for parameter in module.parameters())
+        return 2 * (self.num_peers - 1) / self.num_peers * codec_bytes(numbers, self.averaging)
+
+    def manifest(self) -> RunManifest:
+        """The manifest of the run."""
+        model = {
+            "n_layer": self.num_stages * self.layers_per_stage,
+            "n_embd": self.width,
+            "n_positions": self.sequence_length,
+            "vocab_size": 256,
+        }
+        manifest: RunManifest = tiny_manifest(
+            name="wan",
+            model={"config": GPT2 | model},
+            stages={
+                "count": self.num_stages,
+                "layers": [self.layers_per_stage] * self.num_stages,
+                "peers_to_start": self.num_peers,
+            },
+            data={"sequence_length": self.sequence_length},
+            training={
+                "steps": ENDLESS_STEPS,
+                "global_batch_size": self.num_microbatches,
+                "microbatch_size": 1,
+                "validation_every": 0,
+            },
+            wire={"activations": self.wire, "gradients": self.wire},
+            averaging={"mode": self.averaging_mode, "compression": self.averaging},
+            recovery={"snapshot_every": 1000},
+            limits={"hop_timeout_s": 60, "announcement_s": 30, "max_in_flight": self.max_in_flight},
+        )
+        return manifest
