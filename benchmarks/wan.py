@@ -35,6 +35,7 @@ from typing import Any
 from links import LinkOptions
 from processes import adopt_orphans
 from wan_pipeline import SCHEDULES, measure_pipeline
+from wan_prediction import predicted_round_s
 from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
@@ -73,7 +74,9 @@ def measure(arm: Arm, workload: Workload, options: argparse.Namespace, repetitio
         return measure_pipeline(workload, links, options.rounds, repetition, arm.system)
     keep = None if options.keep is None else options.keep / f"{arm.name}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
-    return measure_swarm(workload, links, options.rounds, repetition, keep)
+    figures = measure_swarm(workload, links, options.rounds, repetition, keep)
+    figures["predicted_round_s"] = round(predicted_round_s(workload, links), 2)
+    return figures
 
 
 def run_arms(workload: Workload, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:

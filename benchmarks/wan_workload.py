@@ -56,10 +56,14 @@ class Workload:
 
     def averaging_bytes(self) -> float:
         """A times the bandwidth: what a peer of the second stage sends in an averaging round."""
-        resolved = ResolvedManifest.of(self.manifest())
-        module = StageModule(resolved.config, resolved.specs[min(1, self.num_stages - 1)], resolved.manifest.model)
-        numbers = sum(parameter.numel() for parameter in module.parameters())
+        numbers = self.num_parameters()[min(1, self.num_stages - 1)]
         return 2 * (self.num_peers - 1) / self.num_peers * codec_bytes(numbers, self.averaging)
+
+    def num_parameters(self) -> list[int]:
+        """The weights of each stage."""
+        resolved = ResolvedManifest.of(self.manifest())
+        modules = [StageModule(resolved.config, spec, resolved.manifest.model) for spec in resolved.specs]
+        return [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
 
     def manifest(self) -> RunManifest:
         """The manifest of the run."""
@@ -85,7 +89,13 @@ class Workload:
                 "validation_every": 0,
             },
             wire={"activations": self.wire, "gradients": self.wire},
-            averaging={"mode": self.averaging_mode, "compression": self.averaging},
+            averaging={
+                "mode": self.averaging_mode,
+                "compression": self.averaging,
+                # An averaging round takes minutes on the slowest of these links, and a part of it long, too.
+                "round_timeout_s": 3600,
+                "chunk_timeout_s": 300,
+            },
             recovery={"snapshot_every": 1000},
             limits={"hop_timeout_s": 60, "announcement_s": 30, "max_in_flight": self.max_in_flight},
         )

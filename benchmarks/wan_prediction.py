@@ -1,0 +1,55 @@
+"""Predicts the rounds of an arm of wan.py, by the planner's model of a round."""
+
+from __future__ import annotations
+
+from links import LinkOptions
+from wan_workload import Workload
+
+from swarm_peer.config import codec_bytes
+from swarm_peer.policy.planning.performance_model import Predictor
+from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
+from swarm_peer.policy.stage_memory import StageMemory
+
+# Optimizer steps to the next average, in rounds without one.
+NEVER = 10**9
+NO_MEMORY = StageMemory(weight_bytes=0.0, weight_gradient_bytes=0.0, optimizer_bytes=0.0, microbatch_bytes=0.0)
+
+
+def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
+    """Seconds of a round, by policy/planning. Devices take what they are told, and optimizers nothing.
+
+    Where peers average periodically it is that of a round that no average ends, as it is measured.
+    """
+    hop_bytes = float(codec_bytes(workload.sequence_length * workload.width, workload.wire))
+    last = workload.num_stages - 1
+    works = [
+        StageWork(
+            layers=workload.layers_per_stage,
+            parameters=1,
+            flops=workload.microbatch_s,
+            activation_bytes=hop_bytes if stage < last else 0.0,
+            gradient_bytes=hop_bytes if stage else 0.0,
+            averaging_bytes=float(codec_bytes(numbers, workload.averaging)),
+            memory=NO_MEMORY,
+        )
+        for stage, numbers in enumerate(workload.num_parameters())
+    ]
+    averaging = workload.manifest().averaging
+    settings = StepSettings(
+        global_batch_size=workload.num_microbatches,
+        microbatch_size=1,
+        max_in_flight=workload.max_in_flight,
+        steps_per_average=NEVER if averaging.mode == "periodic" else 1,
+        averages_ahead=averaging.mode == "delayed",
+    )
+    bandwidth = links.bytes_per_s or float("inf")
+    peers = PeerGroup(
+        name="peer",
+        count=workload.num_stages * workload.num_peers,
+        flops_per_s=1.0,
+        upload_bytes_per_s=bandwidth,
+        download_bytes_per_s=bandwidth,
+        latency_s=2 * links.latency_s,
+    )
+    counts = [[workload.num_peers]] * workload.num_stages
+    return Predictor(works=works, groups=[peers], settings=settings).predict(counts).step_s
