@@ -95,8 +95,8 @@ def test_a_verdict_needs_an_interval_on_one_side(loss):
 def test_results_outlive_the_process_and_pair_by_seed(loss, tmp_path):
     file = tmp_path / "results.jsonl"
     results = loss.Results(file, "steps=3")
-    for arm, seed, loss in (("reference", 1, 2.0), ("wires-4bit", 1, 2.02), ("wires-4bit", 2, 9.0)):
-        results.add(arm, seed, loss)
+    for arm, seed, value in (("reference", 1, 2.0), ("wires-4bit", 1, 2.02), ("wires-4bit", 2, 9.0)):
+        results.add(arm, seed, value)
     loss.Results(file, "steps=4").add("reference", 2, 5.0)
     again = loss.Results(file, "steps=3")
     assert ("wires-4bit", 2) in again
