@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import signal
 import sys
@@ -36,6 +35,7 @@ from links import LinkOptions
 from processes import adopt_orphans
 from wan_pipeline import SCHEDULES, measure_pipeline
 from wan_prediction import predicted_round_s
+from wan_report import machine, table, write_report
 from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
@@ -156,6 +156,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--a-over-c", type=float, default=0.0)
     parser.add_argument("--keep", type=Path, help="folder for the peers' logs and timelines")
     parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--report", type=Path, help="folder that gets them as a table and a figure")
     return parser.parse_args()
 
 
@@ -184,12 +185,20 @@ def main() -> None:
     print(" ".join(f"{name}={value}" for name, value in costs.items()), flush=True)
     results = run_arms(workload, options)
     summary = summarise(results)
+    print(table(results))
     for name, row in summary.items():
         print(f"{name:20}" + "".join(f" {key}={value}" for key, value in row.items()))
     if options.json:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        found = {"machine": machine, "workload": asdict(workload), "costs": costs, "summary": summary, "runs": results}
+        found = {
+            "machine": machine(),
+            "workload": asdict(workload),
+            "costs": costs,
+            "summary": summary,
+            "runs": results,
+        }
         options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.report:
+        write_report(options.report, results, costs)
 
 
 if __name__ == "__main__":
