@@ -295,14 +295,19 @@ class DelayedStrategy(RoundStrategy):
         return self.trainee.num_samples + self._waiting[1] + self._brought[1]
 
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
-        """Give the gradient of the round before, and hold this one back."""
-        self._brought, self._waiting = self._waiting, (mean_gradients, num_samples)
+        """Give the gradient of the round before, and hold this one back, unless no round is left that it could end."""
+        self._brought = self._waiting
+        self._waiting = self._no_work() if self._is_last_round else (mean_gradients, num_samples)
         self.trainee.discard_gradients()
         return self._brought
 
     def next_contribution(self) -> Work | None:
         """Give the gradient of this round."""
-        return self._waiting
+        return None if self._is_last_round else self._waiting
+
+    @property
+    def _is_last_round(self) -> bool:
+        return self.trainee.optimizer_step + 1 >= self.trainee.manifest.training.steps
 
     def expect(self, averages: Sequence[Tensor]) -> None:
         """Note the average that `end_round` gets next."""

@@ -117,6 +117,18 @@ def test_what_a_leaving_replica_holds_back_counts_once():
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_the_last_round_is_not_kept():
+    [trainer] = delayed(1)
+    steps = RESOLVED.manifest.training.steps
+    for step in range(steps):
+        compute(trainer, step)
+        assert trainer.strategy.pending_samples == (3 if step == 0 else 6)
+        own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        assert (trainer.strategy.next_contribution() is None) == (step + 1 == steps), "nobody averages it"
+        trainer.apply(own)
+    assert trainer.strategy.pending_samples == 0, "a peer that leaves after the run has nothing to hand over"
+
+
 def test_a_restart_forgets_what_was_held_back():
     [trainer] = delayed(1)
     compute(trainer, 1)
