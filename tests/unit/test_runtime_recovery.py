@@ -1442,6 +1442,35 @@ async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next
     assert_alike(mates.members, 3)
 
 
+async def test_a_peer_that_missed_rounds_tells_of_the_samples_that_came_too_late(delayed, tmp_path, monkeypatch):
+    follower = Follower(tmp_path)
+    async with follower.network:
+        await follower.steps.begin(FIRST_TIMELINE, None)
+        averages, history_hash, offers = [], follower.steps.step.history_hash, {}
+        for round_number in range(3):
+            history_hash = extend_history(history_hash, averages)
+            tensors = {str(number): gradient for number, gradient in enumerate(averages)}
+            offers[round_number] = StageState(round_number, history_hash, tensors, FIRST_TIMELINE, b"")
+            averages = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
+
+        async def fetch(transport, donors, call, **options):
+            if call.min_round not in offers:
+                raise NotServing("there is none")
+            return offers.pop(call.min_round)
+
+        monkeypatch.setattr(joining, "fetch_state", fetch)
+        follower.trainer.num_samples = 6
+        follower.steps._contribution()
+        later = {round_number: offers.pop(round_number) for round_number in (1, 2)}
+        assert await follower.steps._replay(["m"])
+        assert (lost(follower), follower.trainer.strategy.pending_samples) == (0, 6), "it may end the next round"
+        offers |= later
+        assert await follower.steps._replay(["m"])
+        assert (lost(follower), follower.trainer.strategy.pending_samples) == (6, 0)
+        assert follower.steps.step.round_number == 3
+    follower.device_thread.stop()
+
+
 async def test_equal_weights_cost_no_download(mates):
     for _ in range(5):
         await mates.end_round(*mates.members)

@@ -386,7 +386,9 @@ class StepLoop:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
             await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
+            num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
+            self._metrics.lost_samples.inc(num_pending - self._trainer.strategy.pending_samples)
             self._begin_round(step.round_number + 1, update.history_hash, step.timeline, update.ledger)
             self.reports.begin(self.step)
 
