@@ -481,6 +481,23 @@ async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
     assert set(newcomer.holders) == {member.peer_id for member in members}
 
 
+async def test_a_newcomer_takes_part_in_what_begins_when_its_first_round_ends(delayed):
+    await delayed.add("ab")
+    members = await end_round_3(delayed, a=1, b=2)
+    members += await delayed.add("c", 4, members[0].history_hash)
+    delayed.ahead.append(asyncio.ensure_future(members[2].group.ahead.run()))
+    settling = [
+        member.group.settle(member.rounds_of.current, member.gradients, samples, (member.gradients, 5))
+        for member, samples in zip(members, (2, 3, 0), strict=True)
+    ]
+    settled = await asyncio.gather(*settling)
+    for member in members:
+        member.enter(5, settled[0].history_hash)
+    settled = await delayed.settle(a=5, b=5, c=5)
+    assert_committed(settled.values(), mean(members, [5, 5, 5]), 15, members[0].history_hash)
+    assert {call[2] for call in delayed.rounds.log} == {0}, "it did not have to be tried again"
+
+
 async def test_an_average_that_failed_for_one_is_made_once_more(delayed):
     await delayed.add("ab")
     delayed.rounds.script = {(0, "b"): "fail"}
