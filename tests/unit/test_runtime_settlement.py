@@ -498,6 +498,20 @@ async def test_a_newcomer_takes_part_in_what_begins_when_its_first_round_ends(de
     assert {call[2] for call in delayed.rounds.log} == {0}, "it did not have to be tried again"
 
 
+async def test_an_average_of_a_round_that_was_missed_does_not_go_on_beside_another_one(delayed):
+    await delayed.add("ab")
+    delayed.rounds.silent = {("a", 4)}
+    first, second = await end_round_3(delayed, a=1, b=2)
+    missed = first.group.ahead._present
+    for member in (first, second):
+        member.enter(5, "M")
+    under_way = []
+    delayed.rounds.averaged = lambda attempt: under_way.append(not missed.is_over)
+    settled = await delayed.settle(a=2, b=3)
+    assert_committed(settled.values(), mean([first, second], [2, 3]), 5, "M")
+    assert under_way == [False]
+
+
 async def test_an_average_that_failed_for_one_is_made_once_more(delayed):
     await delayed.add("ab")
     delayed.rounds.script = {(0, "b"): "fail"}

@@ -208,6 +208,7 @@ class StageGroup:
                 return Vote(attempt, None, abstains=ahead is None), ()
             digest = await self._threads.run(extend_history, history_hash, ahead.averages)
             return Vote(attempt, digest, sum(ahead.shares.values())), ahead.averages
+        await self.ahead.give_up()
         last_try = attempt >= self._manifest.averaging.max_tries
         if len(members) == 1 or last_try:
             # If averaging does not work among these peers, each offers its own gradients, and the vote chooses those of
