@@ -827,6 +827,14 @@ async def test_votes_of_the_round_before_are_still_answered(group):
     assert caught.value.round_number == 5
 
 
+async def test_a_member_that_brings_as_many_samples_as_may_be_told_does_not_silence_the_votes(group):
+    most = 2**40 - 1
+    first, second = await group.add("ab")
+    settled = await group.settle(a=most, b=most)
+    first.enter(4, settled["a"].history_hash)
+    assert (await ask_vote(second, first, round_number=3))["samples"] == 2 * most
+
+
 async def test_a_vote_that_is_not_cast_yet_is_waited_for(group):
     first, second = await group.add("ab")
     asking = asyncio.ensure_future(ask_vote(second, first, round_number=3))
