@@ -88,6 +88,12 @@ def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:
                 f"--resume {checkpoint.path}: its run has another {section} section than this configuration; resume "
                 f"with the configuration that it was made with"
             )
+    mode, its_mode = manifest.averaging.mode, checkpoint.manifest.averaging.mode
+    if mode != its_mode:
+        raise UserError(
+            f"--resume {checkpoint.path}: its run has averaging.mode {its_mode} and this configuration {mode}; peers "
+            f"keep other states then: resume with --set averaging.mode={its_mode}"
+        )
     if checkpoint.optimizer_step >= manifest.training.steps:
         raise UserError(
             f"--resume {checkpoint.path}: it has {checkpoint.optimizer_step} optimizer steps, and training.steps is "

@@ -283,7 +283,7 @@ class DelayedStrategy(RoundStrategy):
     def __init__(self, trainee: Trainee):
         super().__init__(trainee)
         self._waiting = self._no_work()  # the mean gradient of the round before
-        self._brought = self._no_work()  # the same, while the round ends
+        self._brought: Work | None = None  # the same, while a round ends that this replica has been in
         self._expected: Sequence[Tensor] | None = None  # the average that ends the round, where it is known
 
     def _no_work(self) -> Work:
@@ -292,27 +292,37 @@ class DelayedStrategy(RoundStrategy):
     @property
     def pending_samples(self) -> int:
         """The samples of this round, and those whose gradient has not updated the weights yet."""
-        return self.trainee.num_samples + self._waiting[1] + self._brought[1]
+        return self.trainee.num_samples + self._waiting[1] + (self._brought[1] if self._brought else 0)
 
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
-        """Give the gradient of the round before, and hold this one back."""
-        self._brought, self._waiting = self._waiting, (mean_gradients, num_samples)
+        """Give the gradient of the round before, and hold this one back, unless no round is left that it could end."""
+        self._brought = self._waiting
+        self._waiting = self._no_work() if self._is_last_round else (mean_gradients, num_samples)
         self.trainee.discard_gradients()
         return self._brought
 
     def next_contribution(self) -> Work | None:
         """Give the gradient of this round."""
-        return self._waiting
+        return None if self._is_last_round else self._waiting
+
+    @property
+    def _is_last_round(self) -> bool:
+        return self.trainee.optimizer_step + 1 >= self.trainee.manifest.training.steps
 
     def expect(self, averages: Sequence[Tensor]) -> None:
         """Note the average that `end_round` gets next."""
         self._expected = averages
 
     def end_round(self, averages: Sequence[Tensor]) -> StepResult:
-        """Update the weights with an average, or with the one that came with the state."""
+        """Update the weights with an average, or with the one that came with the state.
+
+        If this replica has not been in the round, what it holds back is too old for the next average.
+        """
         averages = averages or self._expected or ()
         result = self.trainee.update(averages, keeps_weights=not averages)
-        self._expected, self._brought = None, ([], 0)
+        if self._brought is None:
+            self._waiting = self._no_work()
+        self._expected, self._brought = None, None
         return result
 
     def give_away(self) -> list[Work]:
@@ -340,7 +350,7 @@ class DelayedStrategy(RoundStrategy):
     def load_state(self, entries: Mapping[str, Tensor], *, keeps_work: bool = False) -> int:
         """Take over the average, if it is known. Gradients are of other weights, so they are lost."""
         num_lost = self.pending_samples
-        self._waiting, self._brought = self._no_work(), ([], 0)
+        self._waiting, self._brought = self._no_work(), None
         self._expected = _take_numbered("expected", entries, len(self._waiting[0]))
         return num_lost
 

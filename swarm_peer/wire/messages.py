@@ -173,7 +173,7 @@ class VoteReply(Body):
 
     attempt: Attempt | None
     checksum: Checksum | None = None
-    samples: Samples = 0
+    samples: int = Field(0, ge=0, lt=2**53)  # of all members: each may tell of as many as Samples admits
     abstains: bool = False
 
 

@@ -77,13 +77,14 @@ class DelayedInvariants(Invariants):
     # --- what must hold
 
     def _settling(self, group: Any, ending: Any, gradients: Any, samples: int, upcoming: Any = None) -> None:
-        super()._settling(group, ending, gradients, upcoming[1])
+        held_back = 0 if upcoming is None else upcoming[1]
+        super()._settling(group, ending, gradients, held_back)
         place = (group._stage, ending.step.timeline.first_round, ending.number, group._me)
         trainer = self._trainers[group._me]
         brought, self._ahead[place] = list(self._waiting_of(trainer)), self.records.shares[place]
         self._waiting_of(trainer)[:] = self._ahead[place]
         self.records.shares[place] = brought
-        for ids, told in ((brought, samples), (self._ahead[place], upcoming[1])):
+        for ids, told in ((brought, samples), (self._ahead[place], held_back)):
             if self._num_samples(ids) != told:
                 self._tube.violation(f"{HOST.get()} brings {told} samples, and holds {self._num_samples(ids)}")
 

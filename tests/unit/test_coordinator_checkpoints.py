@@ -22,7 +22,8 @@ from coordinator.checkpoints import folder as checkpoint_folder
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
-from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter
+from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, plan_checkpoints
+from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -663,6 +664,17 @@ class Run:
             rng=random.Random(0),
         )
         await writer._save(self.network.transport("coordinator"), 60)
+
+
+def test_a_run_goes_on_in_the_mode_of_averaging_that_its_states_are_of(tmp_path):
+    url = str(tmp_path / "checkpoints")
+    CheckpointStore(url).save(3, MANIFEST, states_of(3))
+    options = CheckpointOptions(resume=url)
+    assert plan_checkpoints(MANIFEST, tmp_path, options).resume.optimizer_step == 3
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "delayed"})
+    delayed = MANIFEST.model_copy(update={"averaging": averaging})
+    with pytest.raises(UserError, match=r"resume with --set averaging\.mode=synchronous"):
+        plan_checkpoints(delayed, tmp_path, options)
 
 
 @pytest.fixture

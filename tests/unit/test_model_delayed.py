@@ -117,6 +117,33 @@ def test_what_a_leaving_replica_holds_back_counts_once():
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_the_last_round_is_not_kept():
+    [trainer] = delayed(1)
+    steps = RESOLVED.manifest.training.steps
+    for step in range(steps):
+        compute(trainer, step)
+        assert trainer.strategy.pending_samples == (3 if step == 0 else 6)
+        own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        assert (trainer.strategy.next_contribution() is None) == (step + 1 == steps), "nobody averages it"
+        trainer.apply(own)
+    assert trainer.strategy.pending_samples == 0, "a peer that leaves after the run has nothing to hand over"
+
+
+def test_a_gradient_is_not_held_back_for_longer_than_a_round():
+    stays, misses = delayed(2)
+    for step in range(3):
+        compute(stays, step)
+        average, _ = stays.strategy.contribution(stays.mean_gradients(), stays.num_samples)
+        if not step:
+            compute(misses, 10)
+            misses.strategy.contribution(misses.mean_gradients(), misses.num_samples)
+        stays.apply(average)
+        misses.apply(average)  # the update of a stage-mate, where it has not been in the round
+        assert misses.strategy.next_contribution()[1] == (0 if step else 3)
+    assert misses.strategy.pending_samples == 0
+    assert are_equal(weights(stays), weights(misses))
+
+
 def test_a_restart_forgets_what_was_held_back():
     [trainer] = delayed(1)
     compute(trainer, 1)

@@ -1,5 +1,7 @@
 import asyncio
+import sys
 import time
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import anyio
@@ -43,7 +45,7 @@ from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply
+from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply, StateIndexCall
 
 EVERY = 10
 MANIFEST = RunManifest.model_validate(
@@ -1338,9 +1340,9 @@ class Mates:
             member.rounds.enter(Phase.OPEN)
 
 
-@pytest.fixture
-async def mates(tmp_path):
-    mates = Mates(tmp_path)
+@asynccontextmanager
+async def begun_mates(folder):
+    mates = Mates(folder)
     async with mates.network:
         for name in "abc":
             member = await mates.add(name)
@@ -1349,6 +1351,29 @@ async def mates(tmp_path):
         yield mates
     for member in mates.members:
         member.device_thread.stop()
+
+
+@pytest.fixture
+async def mates(tmp_path):
+    async with begun_mates(tmp_path) as mates:
+        yield mates
+
+
+@pytest.fixture
+def delayed(monkeypatch):
+    """Have updates be delayed by a round."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "delayed"})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+
+
+@pytest.fixture
+async def delayed_mates(delayed, tmp_path):
+    async with begun_mates(tmp_path) as mates:
+        running = [asyncio.ensure_future(member.steps._group.ahead.run()) for member in mates.members]
+        await anyio.wait_all_tasks_blocked()
+        yield mates
+        for task in running:
+            task.cancel()
 
 
 def miscompute(member):
@@ -1395,6 +1420,55 @@ async def test_a_peer_that_computes_otherwise_costs_itself_a_download_at_each_co
     assert [num_resyncs(member, "left_behind") for member in mates.members] == [0, 0, 0]
     assert {member.steps.step.round_number for member in mates.members} == {6}
     assert_alike(others, 6)
+
+
+async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next_update(delayed_mates):
+    mates = delayed_mates
+    *others, odd = mates.members
+    for member in others:  # they keep updates for whoever downloads it
+        await member.donor.server.find(StateIndexCall(manifest=MANIFEST.hash, of_stage=0, min_round=0))
+    ask = odd.steps._downloads.update_after
+
+    async def ask_late(donors, step):
+        await until(lambda: others[0].steps.step.round_number > step.round_number)
+        return await ask(donors, step)
+
+    odd.steps._downloads.update_after = ask_late
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    miscompute(odd)
+    await mates.end_round(*mates.members)
+    assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 1]
+    assert_alike(mates.members, 3)
+
+
+async def test_a_peer_that_missed_rounds_tells_of_the_samples_that_came_too_late(delayed, tmp_path, monkeypatch):
+    follower = Follower(tmp_path)
+    async with follower.network:
+        await follower.steps.begin(FIRST_TIMELINE, None)
+        averages, history_hash, offers = [], follower.steps.step.history_hash, {}
+        for round_number in range(3):
+            history_hash = extend_history(history_hash, averages)
+            tensors = {str(number): gradient for number, gradient in enumerate(averages)}
+            offers[round_number] = StageState(round_number, history_hash, tensors, FIRST_TIMELINE, b"")
+            averages = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
+
+        async def fetch(transport, donors, call, **options):
+            if call.min_round not in offers:
+                raise NotServing("there is none")
+            return offers.pop(call.min_round)
+
+        monkeypatch.setattr(joining, "fetch_state", fetch)
+        follower.trainer.num_samples = 6
+        follower.steps._contribution()
+        later = {round_number: offers.pop(round_number) for round_number in (1, 2)}
+        assert await follower.steps._replay(["m"])
+        assert (lost(follower), follower.trainer.strategy.pending_samples) == (0, 6), "it may end the next round"
+        offers |= later
+        assert await follower.steps._replay(["m"])
+        assert (lost(follower), follower.trainer.strategy.pending_samples) == (6, 0)
+        assert follower.steps.step.round_number == 3
+    follower.device_thread.stop()
 
 
 async def test_equal_weights_cost_no_download(mates):

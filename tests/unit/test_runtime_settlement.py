@@ -481,6 +481,37 @@ async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
     assert set(newcomer.holders) == {member.peer_id for member in members}
 
 
+async def test_a_newcomer_takes_part_in_what_begins_when_its_first_round_ends(delayed):
+    await delayed.add("ab")
+    members = await end_round_3(delayed, a=1, b=2)
+    members += await delayed.add("c", 4, members[0].history_hash)
+    delayed.ahead.append(asyncio.ensure_future(members[2].group.ahead.run()))
+    settling = [
+        member.group.settle(member.rounds_of.current, member.gradients, samples, (member.gradients, 5))
+        for member, samples in zip(members, (2, 3, 0), strict=True)
+    ]
+    settled = await asyncio.gather(*settling)
+    for member in members:
+        member.enter(5, settled[0].history_hash)
+    settled = await delayed.settle(a=5, b=5, c=5)
+    assert_committed(settled.values(), mean(members, [5, 5, 5]), 15, members[0].history_hash)
+    assert {call[2] for call in delayed.rounds.log} == {0}, "it did not have to be tried again"
+
+
+async def test_an_average_of_a_round_that_was_missed_does_not_go_on_beside_another_one(delayed):
+    await delayed.add("ab")
+    delayed.rounds.silent = {("a", 4)}
+    first, second = await end_round_3(delayed, a=1, b=2)
+    missed = first.group.ahead._present
+    for member in (first, second):
+        member.enter(5, "M")
+    under_way = []
+    delayed.rounds.averaged = lambda attempt: under_way.append(not missed.is_over)
+    settled = await delayed.settle(a=2, b=3)
+    assert_committed(settled.values(), mean([first, second], [2, 3]), 5, "M")
+    assert under_way == [False]
+
+
 async def test_an_average_that_failed_for_one_is_made_once_more(delayed):
     await delayed.add("ab")
     delayed.rounds.script = {(0, "b"): "fail"}
@@ -794,6 +825,14 @@ async def test_votes_of_the_round_before_are_still_answered(group):
     with pytest.raises(RoundClosed) as caught:
         await ask_vote(second, first, round_number=3)
     assert caught.value.round_number == 5
+
+
+async def test_a_member_that_brings_as_many_samples_as_may_be_told_does_not_silence_the_votes(group):
+    most = 2**40 - 1
+    first, second = await group.add("ab")
+    settled = await group.settle(a=most, b=most)
+    first.enter(4, settled["a"].history_hash)
+    assert (await ask_vote(second, first, round_number=3))["samples"] == 2 * most
 
 
 async def test_a_vote_that_is_not_cast_yet_is_waited_for(group):

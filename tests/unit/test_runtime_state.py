@@ -15,6 +15,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
@@ -787,6 +788,32 @@ async def test_an_update_is_no_download_either(world, clock):
     clock.passed_s += 2
     donor.goes_on(3.0)
     assert donor.donor.server._updates == {}
+
+
+async def test_an_update_that_is_voted_on_is_waited_for(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    ending = donor.donor.rounds.current
+    ending.attempt, ending.vote = 0, Vote(0, "history_hash of 2.0")
+    asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
+    await anyio.wait_all_tasks_blocked()
+    assert not asking.done()
+    donor.goes_on(2)
+    assert (await asking).history_hash == "history_hash of 2.0"
+
+
+async def test_an_update_that_is_tried_again_is_not_waited_for(world):
+    """The stage-mates may wait for the peer that asks."""
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    ending = donor.donor.rounds.current
+    ending.attempt, ending.vote = 0, Vote(0, None)
+    asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
+    await anyio.wait_all_tasks_blocked()
+    ending.attempt = 1
+    donor.changed.notify()
+    with pytest.raises(CallError, match="the update of round 3 is not kept"):
+        await asking
 
 
 async def test_an_update_is_a_copy(world):

@@ -189,7 +189,15 @@ class StateServer:
     async def _wait_until_past(self, present: Round) -> None:
         await self._changed.wait_for(lambda: self._core.rounds.current is not present)
 
+    def _is_voted_on(self, round_number: int) -> bool:
+        """Whether the stage-mates vote on the update of a round: it is known in a moment, or they try again."""
+        ending = self._core.rounds.current
+        return ending.number == round_number and ending.vote is not None and ending.vote.attempt == ending.attempt
+
     async def _update(self, round_number: int) -> StoredState:
+        # A newcomer that took no part in the vote knows its result before the others have applied it.
+        with anyio.move_on_after(WAIT_FOR_ROUND_S):
+            await self._changed.wait_for(lambda: not self._is_voted_on(round_number))
         state = self._updates.get(round_number)
         if state is None or state.timeline != self.step.timeline:
             raise NotServing(f"the update of round {round_number} is not kept here")

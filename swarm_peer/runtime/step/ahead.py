@@ -107,3 +107,10 @@ class AveragingAhead:
         if ahead.averages is None:
             log.warning("round_failed round=%d attempt=0 reason=%s", round_number, ahead.reason)
         return ahead
+
+    async def give_up(self) -> None:
+        """End what is under way. A peer that has missed the end of its round would average twice at once."""
+        ahead = self._present
+        if ahead is not None:
+            ahead.scope.cancel()
+            await self._changed.wait_for(lambda: ahead.is_over)

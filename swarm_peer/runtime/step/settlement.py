@@ -136,7 +136,9 @@ class StageGroup:
         self._mates.refresh()
         members: dict[str, ReadyReply] = {}
         settlement = await self._settle(ending, gradients, members)
-        if upcoming is not None and settlement.verdict is Verdict.COMMIT:
+        # A newcomer, too: the others expect its part, though it took none in the average that ended this round.
+        has_abstained = ending.attempt == 0 and ending.vote is not None and ending.vote.abstains
+        if upcoming is not None and (settlement.verdict is Verdict.COMMIT or has_abstained):
             shares = {peer: reply.next_samples for peer, reply in members.items()}
             self.ahead.begin(ending.number + 1, upcoming[0], shares)
         return settlement
@@ -206,6 +208,7 @@ class StageGroup:
                 return Vote(attempt, None, abstains=ahead is None), ()
             digest = await self._threads.run(extend_history, history_hash, ahead.averages)
             return Vote(attempt, digest, sum(ahead.shares.values())), ahead.averages
+        await self.ahead.give_up()
         last_try = attempt >= self._manifest.averaging.max_tries
         if len(members) == 1 or last_try:
             # If averaging does not work among these peers, each offers its own gradients, and the vote chooses those of

@@ -292,9 +292,13 @@ class StepLoop:
         if settlement.verdict is Verdict.COMMIT:
             await self._commit(settlement)
         # A newcomer takes no part in an average that began before it came, and has the weights that it belongs to.
-        elif self._manifest.averaging.mode != "delayed" or not await self._replay(settlement.holders):
+        elif not (self._may_replay(settlement) and await self._replay(settlement.holders)):
             self._metrics.resyncs.labels(settlement.cause).inc()
             await self._catch_up_by_state(list(settlement.holders), min_round=ending.number + 1)
+
+    def _may_replay(self, settlement: Settlement) -> bool:
+        """Whether the updates of stage-mates belong to this peer's weights, and to a round that it has worked for."""
+        return self._manifest.averaging.mode == "delayed" and settlement.cause != "other_weights"
 
     def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
         """Make what this peer brings to the average that ends the round, and to the next one if that is known."""
@@ -382,7 +386,9 @@ class StepLoop:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
             await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
+            num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
+            self._metrics.lost_samples.inc(num_pending - self._trainer.strategy.pending_samples)
             self._begin_round(step.round_number + 1, update.history_hash, step.timeline, update.ledger)
             self.reports.begin(self.step)
 
