@@ -310,6 +310,15 @@ class RunManifest(Section):
         return self
 
     @model_validator(mode="after")
+    def _delayed_average_may_fail(self) -> RunManifest:
+        if self.averaging.mode == "delayed" and self.averaging.max_tries < 2:
+            raise ValueError(
+                "averaging.max_tries=1 is too few for averaging.mode=delayed: an average that is made while the next "
+                "step computes fails whenever one of its members leaves; give 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _periods_fit(self) -> RunManifest:
         period = self.averaging.steps_per_average
         for name, steps in (

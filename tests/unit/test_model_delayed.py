@@ -167,3 +167,8 @@ def test_a_round_without_samples_updates_nothing(mode):
     for _ in range(3):
         settle(trainer)
     assert are_equal(weights(trainer), beginning)
+
+
+def test_an_average_that_fails_can_be_made_again():
+    with pytest.raises(ValueError, match=r"averaging\.max_tries=1 is too few"):
+        resolved_of(averaging={"mode": "delayed", "max_tries": 1})
