@@ -38,7 +38,14 @@ LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 LIFETIME_S = 3600.0
 
 
-async def test_members_tell_each_other_how_they_are_reached_and_strangers_nothing(tmp_path: Path) -> None:
+async def test_members_tell_each_other_how_they_are_reached_and_strangers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask_nobody(_: Reachability) -> list[Sight]:
+        return []
+
+    # A node answers one question of a peer at a time, and each node asks by itself as soon as it is connected.
+    monkeypatch.setattr(Reachability, "_ask_some", ask_nobody)
     invite = Invite.issue(Identity.load_or_create(tmp_path / "run"), (), label="a", expires=2**31, at_once=9)
     async with (
         open_node(tmp_path / "run", Entrance((), invite), LOOPBACK) as run,
