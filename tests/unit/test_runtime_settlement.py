@@ -479,6 +479,7 @@ async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
     assert_committed(settled.values(), mean(members, [2, 3]), 5, members[0].history_hash)
     assert newcomer.verdict is Verdict.RESYNC
     assert set(newcomer.holders) == {member.peer_id for member in members}
+    assert all(settlement.is_wanted for settlement in settled.values())
 
 
 async def test_a_newcomer_takes_part_in_what_begins_when_its_first_round_ends(delayed):

@@ -116,10 +116,10 @@ class Donor:
                 return await handle(caller, check_body(call, body), tensors)
         raise AssertionError(op)
 
-    def goes_on(self, fill, gradient=None):
+    def goes_on(self, fill, gradient=None, *, is_wanted=False):
         """End a round, as a peer does."""
         gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient]
-        self.donor.server.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger")
+        self.donor.server.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger", is_wanted=is_wanted)
         self.trainer.optimizer_step += 1
         self.trainer.fill = float(fill)
         self.enter(self.round_number + 1, self.donor.current.timeline)
@@ -768,6 +768,17 @@ async def test_updates_are_retained_only_while_a_state_is_being_downloaded(world
     for round_number in (4, 5):
         with pytest.raises(CallError, match=f"the update of round {round_number} is not kept here"):
             await world.fetch(donor, kind="update", min_round=round_number)
+    assert donor.donor.server._updates == {}
+
+
+async def test_an_update_that_a_newcomer_takes_over_is_kept_for_it(world, clock, monkeypatch):
+    """Its download may be long over, in a long round; and the update may be large."""
+    monkeypatch.setattr("swarm_peer.runtime.state.state_server.SMALL_BYTES", 8)
+    donor = await world.donor("a")
+    donor.goes_on(2.0, is_wanted=True)
+    assert (await world.fetch(donor, kind="update", min_round=3)).history_hash == "history_hash of 2.0"
+    clock.passed_s += RETAIN_S + 1
+    donor.goes_on(3.0)
     assert donor.donor.server._updates == {}
 
 

@@ -66,6 +66,7 @@ class StateServer:
         self._lock = anyio.Lock()
         self._lease_ends: dict[bytes, float] = {}  # by the hash of the index
         self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
+        self._wanted_until_s = -1.0  # the newest update is kept so long, though nobody downloads a state
         self._update_ids: dict[int, bytes] = {}  # hashes of the indexes of updates that were asked for, by round
 
     @property
@@ -73,11 +74,19 @@ class StateServer:
         """Where the replica stands."""
         return self._core.rounds.step
 
-    def retain_update(self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes) -> None:
-        """Keep the update that ends the present round, if a peer is downloading an earlier state."""
+    def retain_update(
+        self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes, *, is_wanted: bool = False
+    ) -> None:
+        """Keep the update that ends the present round, if a peer is downloading an earlier state.
+
+        Args:
+            is_wanted: whether some stage-mate takes it over, be its download of a state long over
+        """
         step = self.step
+        if is_wanted:
+            self._wanted_until_s = self._clock.monotonic_s() + RETAIN_S
         self._drop_expired()
-        if not self._held():
+        if not self._keeps_updates():
             return
         tensors = {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}
         update = StageState(step.round_number, history_hash, tensors, step.timeline, ledger)
@@ -99,15 +108,20 @@ class StateServer:
             if now <= min(stored.used_at + RETAIN_S, self._lease_ends[key])
         }
         self._lease_ends = {key: self._lease_ends[key] for key in self.stored}
-        if not self._held():
+        if not self._keeps_updates():
             self._updates.clear()
             self._update_ids.clear()
+
+    def _keeps_updates(self) -> bool:
+        return bool(self._held()) or self._clock.monotonic_s() <= self._wanted_until_s
 
     def _make_room_for_all(self) -> None:
         """Drop the oldest updates until all that is held fits."""
         states = [stored.num_bytes for stored in self._held().values()]
-        most_bytes = max(MOST_STATES_BYTES * max(states), SMALL_BYTES)
-        while len(self._updates) > MAX_UPDATES_RETAINED or sum(states) + self._update_bytes() > most_bytes:
+        most_bytes = max(MOST_STATES_BYTES * max(states, default=0), SMALL_BYTES)
+        while len(self._updates) > 1 and (
+            len(self._updates) > MAX_UPDATES_RETAINED or sum(states) + self._update_bytes() > most_bytes
+        ):
             oldest_round = min(self._updates)
             del self._updates[oldest_round]
             self.stored.pop(self._update_ids.pop(oldest_round, b""), None)

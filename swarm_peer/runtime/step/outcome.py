@@ -23,6 +23,7 @@ class Settlement:
         verdict: COMMIT, with the gradients to apply; or RESYNC, with the peers that hold the state to download
         history_hash: digest of all updates, this one included
         samples: number of samples in the gradients
+        is_wanted: whether a stage-mate took no part, and takes the gradients over
         holders: in case of RESYNC, the peers that hold the state
         cause: in case of RESYNC, the label for metrics
     """
@@ -31,6 +32,7 @@ class Settlement:
     gradients: Sequence[torch.Tensor] = ()
     history_hash: str = ""
     samples: int = 0
+    is_wanted: bool = False
     holders: tuple[str, ...] = ()
     reason: str = ""
     cause: Literal["left_behind", "other_weights"] = "left_behind"

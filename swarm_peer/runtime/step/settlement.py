@@ -184,7 +184,10 @@ class StageGroup:
                 assert vote.checksum is not None
                 if len(agreement.holders) < len(votes):
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
-                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, reason=agreement.reason)
+                is_wanted = any(other.abstains for other in votes.values())
+                return Settlement(
+                    Verdict.COMMIT, result, vote.checksum, vote.samples, is_wanted=is_wanted, reason=agreement.reason
+                )
             if agreement.verdict is Verdict.RESYNC:
                 return resync(ending, agreement.holders, agreement.reason)
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)

@@ -325,7 +325,8 @@ class StepLoop:
         counter = self._progress.counter
         samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
         counted = b"" if self._leases is None else self._leases.end_round(round_number)
-        self._state_server.retain_update(settlement.gradients, settlement.history_hash, counted)
+        update = settlement.gradients, settlement.history_hash, counted
+        self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
         if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
             if settlement.gradients:  # otherwise it came with the state
                 await self._device_thread.run(
