@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from invariants import TOLERANCE, Beginning, Invariants, Place, State, after, before, train
@@ -29,6 +29,7 @@ class DelayedInvariants(Invariants):
         super().__init__(*args)
         # The microbatches of the gradient that a replica holds back, by its trainer.
         self._waiting: WeakKeyDictionary[StageTrainer, list[bytes]] = WeakKeyDictionary()
+        self._in_round: WeakSet[StageTrainer] = WeakSet()  # those that are ending a round that they have been in
         self._given_waiting: dict[str, list[bytes]] = {}  # by the giver
         self._trainers: dict[str, StageTrainer] = {}  # by the peer that settles with it
         # Those that a member brought to an average ahead, by (stage, timeline, round that computed them, peer).
@@ -45,6 +46,7 @@ class DelayedInvariants(Invariants):
             stack.enter_context(before(GradientHandover, "hand_over", self._giving))
             stack.enter_context(after(StageTrainer, "load_state", self._lost))
             stack.enter_context(after(StageTrainer, "restart", self._lost))
+            stack.enter_context(after(StageTrainer, "apply", self._applied))
             yield
 
     def shared(self, state: State) -> State:
@@ -70,6 +72,13 @@ class DelayedInvariants(Invariants):
 
     def _lost(self, trainer: StageTrainer, *args: Any, **options: Any) -> None:
         self._waiting_of(trainer).clear()
+        self._in_round.discard(trainer)
+
+    def _applied(self, trainer: StageTrainer, averages: Any) -> None:
+        """After a round that its replica was not in, what it holds back is too old."""
+        if trainer not in self._in_round:
+            self._lost(trainer)
+        self._in_round.discard(trainer)
 
     def _num_samples(self, ids: list[bytes]) -> int:
         return sum(len(self.records.microbatches[each][0]) for each in ids)
@@ -81,6 +90,7 @@ class DelayedInvariants(Invariants):
         super()._settling(group, ending, gradients, held_back)
         place = (group._stage, ending.step.timeline.first_round, ending.number, group._me)
         trainer = self._trainers[group._me]
+        self._in_round.add(trainer)
         brought, self._ahead[place] = list(self._waiting_of(trainer)), self.records.shares[place]
         self._waiting_of(trainer)[:] = self._ahead[place]
         self.records.shares[place] = brought
