@@ -33,15 +33,15 @@ def check_counts(run: SwarmRun, manifest: RunManifest) -> None:
     steps = manifest.training.steps
     assert sorted(run.counted) == list(range(steps))
     assert [line["optimizer_step"] for line in run.lines] == list(range(1, steps + 1))
-    # By microbatch: a short window of text, such as a line of dashes, may well stand in the data twice.
+    # By name: the same text, such as a line of dashes, may well stand in the data twice.
     seen = set()
     for round_number in range(steps):
         assert sum(map(len, run.counted[round_number])) >= manifest.training.global_batch_size
         assert sum(map(len, run.counted[round_number])) == run.lines[round_number]["samples"]
-        microbatches = {tuple(tokens_BS.flatten().tolist()) for tokens_BS in run.counted[round_number]}
-        assert len(microbatches) == len(run.counted[round_number])
-        assert seen.isdisjoint(microbatches), "a microbatch was counted twice"
-        seen.update(microbatches)
+        samples = set(run.samples[round_number])
+        assert len(samples) == run.lines[round_number]["samples"]
+        assert seen.isdisjoint(samples), "a sample was counted twice"
+        seen |= samples
 
 
 def check_stage_mates(run: SwarmRun) -> None:
