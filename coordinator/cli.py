@@ -21,7 +21,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     invites: "swarm-coordinator invites runs/demo",
     revoke: "swarm-coordinator revoke alice",
     status: "swarm-coordinator status\nswarm-coordinator status runs/demo --json",
-    dashboard: "swarm-coordinator dashboard\nswarm-coordinator dashboard --initial-peers swarm-invite-lNk0MTJEM0...",
+    dashboard: "swarm-coordinator dashboard\nswarm-coordinator dashboard --initial-peers swarm-invite-lMQgavLkz0...",
     sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100",
     evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
     report: "swarm-coordinator report runs/demo --price-per-peer-hour 0.4",

@@ -50,7 +50,7 @@ class MadeUpPage:
             clock=SystemClock(),
             facts=Facts(
                 labels=lambda: {peer: f"{given.name.split('-')[0]}@example.org" for peer, given in self._known()},
-                join=lambda: "swarm-peer --stage auto --initial-peers swarm-invite-lNk0MTJEM0tvb1dB...",
+                join=lambda: "swarm-peer --stage auto --initial-peers swarm-invite-lMQgavLkz0Gna4dp...",
                 begun_s=lambda: time.time() - 5.2 * 86400,
             ),
         )

@@ -35,12 +35,12 @@ def invite(
         expires: For how long it holds, in hours, days or weeks, such as 12h, 7d or 4w.
         at_once: How many peers may take part by it at the same time.
     """
-    from coordinator.run.addresses import COORDINATOR, PEERS, read_known
     from coordinator.run.found_runs import folder_of_run
     from coordinator.run.invites import InviteBook
+    from coordinator.run.lasting_peers import addresses_to_name
 
     folder = folder_of_run(run)
-    addresses = read_known(folder / COORDINATOR) or read_known(folder / PEERS)
+    addresses = addresses_to_name(folder)
     if not addresses:
         raise UserError(f"{folder}: no address of its run is kept there yet; serve the run first")
     book = InviteBook(folder)

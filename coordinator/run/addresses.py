@@ -46,7 +46,7 @@ def read_known(path: Path) -> list[str]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}, the addresses of the run's peers: {error}") from error
-    return [line for line in lines if _is_address(line)]
+    return [line for line in lines if is_address(line)]
 
 
 class KnownPeers:
@@ -71,7 +71,7 @@ class KnownPeers:
             self._kept = set(addresses)
 
 
-def _is_address(line: str) -> bool:
+def is_address(line: str) -> bool:
     """Whether a line is an address. It came from peers; a malformed one would keep the coordinator from starting."""
     try:
         return is_tcp_address(line, check_peer_address(line))

@@ -114,10 +114,11 @@ async def _serve_on(
 
         def on_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
-            way_in.tell()
+            way_in.tell(service.lasting_peers.addresses)
 
         def on_update(watch: RunWatch) -> None:
-            way_in.tell()  # this machine may have moved to another network, or heard how others see it
+            # This machine may have moved to another network, or heard how others see it; and peers come and go.
+            way_in.tell(service.lasting_peers.addresses)
             live.update(watch)
 
         events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line)

@@ -26,6 +26,7 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
 from coordinator.run.events import NO_EVENTS, RunEvents
 from coordinator.run.invites import InviteBook
+from coordinator.run.lasting_peers import LastingPeers
 from coordinator.run.rebalancer import Rebalancer
 from coordinator.run.run_files import RunFiles
 from coordinator.run.silent_peers import drop_silent_peers
@@ -130,6 +131,7 @@ class RunService:
         ended: why, if the run has been ended by another coordinator or its operator
         journal: what has happened to the run
         contributions: which peer has given how much to it
+        lasting_peers: the peers that invites name beside the coordinator
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class RunService:
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
+        self.lasting_peers = LastingPeers(options.output)
         self._invites = InviteBook(options.output)
 
     @property
@@ -266,7 +269,7 @@ class RunService:
             lines = await self._observe()
             has_answer = lines is not None
             files.write_lines(lines or ())
-        self._known_peers.keep(self._directory.addresses())
+        self._keep_peers()
         with self._going_on("invites"):
             await self._keep_invites()
         self.watch.observe_coordinator(coordination.newest)
@@ -278,6 +281,12 @@ class RunService:
         with self._going_on("show"):
             self.metrics.update(self.watch)
             self._events.on_update(self.watch)
+
+    def _keep_peers(self) -> None:
+        """Keep the addresses of peers, for this coordinator's next life and for invites."""
+        directory, own, now_s = self._directory, self._dht.addresses, anyio.current_time()
+        self._known_peers.keep(directory.addresses())
+        self.lasting_peers.look(directory.view.peers, directory.addresses_of, own=own, now_s=now_s)
 
     @contextmanager
     def _going_on(self, work: str) -> Iterator[None]:

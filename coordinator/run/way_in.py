@@ -1,8 +1,8 @@
-"""The line with which peers join a run, told anew when the addresses of its coordinator change."""
+"""The line with which peers join a run, told anew when the addresses in it change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordinator.run.addresses import COORDINATOR, write_addresses
@@ -49,21 +49,42 @@ class WayIn:
         self._output = output
         self._address_file = address_file
         self._say = say
-        self._told: list[str] = []
+        self._told: tuple[list[str], tuple[str, ...]] = ([], ())
+        self._printed: tuple[list[str], tuple[str, ...]] = ([], ())
 
-    def tell(self) -> None:
-        """Tell it, if the addresses are others than those told last."""
-        addresses = self._dht.addresses
-        if addresses == self._told:
+    def tell(self, peers: Sequence[str]) -> None:
+        """Tell it, if the coordinator or the peers to name have other addresses than those told last.
+
+        Files and page have each change. The terminal has those after which the line printed last is no longer good.
+
+        Args:
+            peers: addresses of peers that live on while no coordinator does
+        """
+        own, peers = self._dht.addresses, tuple(peers)
+        if (own, peers) == self._told:
             return
-        self._told = addresses
+        moved = own != self._told[0]
+        self._told = own, peers
+        addresses = [*own, *peers]
         invites = (
             [InviteBook(self._output).standing(self._run_key, addresses).text()] if self._is_private else addresses
         )
         self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}"
-        self._say(f"Peers join with:\n\n  {self.line}\n")
-        if not any(is_public(address) or is_loopback(address) for address in addresses):
-            self._say(NOT_PUBLIC.format(port=ports_of(addresses)[0]))
-        write_addresses(self._output / COORDINATOR, addresses)
+        if is_worth_printing(self._told, self._printed):
+            self._printed = self._told
+            self._say(f"Peers join with{', also while no coordinator lives' if peers else ''}:\n\n  {self.line}\n")
+        if moved and not any(is_public(address) or is_loopback(address) for address in own):
+            self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
+        write_addresses(self._output / COORDINATOR, own)
         if self._address_file is not None:
             write_addresses(self._address_file, invites, is_secret=self._is_private)
+
+
+def is_worth_printing(told: tuple[list[str], tuple[str, ...]], printed: tuple[list[str], tuple[str, ...]]) -> bool:
+    """Whether the coordinator has moved, or the line printed last names fewer than half of the peers that it could.
+
+    Args:
+        told, printed: the addresses of the coordinator, and of peers
+    """
+    (own, peers), (own_then, peers_then) = told, printed
+    return own != own_then or 2 * len(set(peers).intersection(peers_then)) < len(peers)

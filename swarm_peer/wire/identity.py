@@ -34,7 +34,7 @@ class Identity:
 
     def __init__(self, key: Ed25519PrivateKey):
         self._key = key
-        self.peer_id = base58.b58encode(_PEER_ID_PREFIX + key.public_key().public_bytes_raw()).decode()
+        self.peer_id = id_of_key(key.public_key().public_bytes_raw())
 
     def __repr__(self) -> str:
         return f"Identity({self.peer_id})"
@@ -102,6 +102,23 @@ def _decoded_key(peer_id: str) -> Ed25519PublicKey | None:
 def _public_key(peer_id: str) -> Ed25519PublicKey | None:
     # Before it is remembered: others choose what is asked.
     return None if len(peer_id) > _MAX_PEER_ID_CHARS else _decoded_key(peer_id)
+
+
+def key_of_id(peer_id: str) -> bytes:
+    """The 32 bytes of the public key that a peer id is made of.
+
+    Raises:
+        ValueError: it is no peer id
+    """
+    key = _public_key(peer_id)
+    if key is None:
+        raise ValueError(f"{peer_id!r:.80} is no peer id")
+    return key.public_bytes_raw()
+
+
+def id_of_key(key: bytes) -> str:
+    """The peer id with this public key; of other bytes than a key's, it is none (see is_peer_id)."""
+    return base58.b58encode(_PEER_ID_PREFIX + key).decode()
 
 
 def is_peer_id(text: str) -> bool:

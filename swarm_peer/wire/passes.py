@@ -18,9 +18,10 @@ from pydantic import Field
 from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.wire.fields import Seconds
-from swarm_peer.wire.identity import Identity, is_peer_id
+from swarm_peer.wire.identity import Identity, id_of_key, is_peer_id, key_of_id
 from swarm_peer.wire.packing import unpack
 from swarm_peer.wire.records import MAX_STORED_BYTES, Record, seal, unseal
+from swarm_peer.wire.short_addresses import pack_addresses, unpack_addresses
 
 # A pass is some 500 bytes, and the label is the only part of any length.
 MAX_PASS_BYTES = 1024
@@ -28,6 +29,8 @@ MAX_PASS_BYTES = 1024
 MAX_TICKETS_REVOKED = 120
 # Long invites would be addresses without end; a terminal takes 4096 characters in one line.
 MAX_INVITE_CHARS = 4000
+# Of one invite, the first ones. A newcomer tries all of them before it dials any.
+MAX_INVITE_ADDRESSES = 16
 
 PeerId = Annotated[str, Field(max_length=64)]
 
@@ -151,7 +154,8 @@ class Invite:
 
     def text(self) -> str:
         """The string to pass on."""
-        fields = [self.run_id, list(self.addresses), self.ticket, self.key.private_bytes()]
+        addresses = pack_addresses(self.addresses[:MAX_INVITE_ADDRESSES], self.run_id)
+        fields = [key_of_id(self.run_id), addresses, self.ticket, self.key.private_bytes()]
         return INVITE_PREFIX + base64.urlsafe_b64encode(msgpack.packb(fields)).decode().rstrip("=")
 
     @classmethod
@@ -167,18 +171,22 @@ class Invite:
             raise damaged
         try:
             fields = unpack(base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True), "invite")
-        except (ValueError, InvalidMessage):
-            raise damaged from None
-        match fields:
-            case [str() as run_id, tuple() as addresses, bytes() as ticket, bytes() as key] if (
-                is_peer_id(run_id) and all(isinstance(address, str) for address in addresses) and len(key) == 32
-            ):
-                invite = cls(run_id, addresses, ticket, Identity(Ed25519PrivateKey.from_private_bytes(key)))
-            case _:
-                raise damaged
-        try:
+            invite = cls._of_fields(fields)
             if invite.opened_ticket().key != invite.key.peer_id:
                 raise damaged
-        except InvalidMessage:
+        except (ValueError, InvalidMessage):
             raise damaged from None
         return invite
+
+    @classmethod
+    def _of_fields(cls, fields: object) -> Invite:
+        """The invite of what `text` packs. An older one has its run's id, and its addresses, as texts."""
+        match fields:
+            case [str() | bytes() as run, tuple() as packed, bytes() as ticket, bytes() as key] if len(key) == 32:
+                run_id = run if isinstance(run, str) else id_of_key(run)
+                if not is_peer_id(run_id):
+                    raise InvalidMessage("an invite: its run has no key")
+                addresses = unpack_addresses(packed[:MAX_INVITE_ADDRESSES], run_id)
+                return cls(run_id, addresses, ticket, Identity(Ed25519PrivateKey.from_private_bytes(key)))
+            case _:
+                raise InvalidMessage("an invite: not [run, addresses, ticket, key]")

@@ -46,7 +46,8 @@ async def test_the_coordinator_is_killed_and_started_again_and_a_stage_is_emptie
     async with visit(link) as here:
         await here.wait("document.querySelectorAll('#peer-table tbody tr .good').length === 2")
         await here.wait(f"{STEP} >= 2")
-        assert await here.text("#join-line") in processes.log("first")
+        await here.wait(f"document.getElementById('join-line').textContent.length > {len(invite) + 60}")
+        assert (await here.text("#join-line")).split()[-1] == (output / "invite").read_text().strip(), "with peers"
         wait_for(lambda: (output / "peers").exists(), "the addresses of peers in the folder")
 
         family = children_of(first.pid)

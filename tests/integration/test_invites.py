@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from programs import COORDINATOR, PEER, Processes, wait_for
+from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import tiny_manifest
 
 pytestmark = pytest.mark.timeout(300)
@@ -66,6 +66,36 @@ def test_who_was_invited_takes_part_until_it_is_revoked(tmp_path: Path, processe
     assert [member.wait(60) for member in members] == [0, 0]
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(60) == 0
+
+
+def test_an_invite_opens_the_run_after_its_coordinator_is_gone(tmp_path: Path, processes: Processes) -> None:
+    manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": LIFETIME_S})
+    config, output = tmp_path / "run.yaml", tmp_path / "out"
+    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
+    options = ("--output", str(output), "--host-maddrs", "/ip4/127.0.0.1/tcp/0")
+    coordinator = processes.start("coordinator", *COORDINATOR, "serve", str(config), *options)
+    wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line")
+    joining = ("--initial-peers", invite_in(processes.log("coordinator")), "--stage")
+    members = [processes.start_slow_peer(f"member-{i}", 0.02, *joining, str(i)) for i in range(2)]
+    wait_for(lambda: "also while no coordinator lives" in processes.log("coordinator"), "a line that names a peer")
+    printed = invite_in(processes.log("coordinator").rpartition("also while")[2])
+    assert processes.run("before", *COORDINATOR, "invite", str(output), "--label", "alice") == 0
+
+    family = children_of(coordinator.pid)
+    coordinator.kill()
+    wait_for(lambda: not any(map(is_running, family)), "the end of the coordinator's processes", 20)
+    assert processes.run("after", *COORDINATOR, "invite", str(output), "--label", "bob") == 0
+    for name, invite in (
+        ("by-serve", printed),
+        ("by-alice", invite_in(processes.log("before"))),
+        ("by-bob", invite_in(processes.log("after"))),
+    ):
+        assert len(invite) < 700
+        late = processes.start_slow_peer(name, 0.02, "--initial-peers", invite, "--stage", "1")
+        wait_for(lambda name=name: "serving stage=1" in processes.log(name), f"the service of the peer {name}", 60)
+        late.terminate()
+        assert late.wait(60) == 0
+    assert [member.poll() for member in members] == [None, None]
 
 
 def invite_in(log: str) -> str:

@@ -114,6 +114,9 @@ def test_a_peer_behind_a_router_works_with_public_ones(tmp_path: Path, processes
     machines.start(HOME, "again", *peer, "--stage", "1")
     wait_for(lambda: f"addresses=/ip4/{ROUTER_IP}/tcp/31338" in processes.log("again"), "its public address", 60)
     wait_for(lambda: processes.log("again").count("step_done") > 3, "its steps", 60)
+    lasting = output / "lasting-peers"
+    wait_for(lambda: f"/ip4/{ROUTER_IP}/tcp/31338/" in lasting.read_text(), "its public address in new invites", 60)
+    assert HOME_IP not in lasting.read_text()
     status = ("coordinator.cli", "status", str(output), "--json")
     assert machines.start(PUBLIC, "status", *status).wait(60) == 0
     peers = json.loads(processes.log("status").splitlines()[-1])["stages"][1]["peers"]

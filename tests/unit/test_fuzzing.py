@@ -7,6 +7,7 @@ night's worth.
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import struct
@@ -25,6 +26,7 @@ from test_wire_places import COORDINATOR, GOOD, HASH, PEER, RUN, RUN_KEY, key_id
 from test_wire_records import ASSIGNMENT, RECORDS
 
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.config import Codec
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.policy.agreement import Vote, agree
@@ -164,7 +166,8 @@ ALL_RECORDS: tuple[Record, ...] = (
         ranges=(WindowRange(0, 1, 2, 3), WindowRange(0, 2, 0, 0, True)),
     ),
 )
-INVITE = Invite.issue(RUN_KEY, ["/ip4/1.2.3.4/tcp/1"], label="friends", expires=2**39, at_once=2)
+INVITE_AT = ["/ip4/1.2.3.4/tcp/1", f"/ip4/1.2.3.4/tcp/1/p2p/{RUN_KEY.peer_id}", f"/ip6/2::1/tcp/1/p2p/{PEER.peer_id}"]
+INVITE = Invite.issue(RUN_KEY, INVITE_AT, label="friends", expires=2**39, at_once=2)
 REVOKED = Revocations(serial=1, tickets=(INVITE.key.peer_id,), peers=(COORDINATOR.peer_id,))
 PASSES: tuple[Record, ...] = (
     INVITE.opened_ticket(),
@@ -392,6 +395,9 @@ def read_pass(rng: Chance) -> Iterator[Callable[[], Any]]:
         checker.check(PEER.peer_id, data)
     with suppress(UserError):
         Invite.parse(INVITE.text()[: rng.randrange(400)] + rng.choice(("", "A", "-", "ä", "=")))
+    with suppress(UserError):
+        inside = base64.urlsafe_b64decode(INVITE.text().removeprefix(INVITE_PREFIX) + "==")
+        Invite.parse(INVITE_PREFIX + base64.urlsafe_b64encode(mangled(inside, rng)).decode().rstrip("="))
 
 
 PLACES = RecordPlaces(key_id=key_id)

@@ -1,16 +1,19 @@
 """Tickets, passes and invites, and who is let in by them."""
 
+import base64
 import time
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
+from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.identities import KeptFile
 from swarm_peer.runtime.network.pass_checker import SEEN_S, PassChecker
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import Invite, Revocations, Ticket, open_pass
+from swarm_peer.wire.passes import MAX_INVITE_ADDRESSES, Invite, Revocations, Ticket, open_pass
 from swarm_peer.wire.records import seal
 
 RUN, OTHER_RUN = Identity.generate(), Identity.generate()
@@ -150,6 +153,74 @@ def test_a_damaged_invite_is_not_repeated_to_the_screen() -> None:
         with pytest.raises(UserError, match="damaged") as caught:
             Invite.parse(damaged)
         assert damaged[20:] not in str(caught.value) or len(damaged) < 25
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"/ip4/1.2.3.4/tcp/31337/p2p/{RUN.peer_id}",
+        f"/ip4/1.2.3.4/tcp/65535/p2p/{ALICE}",
+        f"/ip6/2600::1/tcp/0/p2p/{ALICE}",
+        # As they are, since their other spelling would be another text.
+        f"/ip6/2600:0::1/tcp/1/p2p/{ALICE}",
+        f"/ip4/1.2.3.4/tcp/031337/p2p/{ALICE}",
+        f"/ip4/1.2.3.4/tcp/-1/p2p/{ALICE}",
+        f"/ip4/1.2.3.4/tcp/65536/p2p/{ALICE}",
+        f"/ip6/1.2.3.4/tcp/1/p2p/{ALICE}",
+        f"/dns4/example.org/tcp/31337/p2p/{ALICE}",
+        "example.org:31337/QmOfAnotherKind",
+        "",
+    ],
+)
+def test_addresses_survive_the_text_of_an_invite(address: str) -> None:
+    given = Invite.issue(RUN, [address, address], label="a", expires=NOW, at_once=1)
+    assert Invite.parse(given.text()).addresses == (address, address)
+
+
+def fields_of(given: Invite) -> list[Any]:
+    encoded = given.text().removeprefix(INVITE_PREFIX)
+    return list(msgpack.unpackb(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))))
+
+
+def text_of(fields: list[Any]) -> str:
+    return INVITE_PREFIX + base64.urlsafe_b64encode(msgpack.packb(fields)).decode().rstrip("=")
+
+
+def test_an_invite_of_before_addresses_were_packed_still_holds() -> None:
+    _, _, ticket, key = fields_of(FRIENDS)
+    addresses = [f"/ip4/1.2.3.4/tcp/31337/p2p/{RUN.peer_id}", "other.example.org:1/x"]
+    given = Invite.parse(text_of([RUN.peer_id, addresses, ticket, key]))
+    assert (given.run_id, given.addresses, given.key.peer_id) == (RUN.peer_id, tuple(addresses), FRIENDS.key.peer_id)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        b"",
+        7,
+        [b"", b"\1\2\3", 1],
+        [b"", b"\1\2\3\4", -1],
+        [b"", b"\1\2\3\4", 65536],
+        [b"", b"\1\2\3\4", "1"],
+        [b"k" * 31, b"\1\2\3\4", 1],
+        [b"k" * 3000, b"\1\2\3\4", 1],
+        [b"", b"\1\2\3\4", 1, 1],
+        {},
+    ],
+)
+def test_an_invite_with_what_is_no_address_is_damaged(address: Any) -> None:
+    run, _, ticket, key = fields_of(FRIENDS)
+    with pytest.raises(UserError, match="damaged"):
+        Invite.parse(text_of([run, [address], ticket, key]))
+
+
+def test_of_many_addresses_the_first_ones_are_taken() -> None:
+    many = [f"/ip4/1.2.3.4/tcp/{port}/p2p/{ALICE}" for port in range(1000)]
+    given = Invite.issue(RUN, many, label="a", expires=NOW, at_once=1)
+    assert Invite.parse(given.text()).addresses == tuple(many[:MAX_INVITE_ADDRESSES])
+    run, _, ticket, key = fields_of(FRIENDS)
+    crowded = text_of([run, [[b"", b"\1\2\3\4", port] for port in range(200)], ticket, key])
+    assert len(Invite.parse(crowded).addresses) == MAX_INVITE_ADDRESSES
 
 
 @pytest.mark.parametrize("label", ["", "x" * 65, "a b", "<b>", "a\n"])

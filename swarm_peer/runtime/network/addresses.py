@@ -61,11 +61,15 @@ def ports_of(addresses: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(ports))
 
 
+def host_of(address: str) -> str:
+    """The IP address or name in a multiaddress."""
+    return address.split("/")[2]
+
+
 def is_public(address: str) -> bool:
     """Whether an address is one of the internet, or a name; the others work in private networks alone."""
-    host = address.split("/")[2]
     try:
-        return ip_address(host).is_global
+        return ip_address(host_of(address)).is_global
     except ValueError:
         return True
 

@@ -1,0 +1,141 @@
+"""Which peers an invite names beside the coordinator, and when a new line is printed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from coordinator.run.lasting_peers import MAX_NAMED, LastingPeers, addresses_to_name, choose_lasting
+from coordinator.run.way_in import WayIn
+from swarm_peer.policy.view import PeerState, PeerView
+from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.passes import Invite
+
+IDS = sorted(Identity.generate().peer_id for _ in range(6))
+RUN = Identity.generate()
+OWN = [f"/ip4/203.0.114.1/tcp/31337/p2p/{RUN.peer_id}"]
+PRIVATE_OWN = [f"/ip4/10.0.0.1/tcp/31337/p2p/{RUN.peer_id}"]
+LOOPBACK_OWN = [f"/ip4/127.0.0.1/tcp/31337/p2p/{RUN.peer_id}"]
+
+
+def at(host, number, port=31338):
+    return f"/{host}/tcp/{port}/p2p/{IDS[number]}"
+
+
+def peer(number, state=PeerState.SERVING, is_reachable=True):
+    return PeerView(peer_id=IDS[number], stage=0, state=state, is_reachable=is_reachable)
+
+
+def look(lasting, addresses, peers=None, own=OWN, now_s=0.0):
+    known = {address.rpartition("/")[2]: [address] for address in addresses}
+    shown = peers if peers is not None else [peer(IDS.index(peer_id)) for peer_id in known]
+    lasting.look(shown, lambda peer_id: known.get(peer_id, ()), own=own, now_s=now_s)
+    return list(lasting.addresses)
+
+
+def public(*numbers):
+    return [at(f"ip4/8.8.8.{number}", number) for number in numbers]
+
+
+def test_those_that_were_there_longest_are_named_for_as_long_as_they_stay(tmp_path):
+    lasting = LastingPeers(tmp_path)
+    assert look(lasting, public(5), now_s=1.0) == public(5)
+    assert look(lasting, public(5, 4, 3), now_s=2.0) == public(5, 3, 4)
+    assert look(lasting, public(0, 1, 2, 3, 4, 5), now_s=3.0) == public(5, 3, 4), "others came first"
+    assert look(lasting, public(0, 2, 3, 4), now_s=4.0) == public(3, 4, 0)
+    assert look(lasting, []) == public(3, 4, 0), "they may be out of sight"
+    assert list(LastingPeers(tmp_path).addresses) == public(3, 4, 0)
+    (tmp_path / "coordinator").write_text("\n".join(OWN))
+    assert addresses_to_name(tmp_path) == [*OWN, *public(3, 4, 0)]
+
+
+def test_machines_of_their_own_come_first():
+    same = {IDS[0]: at("ip4/203.0.114.1", 0), **{IDS[n]: at("ip4/8.8.8.8", n, n) for n in (1, 2)}, IDS[5]: public(5)[0]}
+    since = {IDS[0]: 1.0, IDS[1]: 2.0, IDS[2]: 3.0, IDS[5]: 4.0}
+    assert choose_lasting((), same, since, OWN) == (same[IDS[1]], same[IDS[5]], same[IDS[0]])
+
+
+@pytest.mark.parametrize(
+    ("address", "own", "is_named"),
+    [
+        (at("dns/example.org", 0), OWN, True),
+        (at("ip6/2600::1", 0), OWN, True),
+        (at("ip4/10.0.0.7", 0), OWN, False),
+        (at("ip4/10.0.0.7", 0), PRIVATE_OWN, True),
+        (at("ip4/8.8.8.8", 0), PRIVATE_OWN, True),
+        (at("ip4/127.0.0.1", 0), LOOPBACK_OWN, True),
+        # A member can announce anything.
+        (at("ip4/127.0.0.1", 0), OWN, False),
+        (at("ip4/127.0.0.1", 0), PRIVATE_OWN, False),
+        (at("ip4/169.254.169.254", 0), PRIVATE_OWN, False),
+        (at("ip6/::ffff:169.254.169.254", 0), PRIVATE_OWN, False),
+        (at("ip4/0.0.0.0", 0), PRIVATE_OWN, False),
+        (at("ip4/224.0.0.1", 0), OWN, False),
+        (at("ip4/999.8.8.8", 0), OWN, False),
+        (at("ip4/8.8.8.8", 0, 99999), OWN, False),
+        (at(f"dns/{'a' * 65}", 0), OWN, False),
+        (at("ip4/8.8.8.8", 0), LOOPBACK_OWN, False),
+    ],
+)
+def test_an_address_that_newcomers_may_be_sent_to(tmp_path, address, own, is_named):
+    assert look(LastingPeers(tmp_path), [address], own=own) == ([address] if is_named else [])
+
+
+@pytest.mark.parametrize(
+    ("state", "is_reachable", "own", "is_named"),
+    [
+        (PeerState.SERVING, None, OWN, False),
+        (PeerState.SERVING, False, OWN, False),
+        (PeerState.JOINING, True, OWN, False),
+        (PeerState.DRAINING, True, OWN, False),
+        (PeerState.SERVING, None, LOOPBACK_OWN, True),
+        (PeerState.SERVING, False, LOOPBACK_OWN, False),
+    ],
+)
+def test_a_peer_that_newcomers_may_be_sent_to(tmp_path, state, is_reachable, own, is_named):
+    (address,) = [at("ip4/127.0.0.1", 0)] if own is LOOPBACK_OWN else public(0)
+    named = look(LastingPeers(tmp_path), [address], [peer(0, state, is_reachable)], own)
+    assert named == ([address] if is_named else [])
+
+
+@pytest.mark.parametrize("admission", ["invite", "open"])
+def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admission):
+    said = []
+    way_in = WayIn(
+        dht=SimpleNamespace(addresses=OWN),
+        manifest=SimpleNamespace(admission=admission),
+        run_key=RUN,
+        output=tmp_path,
+        address_file=tmp_path / "line",
+        say=said.append,
+    )
+
+    def tell(*numbers):
+        del said[:]
+        way_in.tell(public(*numbers))
+        words = way_in.line.split()[4:]
+        assert (tmp_path / "line").read_text().split() == words
+        assert not said or way_in.line in said[0]
+        if admission == "invite":
+            assert (tmp_path / "invite").read_text().split() == words
+            words = list(Invite.parse(words[0]).addresses)
+        assert words == [*OWN, *public(*numbers)]
+        return bool(said)
+
+    assert tell()
+    assert tell(0)
+    assert "also while no coordinator lives" in said[0]
+    assert not tell(0, 1)
+    assert tell(0, 1, 2), "the line printed last names one of three"
+    assert not tell(0, 1, 3)
+    assert tell(1, 3, 4), "one of three again"
+    way_in._dht = SimpleNamespace(addresses=PRIVATE_OWN)
+    way_in.tell(public(1, 3, 4))
+    assert "This machine has no public address" in said[-1]
+    assert (tmp_path / "coordinator").read_text().split() == PRIVATE_OWN
+
+
+def test_an_invite_stays_short():
+    own = [*OWN, f"/ip6/2600:1f18:1:2:3:4:5:6/tcp/31337/p2p/{RUN.peer_id}", *PRIVATE_OWN]
+    invite = Invite.issue(RUN, [*own, *public(*range(MAX_NAMED))], label="alice", expires=2**31, at_once=8)
+    assert len(invite.text()) < 650
+    assert Invite.parse(invite.text()).addresses == (*own, *public(*range(MAX_NAMED)))
