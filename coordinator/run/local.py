@@ -84,6 +84,7 @@ async def _run(
             service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
             peers = LocalPeers(dht.addresses, peers_by_stage, output, device=device, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
+                live.print(name_processes(peers.peers, restart=restart))
                 await _run_to_its_end(service, PeerWatch(peers=peers, restart=restart, say=live.print))
             return service
 
@@ -100,6 +101,13 @@ async def _run_to_its_end(service: RunService, watch: PeerWatch) -> None:
         tasks.start_soon(interrupt)
         await service.run()
         tasks.cancel_scope.cancel()
+
+
+def name_processes(peers: Sequence[LocalPeer], *, restart: bool) -> str:
+    """The process id of each peer, for those who want to see what happens when a machine dies."""
+    named = ", ".join(f"{peer.name} is {peer.process.pid}" for peer in peers)
+    fate = "another peer takes its place" if restart else "the run goes on without it"
+    return f"Peers by process: {named}. If you kill one (kill -9 {peers[0].process.pid}), {fate}."
 
 
 class PeerWatch:
@@ -162,7 +170,8 @@ class PeerWatch:
         if self._restart:
             loss = "the run goes back to its last snapshot or its beginning" if is_last else "the run goes on"
             last = ", the last one there" if is_last else ""
-            self._say(f"P{story[1:]}{last}; peer {self._peers.stand_in(dead).name} takes its place, and {loss}.")
+            new = self._peers.stand_in(dead)
+            self._say(f"P{story[1:]}{last}; peer {new.name} (process {new.process.pid}) takes its place, and {loss}.")
         elif is_last:
             raise SwarmError(f"{story}, the last one there, so the run cannot go on: {evidence}")
         else:

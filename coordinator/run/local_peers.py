@@ -30,6 +30,10 @@ class Process(Protocol):
     """The part of subprocess.Popen that is used here."""
 
     @property
+    def pid(self) -> int:
+        """See subprocess.Popen."""
+
+    @property
     def returncode(self) -> int | None:
         """See subprocess.Popen."""
 

@@ -7,7 +7,7 @@ import pytest
 from test_coordinator_service import MANIFEST, RESOLVED
 
 from coordinator.run import local, serve
-from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch
+from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes
 from coordinator.run.local_peers import LocalPeers
 from coordinator.run.options import NodeOptions
 from coordinator.run.service import RunOptions
@@ -16,6 +16,9 @@ from swarm_peer.errors import SwarmError
 
 class FakeProcess:
     returncode = None
+
+    def __init__(self, pid):
+        self.pid = pid
 
     def poll(self):
         return self.returncode
@@ -41,7 +44,7 @@ class Machine:
     def launch(self, options, log_file, threads):
         log_file.write_text("first words\nlast words\n\n")
         self.options.append(list(options))
-        return FakeProcess()
+        return FakeProcess(100 + len(self.options))
 
     def end(self, name, returncode, after_s=0.0):
         """End a peer after it has run for some seconds, and look."""
@@ -61,7 +64,7 @@ async def test_another_peer_takes_the_place_of_one_that_died(tmp_path):
     async with machine.peers.running():
         machine.end("1.0", -signal.SIGKILL)
         assert machine.told == [
-            "Peer 1.0 of stage 1 was killed by SIGKILL; peer 1.0-2 takes its place, and the run goes on."
+            "Peer 1.0 of stage 1 was killed by SIGKILL; peer 1.0-2 (process 104) takes its place, and the run goes on."
         ]
         assert machine.running == ["0.0", "1.1", "1.0-2"]
         first, second = machine.options[1], machine.options[3]
@@ -69,9 +72,17 @@ async def test_another_peer_takes_the_place_of_one_that_died(tmp_path):
         machine.watch.look()
         assert len(machine.told) == 1
         machine.end("1.0-2", 0)
-        assert "peer 1.0-3 takes its place" in machine.told[1]
+        assert "peer 1.0-3 (process 105) takes its place" in machine.told[1]
         assert "Peer 1.0-2 of stage 1 left;" in machine.told[1]
     assert all(peer.process.returncode == 0 for peer in machine.peers.peers)
+
+
+async def test_the_user_is_told_whom_to_kill(tmp_path):
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        named = "Peers by process: 0.0 is 101, 1.0 is 102, 1.1 is 103. If you kill one (kill -9 101), "
+        assert name_processes(machine.peers.peers, restart=True) == named + "another peer takes its place."
+        assert name_processes(machine.peers.peers, restart=False) == named + "the run goes on without it."
 
 
 async def test_the_loss_of_a_whole_stage_is_said(tmp_path):
@@ -79,8 +90,8 @@ async def test_the_loss_of_a_whole_stage_is_said(tmp_path):
     async with machine.peers.running():
         machine.end("0.0", 1)
     assert machine.told == [
-        "Peer 0.0 of stage 0 ended with exit code 1, the last one there; peer 0.0-2 takes its place, and the run goes "
-        "back to its last snapshot or its beginning."
+        "Peer 0.0 of stage 0 ended with exit code 1, the last one there; peer 0.0-2 (process 104) takes its place, and "
+        "the run goes back to its last snapshot or its beginning."
     ]
 
 
