@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from swarm_peer.runtime.network.pass_checker import PassChecker
 
 log = logging.getLogger(__name__)
 
+# Each Linux has it. It becomes the daemon, under the same process id.
+SETSID = shutil.which("setsid")
+
 # To connect at announced addresses. Half of a caller's time is left for what libp2p itself knows of the peer.
 DIAL_TIMEOUT_S = 5.0
 # To ask all initial peers why they do not answer.
@@ -30,11 +34,20 @@ REFUSAL_TIMEOUT_S = 5.0
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
-    """A libp2p client whose unary handlers answer members of the run alone. Set `passes` before any is added."""
+    """A libp2p client whose unary handlers answer members of the run alone. Set `passes` before any is added.
+
+    Ctrl+C in a terminal does not reach its daemon, which its process needs to leave the run and then stops by itself.
+    """
 
     passes: PassChecker
     # The addresses that a peer announces.
     announced: Callable[[str], Sequence[str]] = staticmethod(lambda peer_id: ())
+
+    @staticmethod
+    def _make_process_args(*args: Any, **options: Any) -> list[str]:
+        """The daemon's command, in a session of its own where the system has the program for that."""
+        command: list[str] = P2P._make_process_args(*args, **options)
+        return [SETSID, *command] if SETSID else command
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
         """Open a stream to a peer; see hivemind's P2P."""
