@@ -160,7 +160,7 @@ async def _screenshots(folder: Path) -> None:
             command = [sys.executable, __file__, "shoot", url, str(folder / f"{name}.png")]
             await anyio.run_process([*command, str(width), str(height), scheme, place], stdout=None, stderr=None)
 
-        await shoot("page-light", 1180, 1090, "light", "run")
+        await shoot("page-light", 1180, 1112, "light", "run")
         await shoot("page-dark", 1180, 900, "dark", "peers")
         await shoot("page-phone", 390, 844, "light", "stages")
         made.lose_stage(2)

@@ -88,6 +88,35 @@ async def test_hostile_words_are_shown_as_words(width: int) -> None:
         assert here.errors == []
 
 
+async def test_words_explain_themselves_to_pointer_and_keyboard() -> None:
+    made = made_up_page(num_peers=4)
+    links: list[str] = []
+    async with showing(made.page, ("127.0.0.1", 0), links.append), visit(link_in(links[0])) as here:
+        await here.wait("document.querySelectorAll('#peer-table tbody tr').length === 4")
+        unknown = "word => !document.getElementById(`word-${word}`)"
+        words = "[...document.querySelectorAll('[data-word]')].map(element => element.dataset.word)"
+        assert await here.page.evaluate(f"{words}.length") > 20
+        assert await here.page.evaluate(f"{words}.filter({unknown})") == []
+        assert await here.page.is_hidden("#tip")
+        await here.page.hover("#stage-table th:nth-child(5)")
+        assert "the speeds that a stage's serving peers announce" in await here.text("#tip")
+        await here.page.mouse.move(5, 5)
+        assert await here.page.is_hidden("#tip")
+        await here.page.focus("#peer-table th:nth-child(9) button")
+        assert "another one that needed it more" in await here.text("#tip")
+        assert await here.page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "tip"
+        made.advance()
+        await here.wait("document.getElementById('progress-text').textContent.includes('step 4 ')")
+        assert not await here.page.is_hidden("#tip"), "an update takes nothing away"
+        await here.page.keyboard.press("Escape")
+        assert await here.page.is_hidden("#tip")
+        await here.page.set_viewport_size({"width": 390, "height": 800})
+        await here.page.focus("#figures [data-word=busy]")
+        assert "how much of its time a device computes" in await here.text("#tip")
+        assert await here.overflow() <= 0
+        assert here.errors == []
+
+
 async def test_a_page_that_has_lost_its_server_says_so_and_comes_back(tmp_path: Path) -> None:
     made = made_up_page(num_peers=4)
     links: list[str] = []

@@ -2,6 +2,7 @@
 import { drawCharts } from "/static/charts.js";
 import { ago, amount, clock, duration, stateOf, when } from "/static/words.js";
 import { showTable } from "/static/tables.js";
+import { explain } from "/static/tips.js";
 
 const $ = (id) => document.getElementById(id);
 const SILENCE_MS = 30000;
@@ -101,15 +102,31 @@ function showRun(run) {
     "One step takes": duration(run.step_s),
     "Tokens so far": amount(run.tokens),
     "Running for": duration(run.age_s),
-    "Next step, samples": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
+    "Samples for next step": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
     "Peers": amount(run.peers),
     "Devices busy": run.busy === undefined ? undefined : `${Math.round(100 * run.busy)}%`,
   };
-  $("figures").replaceChildren(...Object.entries(figures).filter(([, value]) => value !== undefined).map(([name, value]) => {
-    const box = document.createElement("div");
-    box.append(element("dt", name), element("dd", value));
-    return box;
-  }));
+  showFigures(Object.entries(figures).filter(([, value]) => value !== undefined));
+}
+
+const WORDS = {
+  "Loss": "loss", "Validation loss": "loss", "Tokens per second": "token", "Tokens so far": "token", "One step takes": "step",
+  "Samples for next step": "step", "Peers": "peer", "Devices busy": "busy",
+};
+
+// The same boxes stay as long as the same figures are there, so that focus and explanation do.
+function showFigures(figures) {
+  const names = figures.map(([name]) => name).join();
+  if ($("figures").dataset.names !== names) {
+    $("figures").dataset.names = names;
+    $("figures").replaceChildren(...figures.map(([name]) => {
+      const box = document.createElement("div"), term = element("dt", name);
+      if (WORDS[name]) explain(term, WORDS[name]);
+      box.append(term, document.createElement("dd"));
+      return box;
+    }));
+  }
+  figures.forEach(([, value], at) => { $("figures").children[at].lastElementChild.textContent = value; });
 }
 
 function element(tag, text, className = "") {
@@ -139,14 +156,16 @@ function showStages() {
     ],
   }));
   showTable($("stage-table"), [
-    { title: "Stage" }, { title: "Peers serving", number: true }, { title: "Coming and going" },
-    { title: "Can do, tokens/s", number: true }, { title: "In use", number: true },
-    { title: "Busy", number: true }, { title: "Waits", number: true },
-    { title: "Queue", number: true, minor: true }, { title: "What limits it", long: true },
+    { title: "Stage", word: "stage" }, { title: "Peers serving", word: "peer", number: true }, { title: "Coming and going" },
+    { title: "Can do, tokens/s", word: "capacity", number: true }, { title: "In use", word: "capacity", number: true },
+    { title: "Busy", word: "busy", number: true }, { title: "Waits", word: "busy", number: true },
+    { title: "Queue", word: "queue", number: true, minor: true }, { title: "What limits it", long: true },
   ], rows);
   const decision = state.decision, lines = [];
   if (decision) {
-    lines.push(`The coordinator's last decision on who serves which stage: ${decision.reason || "none yet"}.`);
+    const length = state.run.sample_tokens;
+    lines.push(`The coordinator moves peers to the stages where they help most. Its last decision: ${decision.reason || "none yet"}`
+      + (decision.reason?.includes("samples/s") ? ` (a sample is ${amount(length)} tokens).` : "."));
     for (const [peer, [from, to, reason]] of Object.entries(decision.moves)) {
       lines.push(`→ ${state.peers[peer]?.name || "Peer"} …${peer.slice(-8)} moves from stage ${from} to stage ${to}: ${reason}.`);
     }
@@ -155,12 +174,13 @@ function showStages() {
 }
 
 const COLUMNS = [
-  { title: "Peer", key: "name", long: true }, { title: "Stage", key: "stage", number: true }, { title: "State", key: "state" },
-  { title: "Speed, tokens/s", key: "speed", number: true }, { title: "Busy", key: "busy", number: true }, { title: "Waits", key: "waits", number: true },
-  { title: "Samples", key: "samples", number: true }, { title: "Share", key: "share", number: true },
-  { title: "Moves", key: "moves", number: true, minor: true }, { title: "Here for", key: "since", number: true },
-  { title: "Device", key: "device", long: true }, { title: "Reached", key: "reached", minor: true },
-  { title: "Note", key: "note", long: true },
+  { title: "Peer", key: "name", word: "peer", long: true }, { title: "Stage", key: "stage", word: "stage", number: true },
+  { title: "State", key: "state", word: "state" }, { title: "Speed, tokens/s", key: "speed", word: "speed", number: true },
+  { title: "Busy", key: "busy", word: "busy", number: true }, { title: "Waits", key: "waits", word: "busy", number: true },
+  { title: "Samples", key: "samples", word: "sample", number: true }, { title: "Share", key: "share", word: "share", number: true },
+  { title: "Moves", key: "moves", word: "moves", number: true, minor: true }, { title: "Here for", key: "since", number: true },
+  { title: "Device", key: "device", long: true }, { title: "Reached", key: "reached", word: "reached", minor: true },
+  { title: "Note", key: "note", word: "note", long: true },
 ];
 
 const noteOf = (peer) => [peer.note, peer.why].filter(Boolean).join("; ");
@@ -239,8 +259,8 @@ function showContributions() {
     ],
   }));
   showTable($("contribution-table"), [
-    { title: "Who", long: true }, { title: "Known by" }, { title: "Peers so far", number: true }, { title: "Samples", number: true },
-    { title: "Share of the work", number: true }, { title: "Time served", number: true },
+    { title: "Who", long: true }, { title: "Known by" }, { title: "Peers so far", word: "peer", number: true },
+    { title: "Samples", word: "sample", number: true }, { title: "Share of the work", word: "share", number: true }, { title: "Time served", number: true },
   ], rows);
 }
 

@@ -1,4 +1,5 @@
 // Tables that change in place: rows keep their elements, so that focus, selection and scrolling survive an update.
+import { explain } from "/static/tips.js";
 
 export function showTable(table, columns, rows, { sort, onSort } = {}) {
   if (!table.tHead) makeHead(table, columns, onSort);
@@ -35,6 +36,7 @@ function makeHead(table, columns, onSort) {
       button.onclick = () => onSort(column.key);
       cell.append(button);
     } else cell.textContent = column.title;
+    if (column.word) explain(cell.firstElementChild ?? cell, column.word, !onSort);
     row.append(cell);
   }
 }
