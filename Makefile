@@ -22,11 +22,12 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
 	# With the figures of the report that a run on one machine ends with.
-	$(BIN)/python -m pip install --quiet --editable '.[figures]'
+	# Without the warning that setuptools has for everybody who installs a package like this.
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes

@@ -43,7 +43,7 @@ for (const [begin, end] of [["pointerover", "pointerout"], ["focusin", "focusout
     const element = event.target.closest?.("[data-word]");
     if (element) show(element);
   });
-  document.addEventListener(end, hide);
+  document.addEventListener(end, (event) => { if (explained && event.target.closest?.("[data-word]") === explained) hide(); });
 }
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
 document.addEventListener("scroll", put, { capture: true, passive: true });
