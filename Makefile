@@ -19,6 +19,7 @@ setup: $(VENV)/.installed  ## Make .venv with everything that running needs
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "swarm needs Python >= 3.10, this is " + sys.version)'
+	@echo "Installing packages of 1.8 GB into $(VENV), which takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
 	# With the figures of the report that a run on one machine ends with.
