@@ -19,7 +19,7 @@ setup: $(VENV)/.installed  ## Make .venv with everything that running needs
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "swarm needs Python >= 3.10, this is " + sys.version)'
-	@echo "Installing packages of 1.8 GB into $(VENV), which takes a few minutes."
+	@echo "Installing packages of 2 GB, or more with torch for CUDA, into $(VENV): this takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
 	# With the figures of the report that a run on one machine ends with.
