@@ -28,8 +28,9 @@ from swarm_peer.model.optimizer import (
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, StepResult, strategy_of
+from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, StepResult
 from swarm_peer.model.stage import StageModule, allocate, initialise
+from swarm_peer.model.strategies import strategy_of
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
 # power of two changes no digits; a larger one would leave too little below fp16's end at 65504.

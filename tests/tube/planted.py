@@ -24,7 +24,7 @@ import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
 import swarm_peer.runtime.step.settlement as settlement_module
 from swarm_peer.errors import CallError
-from swarm_peer.model.round_strategy import DelayedStrategy
+from swarm_peer.model.delayed_strategy import DelayedStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
 from swarm_peer.policy.step_state import Phase
