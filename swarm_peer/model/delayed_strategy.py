@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -99,3 +99,45 @@ class DelayedStrategy(RoundStrategy):
         self._waiting, self._brought = self._no_work(), None
         self._expected = take_numbered("expected", entries, len(self._waiting[0]))
         return num_lost
+
+
+class EagerStrategy(DelayedStrategy):
+    """`delayed` with `eager_updates`: each replica begins a round with an update by its own gradient of the one before.
+
+    The average of all is not there yet. When it is, at the end of the round, it updates the weights from before, in
+    place of the replica's own. So what stage-mates share is as without: w(t+1) = Opt(w(t), g(t-1)). But a replica
+    computes its part of g(t) at Opt(w(t), its own part of g(t-1)), which is near the weights that g(t) updates. A
+    replica without stage-mates makes the updates of a synchronous one, each a round later.
+
+    The idea is that of Kale, Douillard and Donchev, "Eager Updates For Overlapped Communication and Computation in
+    DiLoCo", 2025.
+    """
+
+    # The weights from before too, and while the own gradient updates them the optimizer's state.
+    kept_values = DelayedStrategy.kept_values + 3
+
+    def __init__(self, trainee: Trainee):
+        super().__init__(trainee)
+        self._settled: list[Tensor] | None = None  # the weights from before the own gradient's update, while it lasts
+
+    def end_round(self, averages: Sequence[Tensor]) -> StepResult:
+        """Take the own gradient's update back; then as without it."""
+        if self._settled is not None:
+            self.trainee.set_weights(self._settled)
+            self._settled = None
+        return super().end_round(averages)
+
+    def begin_round(self) -> None:
+        """Update the weights with the own gradient, which waits for those of the stage-mates."""
+        means, num_samples = self._waiting
+        if num_samples:
+            self._settled = self.trainee.try_update(means)
+
+    def load_state(self, entries: Mapping[str, Tensor], *, keeps_work: bool = False) -> int:
+        """As without; other weights come."""
+        self._settled = None
+        return super().load_state(entries, keeps_work=keeps_work)
+
+    def weights(self) -> Iterator[Tensor]:
+        """Give the weights without the own gradient's update."""
+        return super().weights() if self._settled is None else iter(self._settled)

@@ -29,7 +29,7 @@ class PeriodicStrategy(RoundStrategy):
     def __init__(self, trainee: Trainee):
         super().__init__(trainee)
         self._averaging = trainee.manifest.averaging
-        self._outer = [weights.to("cpu", copy=True) for weights in super().shared_weights()]
+        self._outer = [weights.to("cpu", copy=True) for weights in self.weights()]
         self._momentum = [torch.zeros_like(outer) for outer in self._outer]
         self._own_update: StepResult | None = None
         self._forget_work()
@@ -62,7 +62,7 @@ class PeriodicStrategy(RoundStrategy):
             # All zeros: the work of all members is lost. The momentum would move the weights all the same.
             if any(bool(average.any()) for average in averages):
                 self._outer_step(averages)
-            self._set_weights()
+            self.trainee.set_weights(self._outer)
             self._forget_work()
         return result
 
@@ -73,16 +73,11 @@ class PeriodicStrategy(RoundStrategy):
             momentum.mul_(decay).add_(average)
             outer.sub_(average.add(momentum, alpha=decay), alpha=rate)
 
-    @torch.no_grad()
-    def _set_weights(self) -> None:
-        for parameter, outer in zip(self.trainee.module.parameters(), self._outer, strict=True):
-            parameter.copy_(outer)
-
     def _sums(self) -> tuple[list[Tensor], int]:
         """The differences of this replica and of those that have left, summed over samples; and the samples."""
         sums = [
             (outer - weights.to("cpu")).mul_(self._num_samples)
-            for outer, weights in zip(self._outer, super().shared_weights(), strict=True)
+            for outer, weights in zip(self._outer, self.weights(), strict=True)
         ]
         if self._taken_in:
             sums = [own + taken_in for own, taken_in in zip(sums, self._taken_in, strict=True)]

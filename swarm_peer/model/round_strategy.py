@@ -67,6 +67,12 @@ class Trainee(Protocol):
     def discard_gradients(self) -> None:
         """Empty the accumulator."""
 
+    def try_update(self, mean_gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Update the weights, for one round, with the optimizer's state as it is; give the weights from before."""
+
+    def set_weights(self, weights: Sequence[Tensor]) -> None:
+        """Change the weights, and nothing else: in the order of the parameters."""
+
 
 class RoundStrategy:
     """`synchronous`: each round's mean gradient updates the weights before the next round opens.
@@ -114,6 +120,9 @@ class RoundStrategy:
         """Take in the average of what all members brought; CPU, fp32, not to be changed."""
         return self.trainee.update(averages)
 
+    def begin_round(self) -> None:
+        """Prepare the weights for the passes of the next round, once `end_round` has ended one."""
+
     def give_away(self) -> list[Work]:
         """Give what a stage-mate may add to its own work when this peer leaves: sums over samples.
 
@@ -142,9 +151,13 @@ class RoundStrategy:
         """
         return self.pending_samples
 
+    def weights(self) -> Iterator[Tensor]:
+        """Give the weights that belong into a state, in the order of the parameters."""
+        return (parameter.detach() for parameter in self.trainee.module.parameters())
+
     def shared_weights(self) -> Iterator[Tensor]:
         """Give the weights that stage-mates hold alike, in the order of the parameters."""
-        return (parameter.detach() for parameter in self.trainee.module.parameters())
+        return self.weights()
 
 
 def is_weight(name: str) -> bool:

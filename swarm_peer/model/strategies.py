@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm_peer.config import AveragingSection
-from swarm_peer.model.delayed_strategy import DelayedStrategy
+from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.periodic_strategy import PeriodicStrategy
 from swarm_peer.model.round_strategy import RoundStrategy
 
@@ -16,4 +16,5 @@ STRATEGIES: dict[str, type[RoundStrategy]] = {
 
 def strategy_of(averaging: AveragingSection) -> type[RoundStrategy]:
     """The strategy that a manifest asks for."""
-    return STRATEGIES[averaging.mode]
+    strategy = STRATEGIES[averaging.mode]
+    return EagerStrategy if strategy is DelayedStrategy and averaging.eager_updates else strategy
