@@ -28,8 +28,6 @@ RUN, NETWORK, CHECKPOINTS, MACHINE, LOGS = (
     Parameter(group=Group.create_ordered(heading))
     for heading in ("The run", "Network", "Checkpoints", "This machine", "Logs and metrics")
 )
-
-
 # Options that take several addresses one after the other.
 Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 
@@ -214,12 +212,14 @@ class AveragingSection(Section):
     step computes, and update with gradients that are one step old; periodic (DiLoCo): each one updates its weights
     alone, and they average the differences every inner_steps steps, which takes little of their links"""
     inner_steps: int = Field(50, ge=2)
-    """for periodic: optimizer steps of a period; snapshots, validations and the run's last step are at the ends of
-    periods"""
+    """for periodic: optimizer steps of a period; snapshots, validations and the last step are at the ends of periods"""
     outer_learning_rate: float = Field(0.7, gt=0)
     """for periodic: learning rate of the step that ends a period"""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """for periodic: Nesterov momentum of the step that ends a period"""
+    eager_updates: bool = True
+    """for delayed: until the average of a step is there, each peer goes on from an update by its own gradient; costs
+    three more values of host memory for each parameter, and saves most of the loss that the delay costs"""
     compression: Codec = "none"
     """codec of weight gradients within a stage; int4_hadamard rounds stochastically"""
     round_timeout_s: float = Field(60.0, gt=0)
@@ -229,9 +229,8 @@ class AveragingSection(Section):
     max_tries: int = Field(3, ge=1)
     """averaging rounds that may fail before each stage-mate offers its own gradient instead"""
     compare_weights_every: int = Field(50, ge=0)
-    """optimizer steps between comparisons of the weights themselves among stage-mates; each takes about a second per
-    gigabyte of weights, and costs a peer whose device computes other weights a download and its part of one round; 0
-    for none"""
+    """optimizer steps between comparisons of the weights themselves among stage-mates, of about a second per gigabyte;
+    a peer whose device computes other weights downloads a state, and loses its part of one round; 0 for none"""
 
     @property
     def steps_per_average(self) -> int:

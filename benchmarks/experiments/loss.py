@@ -1,8 +1,8 @@
 """What do codecs and modes of averaging cost in loss, at equal samples? The demo model in processes without a network.
 
 Each arm trains the same manifest but for one codec, on the wires or in averaging, or but for the mode of averaging.
-Where members average, each computes every n-th microbatch; periodically, a random one of each stage, as in a swarm. An
-arm and the reference of the same seed begin with the same weights and read the same samples. The control averages among
+Where members average, each computes every n-th microbatch; in the other modes, a random one of each stage does, as in a
+swarm. An arm and the reference of the same seed begin with the same weights and read the same samples. The control averages among
 members too, without a codec: its sums are rounded in another order, and what that alone makes of the loss is how far
 two runs of no difference come apart.
 
@@ -64,6 +64,7 @@ ARMS = {
     "averaging-8bit": Arm(averaging="blockwise_8bit", target=0.001),
     "averaging-4bit": Arm(averaging="int4_hadamard"),
     "delayed": Arm(mode="{mode: delayed}", target=0.005),
+    "delayed-plain": Arm(mode="{mode: delayed, eager_updates: false}"),
     "periodic-10": Arm(mode="{mode: periodic, inner_steps: 10}", target=0.003),
     "periodic-50": Arm(mode="{mode: periodic, inner_steps: 50}", target=0.01),
 }
@@ -120,7 +121,7 @@ class AveragedBaseline(Baseline):
         return decode(encode(part, self._codec, seed), part.shape, self._codec)
 
 
-class PeriodicBaseline(Baseline):
+class RoutedBaseline(Baseline):
     """A reference process with as many replicas of each stage as a swarm has, of which it trains random ones."""
 
     def __init__(self, resolved: ResolvedManifest, num_members: int):
@@ -150,8 +151,8 @@ def last_loss(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) ->
 
 
 def _baseline(resolved: ResolvedManifest, arm: Arm, num_members: int) -> Baseline:
-    if resolved.manifest.averaging.mode == "periodic":
-        return PeriodicBaseline(resolved, num_members)
+    if resolved.manifest.averaging.mode != "synchronous":
+        return RoutedBaseline(resolved, num_members)
     return Baseline(resolved) if arm.averaging is None else AveragedBaseline(resolved, num_members, arm.averaging)
 
 

@@ -55,6 +55,12 @@ class CheckpointPlan:
 
 NO_CHECKPOINTS = CheckpointPlan(None)
 
+# Settings on which it depends what a stage's state holds.
+KEPT_STATES: dict[str, Callable[[RunManifest], str]] = {
+    "averaging.mode": lambda manifest: manifest.averaging.mode,
+    "optimizer.name": lambda manifest: manifest.optimizer.name,
+}
+
 
 def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOptions) -> CheckpointPlan:
     """Check the checkpoints that a user asked for.
@@ -88,12 +94,13 @@ def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:
                 f"--resume {checkpoint.path}: its run has another {section} section than this configuration; resume "
                 f"with the configuration that it was made with"
             )
-    mode, its_mode = manifest.averaging.mode, checkpoint.manifest.averaging.mode
-    if mode != its_mode:
-        raise UserError(
-            f"--resume {checkpoint.path}: its run has averaging.mode {its_mode} and this configuration {mode}; peers "
-            f"keep other states then: resume with --set averaging.mode={its_mode}"
-        )
+    for setting, of in KEPT_STATES.items():
+        chosen, its = of(manifest), of(checkpoint.manifest)
+        if chosen != its:
+            raise UserError(
+                f"--resume {checkpoint.path}: its run has {setting} {its} and this configuration {chosen}; peers keep "
+                f"other states then: resume with --set {setting}={its}"
+            )
     if checkpoint.optimizer_step >= manifest.training.steps:
         raise UserError(
             f"--resume {checkpoint.path}: it has {checkpoint.optimizer_step} optimizer steps, and training.steps is "

@@ -14,7 +14,7 @@ from swarm_peer.config import OptimizerSection, codec_bytes
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import strategy_of
+from swarm_peer.model.strategies import strategy_of
 from swarm_peer.policy.stage_memory import StageMemory
 
 # Weights, their gradients, means and sums are of this type on every device.

@@ -28,8 +28,9 @@ from swarm_peer.model.optimizer import (
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, StepResult, strategy_of
+from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, StepResult
 from swarm_peer.model.stage import StageModule, allocate, initialise
+from swarm_peer.model.strategies import strategy_of
 
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
 # power of two changes no digits; a larger one would leave too little below fp16's end at 65504.
@@ -250,6 +251,7 @@ class StageTrainer:
         self.discard_gradients()
         result = self.strategy.end_round(averages)
         self._enter(self.optimizer_step + 1)
+        self.strategy.begin_round()
         return result
 
     @torch.no_grad()
@@ -282,6 +284,30 @@ class StageTrainer:
             self.weights_version += 1
         return StepResult(grad_norm=float(norm), learning_rate=rate, skipped=skipped)
 
+    def try_update(self, mean_gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Update the weights until `set_weights` takes that back; for strategies. The optimizer's state stays.
+
+        Returns:
+            the weights from before, on the CPU, in the order of the parameters
+        """
+        before = [parameter.detach().to("cpu", copy=True) for parameter in self.module.parameters()]
+        state = optimizer_state(self.optimizer, self.module)
+        self.update(mean_gradients)
+        load_optimizer_state(self.optimizer, self.module, state)
+        self.discard_gradients()
+        return before
+
+    @torch.no_grad()
+    def set_weights(self, weights: Sequence[Tensor]) -> None:
+        """Change the weights and nothing else; for strategies.
+
+        Args:
+            weights: in the order of the parameters
+        """
+        for parameter, value in zip(self.module.parameters(), weights, strict=True):
+            parameter.copy_(value)
+        self.weights_version += 1
+
     def discard_gradients(self) -> None:
         """Empty the accumulator. Passes that have not gone backward yet still may."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -289,7 +315,8 @@ class StageTrainer:
 
     def state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that the next steps depend on: the weights and the optimizer's state."""
-        weights = {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
+        names = (name for name, _ in self.module.named_parameters())
+        weights = {name: value.to("cpu", copy=True) for name, value in zip(names, self.strategy.weights(), strict=True)}
         kept = {f"{STRATEGY_PREFIX}{name}": value.clone() for name, value in self.strategy.state().items()}
         return weights | optimizer_state(self.optimizer, self.module) | kept
 

@@ -17,7 +17,7 @@ from coordinator.run.baseline import Baseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGIES
+from swarm_peer.model.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(300)
 

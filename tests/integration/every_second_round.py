@@ -4,7 +4,8 @@ import os
 
 import torch
 
-from swarm_peer.model.round_strategy import STRATEGIES, RoundStrategy
+from swarm_peer.model.round_strategy import RoundStrategy
+from swarm_peer.model.strategies import STRATEGIES
 
 # Set in the environment of processes that shall train so.
 VARIABLE = "EVERY_SECOND_ROUND"

@@ -17,10 +17,12 @@ from every_second_round import install_if_wanted
 
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
-from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.placement.rebalancing import StageChoice
 from swarm_peer.runtime import startup
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.stage_client import Microbatch
 
 app = App()
 # The stage that a peer with `--stage auto` begins in.
@@ -30,27 +32,18 @@ RECORD_ROUTES = "RECORD_ROUTES"
 
 
 def record_routes(path: Path) -> None:
-    """Write down each microbatch that went backward here: the stage, the optimizer step, the tokens."""
-    forward, backward = StageTrainer.forward, StageTrainer.backward
-    tokens: dict[int, list[list[int]]] = {}
+    """Write down each microbatch that is counted here: its id, the stage, the optimizer step."""
+    backward = StageExecutor._backward
 
-    def keep(trainer: StageTrainer, tokens_BS: torch.Tensor, *args: Any) -> Any:
-        result = forward(trainer, tokens_BS, *args)
-        tokens[id(result)] = tokens_BS.tolist()
-        return result
-
-    def write(trainer: StageTrainer, forward_pass: Any, *args: Any) -> Any:
-        entry = {
-            "stage": trainer.spec.index,
-            "optimizer_step": forward_pass.optimizer_step,
-            "tokens": tokens.pop(id(forward_pass)),
-        }
-        result = backward(trainer, forward_pass, *args)
+    def write(executor: StageExecutor, entered: Round, microbatch: Microbatch, *args: Any) -> Any:
+        result = backward(executor, entered, microbatch, *args)
+        step = entered.step.optimizer_step
+        entry = {"stage": executor._trainer.spec.index, "optimizer_step": step, "id": microbatch.id.hex()}
         with path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return result
 
-    StageTrainer.forward, StageTrainer.backward = keep, write  # type: ignore[method-assign]
+    StageExecutor._backward = write  # type: ignore[method-assign]
 
 
 @app.default

@@ -1,6 +1,6 @@
-"""Other modes of averaging in live swarms: periodic ones against a process with as many replicas; peers come and go.
+"""Other modes of averaging in live swarms: against a process with as many replicas; peers come and go.
 
-Delayed updates are held to one process in test_keystone.py.
+Delayed updates that all begin a round with the same weights are held to one process in test_keystone.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from recording_peer import RECORD_ROUTES
-from swarm import LiveSwarm, check_ledger, run_swarm, tiny_manifest
+from swarm import LiveSwarm, SwarmRun, check_ledger, run_swarm, tiny_manifest
 from test_keystone import check_counts, check_nothing_lost, relative_difference
 
 from coordinator.run.baseline import ReplicatedBaseline
@@ -23,24 +23,29 @@ from swarm_peer.model.round_strategy import is_weight
 
 pytestmark = pytest.mark.timeout(150)
 
-Tokens = tuple[tuple[int, ...], ...]
 
-
-def routes_of(folder: Path, num_stages: int) -> dict[int, list[tuple[torch.Tensor, list[int]]]]:
+def routes_of(run: SwarmRun, folder: Path, num_stages: int) -> dict[int, list[tuple[torch.Tensor, list[int]]]]:
     """By optimizer step: each microbatch, and the replica of each stage that computed it."""
     replicas: list[list[str]] = [[] for _ in range(num_stages)]
-    routes: dict[int, dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(lambda: [-1] * num_stages))
+    routes: dict[bytes, list[int]] = defaultdict(lambda: [-1] * num_stages)
     for path in sorted(folder.glob("*.route")):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             known = replicas[entry["stage"]]
             if path.name not in known:
                 known.append(path.name)
-            tokens = tuple(map(tuple, entry["tokens"]))
-            routes[entry["optimizer_step"]][tokens][entry["stage"]] = known.index(path.name)
-    return {step: [(torch.tensor(tokens), route) for tokens, route in taken.items()] for step, taken in routes.items()}
+            routes[bytes.fromhex(entry["id"])][entry["stage"]] = known.index(path.name)
+    return {
+        step: [(tokens, routes[each]) for tokens, each in zip(counted, run.ids[step], strict=True)]
+        for step, counted in run.counted.items()
+    }
 
 
+PERIODIC = {"mode": "periodic", "inner_steps": 4}
+EAGER = {"mode": "delayed"}
+
+
+@pytest.mark.parametrize("averaging", [PERIODIC, EAGER], ids=lambda section: section["mode"])
 @pytest.mark.parametrize(
     ("num_stages", "num_peers", "optimizer"),
     [
@@ -51,14 +56,19 @@ def routes_of(folder: Path, num_stages: int) -> dict[int, list[tuple[torch.Tenso
     ],
 )
 def test_a_swarm_equals_a_process_with_as_many_replicas(
-    num_stages: int, num_peers: int, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_stages: int,
+    num_peers: int,
+    optimizer: str,
+    averaging: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(RECORD_ROUTES, "yes")
     section = {"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0} if optimizer == "adamw" else {}
     manifest = tiny_manifest(
         stages={"count": num_stages, "peers_to_start": num_peers},
         training={"steps": 8, "validation_every": 4, "validation_samples": 4},
-        averaging={"mode": "periodic", "inner_steps": 4, "compare_weights_every": 2},
+        averaging=averaging | {"compare_weights_every": 2},
         recovery={"snapshot_every": 4},
         optimizer=section,
     )
@@ -66,7 +76,7 @@ def test_a_swarm_equals_a_process_with_as_many_replicas(
 
     check_counts(run, manifest)
     check_nothing_lost(run)
-    routes = routes_of(tmp_path / "records", num_stages)
+    routes = routes_of(run, tmp_path / "records", num_stages)
     reference = ReplicatedBaseline(ResolvedManifest.of(manifest), [num_peers] * num_stages)
     for step in range(manifest.training.steps):
         loss, samples = reference.train_step(routes[step])
@@ -75,7 +85,7 @@ def test_a_swarm_equals_a_process_with_as_many_replicas(
     for replicas, states in zip(reference.stages, run.states, strict=True):
         assert len(states) == num_peers
         for name, expected in replicas[0].state().items():
-            if is_weight(name) or name.startswith("round/"):
+            if averaging == EAGER or is_weight(name) or name.startswith("round/"):
                 assert all(torch.equal(state.tensors[name], states[0].tensors[name]) for state in states), name
                 if optimizer == "sgd":
                     assert relative_difference(states[0].tensors[name], expected) < 1e-5, name

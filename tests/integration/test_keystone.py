@@ -115,7 +115,7 @@ def test_a_process_that_holds_one_gradient_back_equals_delayed_updates(
 ) -> None:
     manifest = tiny_manifest(
         stages={"count": num_stages, "peers_to_start": num_peers},
-        averaging={"mode": "delayed", "compare_weights_every": 2},
+        averaging={"mode": "delayed", "eager_updates": False, "compare_weights_every": 2},
         optimizer={"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0} if optimizer == "adamw" else {},
     )
     run = run_swarm(manifest, [num_peers] * num_stages, tmp_path)

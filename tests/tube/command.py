@@ -86,7 +86,7 @@ def seeds(*, first: int = 0, count: int = 30, mode: str = "", processes: int = 2
     """Run many seeds, and sum up. The first one of each batch is run twice: it must go the same way, event by event.
 
     Args:
-        mode: of averaging, if it is not synchronous
+        mode: of averaging, if it is not synchronous: periodic, delayed, or eager (delayed with eager updates)
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
             has changed
     """

@@ -24,7 +24,7 @@ import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
 import swarm_peer.runtime.step.settlement as settlement_module
 from swarm_peer.errors import CallError
-from swarm_peer.model.round_strategy import DelayedStrategy
+from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
 from swarm_peer.policy.step_state import Phase
@@ -496,6 +496,26 @@ def held_back_gradient_survives_a_state() -> Any:
     return _wrapped(DelayedStrategy, "load_state", load_state)
 
 
+# --- eager updates: with `--mode eager`
+
+
+@defect
+def own_update_stays() -> Any:
+    """The average updates the weights that the replica's own gradient has updated already."""
+
+    def end_round(original: Any, strategy: Any, averages: Any) -> Any:
+        strategy._settled = None
+        return original(strategy, averages)
+
+    return _wrapped(EagerStrategy, "end_round", end_round)
+
+
+@defect
+def own_update_in_state() -> Any:
+    """A state holds the weights that the replica computes with."""
+    return patch.object(EagerStrategy, "weights", DelayedStrategy.weights)
+
+
 # --- the command
 
 
@@ -512,7 +532,7 @@ def planted(*names: str, first: int = 0, most: int = 500, mode: str = "") -> Non
         names: defects; all of them by default
         first: the first seed
         most: seeds to try
-        mode: of averaging, if it is not synchronous
+        mode: of averaging, if it is not synchronous: periodic, delayed, or eager (delayed with eager updates)
     """
     sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
     for name in names or DEFECTS:

@@ -43,7 +43,7 @@ class Schedule:
 
     @property
     def mode(self) -> str:
-        """How stage-mates average."""
+        """How stage-mates average: a mode of the manifest, or `eager` for delayed with eager updates."""
         return self.seed.rpartition("-")[0] or "synchronous"
 
     @classmethod

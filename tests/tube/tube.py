@@ -21,6 +21,7 @@ import anyio
 import anyio.lowlevel
 import torch
 from delayed import DelayedInvariants
+from eager import EagerInvariants
 from faults import KINDS, serving
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
@@ -60,6 +61,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+WATCHES: dict[str, type[Invariants]] = {
+    "periodic": PeriodicInvariants,
+    "delayed": DelayedInvariants,
+    "eager": EagerInvariants,
+}
+
 
 def make_manifest(stages: int, mode: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
@@ -74,7 +81,8 @@ def make_manifest(stages: int, mode: str) -> RunManifest:
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
             "averaging": {
-                "mode": mode,
+                "mode": "delayed" if mode == "eager" else mode,
+                "eager_updates": mode == "eager",
                 "inner_steps": 5,
                 "round_timeout_s": 15.0,
                 "chunk_timeout_s": 4.0,
@@ -126,7 +134,7 @@ class Tube:
         self.lost = False
         self._operator: Host | None = None
         self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode))
-        watch = {"periodic": PeriodicInvariants, "delayed": DelayedInvariants}.get(schedule.mode, Invariants)
+        watch = WATCHES.get(schedule.mode, Invariants)
         self.invariants = watch(self, self.resolved)
         self._folder = folder
         self._run_key = RUN_KEY

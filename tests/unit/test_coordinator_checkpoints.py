@@ -666,15 +666,18 @@ class Run:
         await writer._save(self.network.transport("coordinator"), 60)
 
 
-def test_a_run_goes_on_in_the_mode_of_averaging_that_its_states_are_of(tmp_path):
+@pytest.mark.parametrize(
+    ("section", "setting", "other"), [("averaging", "mode", "delayed"), ("optimizer", "name", "adamw_8bit")]
+)
+def test_a_run_goes_on_with_the_settings_that_its_states_are_of(tmp_path, section, setting, other):
     url = str(tmp_path / "checkpoints")
     CheckpointStore(url).save(3, MANIFEST, states_of(3))
     options = CheckpointOptions(resume=url)
     assert plan_checkpoints(MANIFEST, tmp_path, options).resume.optimizer_step == 3
-    averaging = MANIFEST.averaging.model_copy(update={"mode": "delayed"})
-    delayed = MANIFEST.model_copy(update={"averaging": averaging})
-    with pytest.raises(UserError, match=r"resume with --set averaging\.mode=synchronous"):
-        plan_checkpoints(delayed, tmp_path, options)
+    its = getattr(MANIFEST, section)
+    changed = MANIFEST.model_copy(update={section: its.model_copy(update={setting: other})})
+    with pytest.raises(UserError, match=rf"resume with --set {section}\.{setting}={getattr(its, setting)}"):
+        plan_checkpoints(changed, tmp_path, options)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Updates that are delayed by one round, among the replicas of one stage, without a network."""
+"""Updates that are delayed by one round, among the replicas of one stage, without a network.
+
+Those of replicas that go on from their own gradient meanwhile are in test_model_eager.py.
+"""
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from coordinator.run.baseline import end_round
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.training import StageTrainer
 
-RESOLVED = resolved_of(averaging={"mode": "delayed"})
+RESOLVED = resolved_of(averaging={"mode": "delayed", "eager_updates": False})
 SYNCHRONOUS = resolved_of(averaging={"mode": "synchronous"})
 
 
@@ -95,7 +98,7 @@ def test_gradients_of_other_weights_are_lost():
 
 def test_what_a_leaving_replica_holds_back_counts_once():
     sgd = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}
-    resolved = resolved_of(averaging={"mode": "delayed"}, optimizer=sgd)
+    resolved = resolved_of(averaging={"mode": "delayed", "eager_updates": False}, optimizer=sgd)
     stays, leaves = replicas(2, resolved)
     both = replicas(2, resolved)
     for pair in ((stays, leaves), both):
@@ -161,7 +164,7 @@ def test_the_memory_model_knows_what_is_held_back():
 
 @pytest.mark.parametrize("mode", ["synchronous", "delayed"])
 def test_a_round_without_samples_updates_nothing(mode):
-    resolved = resolved_of(averaging={"mode": mode})
+    resolved = resolved_of(averaging={"mode": mode, "eager_updates": False})
     trainer = StageTrainer(resolved, resolved.specs[0])
     beginning = weights(trainer)
     for _ in range(3):

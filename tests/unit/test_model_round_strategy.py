@@ -8,7 +8,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGIES, is_weight
+from swarm_peer.model.round_strategy import is_weight
+from swarm_peer.model.strategies import STRATEGIES
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.state.index import StageState
 

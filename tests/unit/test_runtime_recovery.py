@@ -175,12 +175,14 @@ class Swarm:
         self.clock = ReadClock(time.monotonic)
         self.network = MemoryNetwork()
         self.peers = {}
+        self.made = []  # also those that were removed, or whose id another one has taken
         self.dropped = set()
         self.timeline = FIRST_TIMELINE
         self.looks = 0
 
     async def add(self, peer_id, stage, round_number=0, **options):
         peer = self.peers[peer_id] = Peer(self, peer_id, stage, round_number, **options)
+        self.made.append(peer)
         await peer.transport.serve(peer)
         return peer
 
@@ -208,7 +210,7 @@ async def swarm(tmp_path, monkeypatch):
     swarm = Swarm(tmp_path)
     async with swarm.network:
         yield swarm
-    for peer in swarm.peers.values():
+    for peer in swarm.made:
         peer.device_thread.stop()
 
 

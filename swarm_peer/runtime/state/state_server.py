@@ -136,7 +136,8 @@ class StateServer:
 
     async def keep_complete(self) -> None:
         """Copy the state of a round that ends, when the average that ends it is known."""
-        step, state = self.step, await self.copy_state()
+        # Without the lock: a commit does not wait until the state that a newcomer asks for is hashed.
+        step, state = self.step, await self._core.device_thread.run(Priority.STEP, self._take)
         if state is not None:
             self.complete = step, state
             self._changed.notify()

@@ -1,0 +1,121 @@
+"""`averaging.mode: periodic`: what replicas share is the difference that many updates of their own have made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm_peer.model.round_strategy import RoundStrategy, StepResult, Trainee, Work, numbered, take_numbered
+
+
+class PeriodicStrategy(RoundStrategy):
+    """`periodic`: replicas update their weights alone, and average their differences every `inner_steps` steps.
+
+    This is DiLoCo among the replicas of each stage (Douillard et al., "DiLoCo: Distributed Low-Communication Training
+    of Language Models", 2023). The outer weights are those that all replicas began the period with. At its end, the
+    mean difference between them and the replicas' weights is the gradient of a Nesterov step on them, and all replicas
+    go on from the result. The optimizer's state is each replica's own, and lasts over periods.
+
+    A replica's difference is weighted by the samples that it has computed in the period. A newcomer takes over weights
+    and optimizer's state of one stage-mate, and begins with no samples. A replica that leaves gives its difference
+    away, and never a gradient: stage-mates have other weights. That costs the stage-mate one more value for each
+    parameter, until the period ends.
+    """
+
+    kept_values = 2
+
+    def __init__(self, trainee: Trainee):
+        super().__init__(trainee)
+        self._averaging = trainee.manifest.averaging
+        self._outer = [weights.to("cpu", copy=True) for weights in self.weights()]
+        self._momentum = [torch.zeros_like(outer) for outer in self._outer]
+        self._own_update: StepResult | None = None
+        self._forget_work()
+
+    def _forget_work(self) -> None:
+        self._num_samples = 0  # that this replica's difference is of
+        self._taken_in: list[Tensor] = []  # differences of stage-mates that have left, summed over their samples
+        self._num_taken_in = 0
+
+    @property
+    def pending_samples(self) -> int:
+        """The samples of the period, and those whose gradient waits for the round's end."""
+        return self.trainee.num_samples + self._num_samples + self._num_taken_in
+
+    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
+        """Take the inner step. At the end of a period, give the difference and its samples; before, nothing."""
+        self._own_update = self.trainee.update(mean_gradients)
+        self.trainee.discard_gradients()
+        self._num_samples += num_samples
+        if not self._averaging.averages_at(self.trainee.optimizer_step):
+            return (), num_samples
+        sums, total = self._sums()
+        return [each.div_(max(total, 1)) for each in sums], total
+
+    def end_round(self, averages: Sequence[Tensor]) -> StepResult:
+        """Take the outer step, at the end of a period. A replica that has not been there has no inner step to take."""
+        result = self._own_update or self.trainee.update((), keeps_weights=True)
+        self._own_update = None
+        if averages:
+            # All zeros: the work of all members is lost. The momentum would move the weights all the same.
+            if any(bool(average.any()) for average in averages):
+                self._outer_step(averages)
+            self.trainee.set_weights(self._outer)
+            self._forget_work()
+        return result
+
+    @torch.no_grad()
+    def _outer_step(self, averages: Sequence[Tensor]) -> None:
+        rate, decay = self._averaging.outer_learning_rate, self._averaging.outer_momentum
+        for outer, momentum, average in zip(self._outer, self._momentum, averages, strict=True):
+            momentum.mul_(decay).add_(average)
+            outer.sub_(average.add(momentum, alpha=decay), alpha=rate)
+
+    def _sums(self) -> tuple[list[Tensor], int]:
+        """The differences of this replica and of those that have left, summed over samples; and the samples."""
+        sums = [
+            (outer - weights.to("cpu")).mul_(self._num_samples)
+            for outer, weights in zip(self._outer, self.weights(), strict=True)
+        ]
+        if self._taken_in:
+            sums = [own + taken_in for own, taken_in in zip(sums, self._taken_in, strict=True)]
+        return sums, self._num_samples + self._num_taken_in
+
+    def give_away(self) -> list[Work]:
+        """Take an inner step with what has been accumulated so far, and give the difference."""
+        if num_samples := self.trainee.num_samples:
+            self.trainee.update(self.trainee.mean_gradients())
+            self.trainee.discard_gradients()
+            self._num_samples += num_samples
+        return [self._sums()]
+
+    def take_in(self, given: Sequence[Work]) -> None:
+        """Bring a leaving stage-mate's difference to the next average."""
+        [(sums, num_samples)] = given
+        self._taken_in = [a + b for a, b in zip(self._taken_in, sums, strict=True)] if self._taken_in else list(sums)
+        self._num_taken_in += num_samples
+
+    def state(self) -> dict[str, Tensor]:
+        """Give the outer weights and their momentum."""
+        return numbered("outer", self._outer) | numbered("momentum", self._momentum)
+
+    def load_state(self, entries: Mapping[str, Tensor], *, keeps_work: bool = False) -> int:
+        """Take over outer weights and momentum. Work in the same period fits, as a difference to equal weights."""
+        num_lost = self.pending_samples
+        outer = take_numbered("outer", entries, len(self._outer))
+        if keeps_work and all(torch.equal(own, new) for own, new in zip(self._outer, outer, strict=True)):
+            work = self._sums()
+            num_lost -= work[1]
+            self._forget_work()
+            self.take_in([work])
+        else:
+            self._forget_work()
+        self._own_update = None
+        self._outer, self._momentum = outer, take_numbered("momentum", entries, len(outer))
+        return num_lost
+
+    def shared_weights(self) -> Iterator[Tensor]:
+        """Give the outer weights."""
+        return iter(self._outer)
