@@ -1,10 +1,10 @@
 """What do codecs and modes of averaging cost in loss, at equal samples? The demo model in processes without a network.
 
 Each arm trains the same manifest but for one codec, on the wires or in averaging, or but for the mode of averaging.
-Where members average, each computes every n-th microbatch; in the other modes, a random one of each stage does, as in a
-swarm. An arm and the reference of the same seed begin with the same weights and read the same samples. The control averages among
-members too, without a codec: its sums are rounded in another order, and what that alone makes of the loss is how far
-two runs of no difference come apart.
+Where members average, each computes every n-th microbatch; in the other modes, it goes on with a random one of the next
+stage, as in a swarm. An arm and the reference of the same seed begin with the same weights and read the same samples.
+The control averages among members too, without a codec: its sums are rounded in another order, and what that alone
+makes of the loss is how far two runs of no difference come apart.
 
 The figure is the validation loss after the last step, relative to the reference's: the mean over seeds, and the 95 %
 interval of that mean (Student's t). Seeds go on until the interval lies on one side of an arm's target, or are used up.
@@ -134,10 +134,13 @@ class RoutedBaseline(Baseline):
     def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
         """One optimizer step, as Baseline.train_step."""
         assert ids is None, "no swarm trains like this"
-        return self._replicated.train_step((tokens_BS, self._route()) for tokens_BS in microbatches)
+        return self._replicated.train_step(zip(microbatches, self._routes(), strict=False))
 
-    def _route(self) -> list[int]:
-        return [self._rng.randrange(len(replicas)) for replicas in self._replicated.stages]
+    def _routes(self) -> Iterator[list[int]]:
+        """Endless routes, on which all replicas of a stage get as many microbatches."""
+        while True:
+            orders = [self._rng.sample(range(len(replicas)), len(replicas)) for replicas in self._replicated.stages]
+            yield from map(list, zip(*orders, strict=True))
 
 
 def last_loss(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> float:

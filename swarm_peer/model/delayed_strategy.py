@@ -105,9 +105,9 @@ class EagerStrategy(DelayedStrategy):
     """`delayed` with `eager_updates`: each replica begins a round with an update by its own gradient of the one before.
 
     The average of all is not there yet. When it is, at the end of the round, it updates the weights from before, in
-    place of the replica's own. So what stage-mates share is as without: w(t+1) = Opt(w(t), g(t-1)). But a replica
-    computes its part of g(t) at Opt(w(t), its own part of g(t-1)), which is near the weights that g(t) updates. A
-    replica without stage-mates makes the updates of a synchronous one, each a round later.
+    place of the replica's own. So stage-mates share the same updates as without: w(t+1) = Opt(w(t), g(t-1)). But a
+    replica computes its part of g(t) at Opt(w(t), its own part of g(t-1)), which is near the weights that g(t) updates.
+    A replica without stage-mates makes the updates of a synchronous one, each a round later.
 
     The idea is that of Kale, Douillard and Donchev, "Eager Updates For Overlapped Communication and Computation in
     DiLoCo", 2025.

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.run.lasting_peers import MAX_NAMED, LastingPeers, addresses_to_name, choose_lasting
 from coordinator.run.way_in import WayIn
@@ -10,8 +11,9 @@ from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite
 
-IDS = sorted(Identity.generate().peer_id for _ in range(6))
-RUN = Identity.generate()
+# The same each time: they are in the names of tests, which all workers must find alike.
+RUN, *PEERS = (Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(7))
+IDS = sorted(peer.peer_id for peer in PEERS)
 OWN = [f"/ip4/203.0.114.1/tcp/31337/p2p/{RUN.peer_id}"]
 PRIVATE_OWN = [f"/ip4/10.0.0.1/tcp/31337/p2p/{RUN.peer_id}"]
 LOOPBACK_OWN = [f"/ip4/127.0.0.1/tcp/31337/p2p/{RUN.peer_id}"]

@@ -1381,7 +1381,7 @@ async def delayed_mates(delayed, tmp_path):
 def miscompute(member):
     """Have a peer's weights differ in one value, as if its device had rounded otherwise."""
     with torch.no_grad():
-        next(member.trainer.module.parameters()).view(-1)[0].add_(1e-3)
+        next(member.trainer.strategy.weights()).view(-1)[0].add_(1e-3)
 
 
 def num_resyncs(member, cause):

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -25,6 +26,15 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 # Texts in the errors that asyncio reports when a peer closes its connection to hivemind.
 _HANGING_UP = ("coro=<ControlClient._handler()", "RuntimeError('cannot reuse already awaited coroutine')")
+
+
+def in_own_session(command: list[str]) -> list[str]:
+    """A command that a terminal's Ctrl+C does not reach, where the system has the program for that: each Linux has.
+
+    It becomes the command, under the same process id.
+    """
+    setsid = shutil.which("setsid")
+    return [setsid, *command] if setsid else command
 
 
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,12 +19,10 @@ from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.errors import NotAdmitted
+from swarm_peer.runtime.host.processes import in_own_session
 from swarm_peer.runtime.network.pass_checker import PassChecker
 
 log = logging.getLogger(__name__)
-
-# Each Linux has it. It becomes the daemon, under the same process id.
-SETSID = shutil.which("setsid")
 
 # To connect at announced addresses. Half of a caller's time is left for what libp2p itself knows of the peer.
 DIAL_TIMEOUT_S = 5.0
@@ -45,9 +42,8 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
     @staticmethod
     def _make_process_args(*args: Any, **options: Any) -> list[str]:
-        """The daemon's command, in a session of its own where the system has the program for that."""
-        command: list[str] = P2P._make_process_args(*args, **options)
-        return [SETSID, *command] if SETSID else command
+        """The daemon's command, in a session of its own."""
+        return in_own_session(P2P._make_process_args(*args, **options))
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
         """Open a stream to a peer; see hivemind's P2P."""
