@@ -13,8 +13,8 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
 
 NOT_PUBLIC = (
-    "This machine has no public address of its own. Peers in other networks join once its router forwards TCP port "
-    "{port} to it, and --announce-maddrs HOST:{port} names the router.\n"
+    "This machine has no public address of its own, so this line works in its own network alone. For others, begin "
+    "again with --announce-maddrs HOST: the address of the cloud or router that hands TCP port {port} on to it.\n"
 )
 
 

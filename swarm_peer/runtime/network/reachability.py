@@ -39,7 +39,7 @@ PEERS_ASKED = 5
 MAX_REQUEST_BYTES = 4096
 ANSWER_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
 # Pause between looks at this machine's own addresses, and between questions as long as those stay the same. Until
-# somebody has answered, a node asks at each look.
+# somebody has answered, a node asks at each look; until somebody from outside has, it asks newcomers, too.
 LOOK_S = 15.0
 ASK_EVERY_S = 300.0
 
@@ -111,6 +111,7 @@ class Reachability:
         self._announced = announced
         self._rng = random.Random(p2p.peer_id.to_base58())
         self._asking: set[str] = set()
+        self._asked: set[PeerID] = set()  # of those that this node is connected to
         self.ways = ways_to(own, announced, ())
 
     @classmethod
@@ -133,9 +134,12 @@ class Reachability:
                 own = await _own_addresses(self._p2p)
                 now_s = anyio.current_time()
                 has_moved = own != self._own
-                if has_moved or not sights or now_s >= asked_s + ASK_EVERY_S:
+                peers = await self._connected()
+                is_seen = any(sight.is_from_outside for sight in sights)
+                has_news = has_moved or not sights or not (is_seen or self._asked.issuperset(peers))
+                if has_news or now_s >= asked_s + ASK_EVERY_S:
                     self._own, asked_s = own, now_s
-                    sights = await self._ask_some()
+                    sights = await self._ask_some(peers)
                     if sights or has_moved:  # what is known holds as long as nobody answers
                         self._conclude(sights)
             except CallError as error:
@@ -155,10 +159,15 @@ class Reachability:
                 ports,
             )
 
-    async def _ask_some(self) -> list[Sight]:
-        """Ask some of the peers that this node is connected to."""
+    async def _connected(self) -> list[PeerID]:
         with _of_daemon():
-            peers = [info.peer_id for info in await self._p2p.list_peers()]
+            return [info.peer_id for info in await self._p2p.list_peers()]
+
+    async def _ask_some(self, peers: Sequence[PeerID]) -> list[Sight]:
+        """Ask some peers; first those that have not been asked."""
+        self._asked.intersection_update(peers)
+        chosen = sorted(self._rng.sample(peers, len(peers)), key=self._asked.__contains__)[:PEERS_ASKED]
+        self._asked.update(chosen)
         sights: list[Sight] = []
 
         async def ask(peer_id: PeerID) -> None:
@@ -168,7 +177,7 @@ class Reachability:
                 log.debug("reachability_unknown peer=%s reason=%s", peer_id, error)
 
         async with anyio.create_task_group() as tasks:
-            for peer_id in self._rng.sample(peers, min(PEERS_ASKED, len(peers))):
+            for peer_id in chosen:
                 tasks.start_soon(ask, peer_id)
         return sights
 
