@@ -33,6 +33,7 @@ class WayIn:
         run_key: Identity,
         output: Path,
         address_file: Path | None,
+        is_announced: bool,
         say: Callable[[str], None],
     ):
         """Make a way in that nobody has been told of.
@@ -40,6 +41,7 @@ class WayIn:
         Args:
             output: the run's folder
             address_file: written as well, if the operator wants it
+            is_announced: whether the operator has named the addresses
             say: prints a text
         """
         self.line = ""
@@ -48,6 +50,7 @@ class WayIn:
         self._run_key = run_key
         self._output = output
         self._address_file = address_file
+        self._is_announced = is_announced
         self._say = say
         self._told: list[str] = []
 
@@ -62,7 +65,7 @@ class WayIn:
         )
         self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}"
         self._say(f"Peers join with:\n\n  {self.line}\n")
-        if not any(is_public(address) or is_loopback(address) for address in addresses):
+        if not self._is_announced and not any(is_public(address) or is_loopback(address) for address in addresses):
             self._say(NOT_PUBLIC.format(port=ports_of(addresses)[0]))
         write_addresses(self._output / COORDINATOR, addresses)
         if self._address_file is not None:

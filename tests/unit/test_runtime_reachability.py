@@ -120,6 +120,14 @@ async def test_newcomers_are_asked_until_one_of_them_sees_the_node_from_outside(
     assert later not in asked
 
 
+@pytest.mark.parametrize(("wanted", "warnings"), [("/ip4/0.0.0.0/tcp/7", 1), ("/ip4/0.0.0.0/tcp/0", 0)])
+async def test_only_a_port_that_stays_is_to_be_forwarded(wanted, warnings, caplog):
+    node = await Reachability.begin(FakeP2P(), (), [wanted])
+    node._conclude([sees("11.0.0.9")])
+    assert node.ways.is_reachable is False
+    assert caplog.text.count("not_reachable") == warnings
+
+
 def test_a_sight_is_read_as_it_is_written():
     assert parse_sight(msgpack.packb(["/ip4/11.0.0.9/tcp/4001", [7, 8]])) == sees("11.0.0.9", 7, 8)
     for host in ("/ip4/11.0.0.9/tcp/1/p2p/Q/p2p-circuit", "/dns4/me.example.org/tcp/1", "/ip4/::1", "11.0.0.9"):

@@ -137,7 +137,7 @@ class SwarmDHT:
                 opened.push_async_callback(_in_time, p2p.shutdown)
                 p2p.passes = validator.passes
                 node = await _join(p2p, initial_peers, validator)
-                reachability = await Reachability.begin(p2p, announce_maddrs)
+                reachability = await Reachability.begin(p2p, announce_maddrs, host_maddrs)
             except UserError:
                 raise
             except Exception as error:  # hivemind raises errors of many types

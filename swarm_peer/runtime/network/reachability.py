@@ -105,8 +105,16 @@ class Reachability:
         ways: what is known by now
     """
 
-    def __init__(self, p2p: GuardedP2P, own: Sequence[str], announced: Sequence[str]):
+    def __init__(self, p2p: GuardedP2P, own: Sequence[str], announced: Sequence[str], *, can_be_forwarded: bool = True):
+        """Make what knows this machine's own addresses alone.
+
+        Args:
+            own: see ways_to
+            announced: see ways_to
+            can_be_forwarded: whether the port will be the same one when the node starts anew
+        """
         self._p2p = p2p
+        self._can_be_forwarded = can_be_forwarded
         self._own = list(own)
         self._announced = announced
         self._rng = random.Random(p2p.peer_id.to_base58())
@@ -115,13 +123,14 @@ class Reachability:
         self.ways = ways_to(own, announced, ())
 
     @classmethod
-    async def begin(cls, p2p: GuardedP2P, announced: Sequence[str]) -> Reachability:
+    async def begin(cls, p2p: GuardedP2P, announced: Sequence[str], wanted: Sequence[str]) -> Reachability:
         """As this machine sees it by itself.
 
         Args:
             announced: the addresses that the node's operator has named
+            wanted: the addresses to listen on; port 0 is any
         """
-        return cls(p2p, await _own_addresses(p2p), announced)
+        return cls(p2p, await _own_addresses(p2p), announced, can_be_forwarded=0 not in ports_of(wanted))
 
     async def run(self) -> None:
         """Answer others, and ask anew now and then, until cancelled."""
@@ -150,7 +159,7 @@ class Reachability:
         before, self.ways = self.ways, ways_to(self._own, self._announced, sights)
         if before != self.ways:
             log.info("addresses_changed addresses=%s", " ".join(self.ways.addresses))
-        if self.ways.is_reachable is False and before.is_reachable is not False:
+        if self._can_be_forwarded and self.ways.is_reachable is False and before.is_reachable is not False:
             ports = " and ".join(map(str, ports_of(self._announced or self._own)))
             log.warning(
                 "not_reachable closed=%s: others cannot dial this node; forward TCP port %s of the router to this "
