@@ -30,7 +30,8 @@ class Announcements:
 
     def __init__(self):
         self.serials = {"a": 1, "b": 1}
-        self.addresses = ()
+        self.addresses = ()  # of this node
+        self.announced = ()
         self.left = set()  # of stage 1
         self.elsewhere = {}  # by stage and peer
         self.stored = []
@@ -45,7 +46,7 @@ class Announcements:
             peer: ANNOUNCEMENT.model_copy(
                 update={
                     "serial": serial,
-                    "addresses": self.addresses,
+                    "addresses": self.announced,
                     "state": "left" if peer in self.left else "serving",
                 }
             )
@@ -183,7 +184,7 @@ async def test_strangers_cannot_be_dropped(directory):
 async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     here, there = (Identity.generate().peer_id for _ in range(2))
     dht.serials = {here: 1, there: 1}
-    dht.addresses = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", f"/unix/x/p2p/{here}", "")
+    dht.announced = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", f"/unix/x/p2p/{here}", "")
     directory = Directory(
         manifest=MANIFEST, dht=dht, clock=SystemClock(), metrics=PeerMetrics(), changed=Condition(), device="cpu"
     )
@@ -192,6 +193,16 @@ async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     assert directory.addresses() == [f"/ip4/1.2.3.4/tcp/5/p2p/{here}"], "the other one tells of a stranger"
     directory.drop(here)
     assert directory.addresses() == []
+
+
+@pytest.mark.parametrize(("own", "number"), [("/ip4/192.168.1.5/tcp/7", 0), ("/ip4/127.0.0.1/tcp/7", 1)])
+async def test_nobody_is_sought_on_this_machine_unless_the_whole_swarm_is_there(dht, own, number):
+    here = Identity.generate().peer_id
+    dht.serials, dht.addresses = {here: 1}, (f"{own}/p2p/me",)
+    dht.announced = (f"/ip4/127.0.0.1/tcp/22/p2p/{here}", f"/ip4/0.0.0.0/tcp/22/p2p/{here}")
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=MovedClock(), metrics=PeerMetrics(), changed=Condition())
+    await directory.refresh([1])
+    assert directory.addresses() == list(dht.announced[:number])
 
 
 # --- this peer's own announcements ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from swarm_peer.policy.view import (
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.addresses import is_tcp_address
+from swarm_peer.runtime.network.addresses import is_dialable, is_tcp_address
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
 
@@ -168,9 +168,11 @@ class Directory:
         return [address for peer in self.view.peers for address in self.addresses_of(peer.peer_id)]
 
     def addresses_of(self, peer_id: str) -> list[str]:
-        """The addresses that a peer announces; none if it is not known."""
+        """The addresses that a peer announces, those left out that are not to be dialled; none if it is not known."""
         announced = self._peers[peer_id][0].addresses if peer_id in self._peers else ()
-        return [address for address in announced if is_tcp_address(address, peer_id)]  # a peer can announce any text
+        own = self._dht.addresses
+        # A peer can announce any text.
+        return [each for each in announced if is_tcp_address(each, peer_id) and is_dialable(each, own)]
 
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.

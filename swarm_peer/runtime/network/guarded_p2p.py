@@ -19,6 +19,7 @@ from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.errors import NotAdmitted
+from swarm_peer.runtime.network.addresses import is_dialable, resolved
 from swarm_peer.runtime.network.pass_checker import PassChecker
 
 log = logging.getLogger(__name__)
@@ -46,14 +47,18 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
         A failure says nothing. The peer may be known elsewhere, or have dialled this node.
         """
-        if addresses := self.announced(peer_id.to_base58()):
+        if announced := self.announced(peer_id.to_base58()):
             try:
                 with anyio.fail_after(DIAL_TIMEOUT_S):
-                    await self._client.connect(
-                        peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
-                    )
+                    # Resolved here, and not by libp2p: a name may lead to this machine.
+                    found = [each for address in announced for each in await resolved(address)]
+                    own = list(map(str, self._visible_maddrs))
+                    if addresses := [address for address in found if is_dialable(address, own)]:
+                        await self._client.connect(
+                            peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
+                        )
             except Exception as error:  # hivemind's client raises errors of many types
-                log.debug("not_dialled peer=%s addresses=%s reason=%r", peer_id, " ".join(addresses), error)
+                log.debug("not_dialled peer=%s addresses=%s reason=%r", peer_id, " ".join(announced), error)
 
     async def add_protobuf_handler(
         self, name: str, handler: Callable[..., Any], input_protobuf_type: Any, **options: Any
