@@ -257,6 +257,7 @@ class RunService:
             tasks.start_soon(writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
         tasks.start_soon(self._look_for_end)
+        tasks.start_soon(self._drop_revoked)
         return coordination
 
     async def _look_at_run(self, files: RunFiles, coordination: Coordination) -> None:
@@ -301,6 +302,11 @@ class RunService:
                     await self._tell_revocations()
             except InvalidMessage as error:
                 log.warning("revocations_not_read reason=%s", error)
+
+    async def _drop_revoked(self) -> None:
+        while True:
+            await self._directory.drop_revoked()
+            await anyio.sleep(RUN_LOOK_S)
 
     async def _observe(self) -> list[MetricsLine] | None:
         try:

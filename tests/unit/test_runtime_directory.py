@@ -1,4 +1,6 @@
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from contexts import MovedClock
@@ -112,6 +114,16 @@ async def test_a_newer_life_is_seen_after_the_goodbye_of_the_former_one(director
     dht.serials["a"] = 6
     await directory.refresh([0, 1])
     assert seen(directory) == ["a", "b"]
+
+
+async def test_who_was_revoked_is_gone_at_once(directory, dht):
+    dht.passes = SimpleNamespace(is_revoked=lambda peer_id: peer_id == "a")
+    dht.p2p = SimpleNamespace(tell_revocations=AsyncMock())
+    await directory.drop_revoked()
+    assert seen(directory) == ["b"]
+    dht.p2p.tell_revocations.assert_awaited_once_with("a")
+    await directory.refresh([0, 1])
+    assert seen(directory) == ["b"], "its last announcement is still about"
 
 
 async def test_who_has_left_its_stage_is_gone_at_once(directory, dht):

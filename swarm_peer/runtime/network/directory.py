@@ -190,6 +190,15 @@ class Directory:
             self._dropped[peer_id] = last
             self._rebuild()
 
+    async def drop_revoked(self) -> None:
+        """Take peers that may take part no more out of the view, and tell them; their announcements may be fresh."""
+        revoked = [peer.peer_id for peer in self.view.peers if self._dht.passes.is_revoked(peer.peer_id)]
+        for peer_id in revoked:
+            self.drop(peer_id)
+        async with anyio.create_task_group() as tasks:
+            for peer_id in revoked:
+                tasks.start_soon(self._dht.p2p.tell_revocations, peer_id)
+
     async def announce(self) -> None:
         """Announce this peer as it is now; that it has left its stage is announced once.
 
