@@ -156,7 +156,7 @@ def test_a_coordinator_in_a_cloud_is_told_its_address(tmp_path: Path, processes:
     join(machines, *joining_words(processes.log("coordinator"))[0].split())
     counts_within(output, 60)
     assert (output / "coordinator").read_text().startswith(f"/ip4/{ROUTER_IP}/tcp/31337/")
-    # The cloud does not send a machine's own public address back to it: the folder leads to the run all the same.
+    # This router sends nothing back that a machine sends to its own public address; its peers lead to the run.
     assert machines.start(HOME, "status", "coordinator.cli", "status", str(output), "--json").wait(60) == 0
 
 
