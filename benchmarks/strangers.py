@@ -4,8 +4,11 @@ A swarm of 2 stages x 2 peers with a tiny model and devices that sleep, as proce
 stranger is a process of its own, which knows the peers' addresses and their pipeline's tensors, and has no pass. It
 
 * asks each node to store records, ten in a request, and to answer pings and searches, at a stated rate;
-* opens streams of the swarm's protocol and leaves them idle;
+* opens streams of the swarm's protocol, under several identities, and leaves them idle;
 * opens others on which it shows a pass that it has made itself, and sends calls.
+
+The coordinator serves no streams of this protocol, so those are opened at the peers. `held_at_once` is how many were
+open at the end of the opening, `held_at_end` how many at the end of the phase.
 
 Phases without it and with it follow each other. `rate` is samples per second with it over those without it; `memory_mb`
 is how much more all peers, their daemons and the coordinator hold at the end of an attack than before it.
@@ -14,6 +17,7 @@ is how much more all peers, their daemons and the coordinator hold at the end of
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import os
@@ -52,32 +56,51 @@ WARM_UP_STEPS = 3
 CALL_BYTES = 4096
 
 
+FIGURES = ("requests", "refused", "stored", "idle_streams", "held_at_once", "held_at_end", "calls", "answered")
+
+
 class Stranger:
     """Attacks the nodes at some addresses until it is ended; prints what it has done."""
 
-    def __init__(self, addresses: list[str], manifest_hash: str, *, records: int, streams: int, seconds: float):
+    def __init__(
+        self,
+        addresses: list[str],
+        manifest_hash: str,
+        *,
+        records: int,
+        streams: int,
+        identities: int,
+        seconds: float,
+    ):
         self._addresses = addresses
         self._keys = [stage_key(manifest_hash, 0), progress_key(manifest_hash), end_key(addresses[0].split("/")[-1])]
         self._records = records
         self._streams = streams
+        self._identities = identities
         self._seconds = seconds
-        self.done = {"requests": 0, "refused": 0, "stored": 0, "idle_streams": 0, "calls": 0, "answered": 0}
+        self._held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self.done = dict.fromkeys(FIGURES, 0)
 
     async def run(self) -> None:
         """Attack."""
         # hivemind's own client, as anybody has it.
-        p2p = await P2P.create(initial_peers=self._addresses, nat_port_map=False, auto_nat=False)
+        clients = [
+            await P2P.create(initial_peers=self._addresses, nat_port_map=False, auto_nat=False)
+            for _ in range(self._identities)
+        ]
         callees = [PeerID.from_base58(address.rpartition("/")[2]) for address in self._addresses]
         try:
             with anyio.move_on_after(self._seconds):
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._store, p2p, callees)
-                    tasks.start_soon(self._idle, p2p, callees)
-                    tasks.start_soon(self._call, p2p, callees)
+                    tasks.start_soon(self._store, clients[0], callees)
+                    tasks.start_soon(self._idle, clients, callees)
+                    tasks.start_soon(self._call, clients[0], callees)
         finally:
+            self.done["held_at_end"] = self._num_held()
             print(json.dumps(self.done))
             with anyio.CancelScope(shield=True):
-                await p2p.shutdown()
+                for client in clients:
+                    await client.shutdown()
 
     async def _store(self, p2p: P2P, callees: list[PeerID]) -> None:
         requests = self._records // RECORDS_PER_REQUEST
@@ -98,13 +121,21 @@ class Stranger:
                 self.done["refused"] += 1
             await anyio.sleep(self._seconds / requests / 2)
 
-    async def _idle(self, p2p: P2P, callees: list[PeerID]) -> None:
-        held = []
-        for callee in itertools.islice(itertools.cycle(callees), self._streams):
+    async def _idle(self, clients: list[P2P], callees: list[PeerID]) -> None:
+        """Open streams until there are enough. A peer that refuses one is asked no more under that identity."""
+        pairs = list(itertools.product(clients, callees))
+        while pairs and self.done["idle_streams"] < self._streams:
+            client, callee = pair = pairs.pop(0)
             with suppress(Exception):
-                held.append(await p2p.call_binary_stream_handler(callee, PROTOCOL))
+                _, reader, writer = await client.call_binary_stream_handler(callee, PROTOCOL)
+                self._held.append((reader, writer))
                 self.done["idle_streams"] += 1
+                pairs.append(pair)
+        self.done["held_at_once"] = self._num_held()
         await anyio.sleep_forever()
+
+    def _num_held(self) -> int:
+        return sum(not reader.at_eof() for reader, _ in self._held)
 
     async def _call(self, p2p: P2P, callees: list[PeerID]) -> None:
         ops = operations(Call)
@@ -142,10 +173,12 @@ def memory_bytes(pids: Sequence[int]) -> int:
 class StrangerMeasurement:
     """The script: phases without and with a stranger."""
 
-    def __init__(self, *, pairs: int, seconds: float, records: int, streams: int):
+    def __init__(self, *, pairs: int, seconds: float, **numbers: int):
         self._pairs = pairs
         self._seconds = seconds
-        self._options = ["--records", str(records), "--streams", str(streams), "--seconds", str(seconds)]
+        self._options = ["--seconds", str(seconds)]
+        for name, number in numbers.items():
+            self._options += [f"--{name}", str(number)]
         self.phases: list[dict[str, Any]] = []
 
     async def __call__(self, swarm: LiveSwarm) -> None:
@@ -209,14 +242,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each phase")
     parser.add_argument("--records", type=int, default=10_000, help="that it wants stored in a phase")
     parser.add_argument("--streams", type=int, default=600, help="that it leaves idle")
+    parser.add_argument("--identities", type=int, default=8, help="under which it opens them")
     parser.add_argument("--attack", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--manifest", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    numbers = {"records": options.records, "streams": options.streams, "seconds": options.seconds}
+    numbers = {name: getattr(options, name) for name in ("records", "streams", "identities")}
     if options.attack:
-        anyio.run(Stranger(options.attack, options.manifest, **numbers).run)
+        anyio.run(Stranger(options.attack, options.manifest, **numbers, seconds=options.seconds).run)
         return
-    measurement = StrangerMeasurement(pairs=options.pairs, **numbers)
+    measurement = StrangerMeasurement(pairs=options.pairs, seconds=options.seconds, **numbers)
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="swarm-") as name:
         timeout_s = 400 + 3 * options.pairs * options.seconds

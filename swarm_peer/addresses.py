@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from ipaddress import ip_address
 
 from swarm_peer.errors import UserError
@@ -10,6 +12,8 @@ from swarm_peer.errors import UserError
 # An invite begins with it (wire/passes.py).
 INVITE_PREFIX = "swarm-invite-"
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]{1,253}):([0-9]{1,5})")
+_NAME = re.compile(r"[0-9A-Za-z.-]{1,253}")
+_HOST_ALONE = re.compile("/[^/]+/[^/]+")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
 _HINT = "expected one such as /ip4/1.2.3.4/tcp/31337 or host.example.org:31337"
 
@@ -50,6 +54,28 @@ def own_address(text: str) -> str:
         return multiaddress(text)
 
 
+def announced_address(text: str) -> str:
+    """The multiaddress to announce, of HOST:PORT or of HOST alone, which leaves out the port.
+
+    Raises:
+        UserError: see multiaddress
+    """
+    if _NAME.fullmatch(text) and not re.fullmatch("[0-9.]+", text):
+        return f"/dns/{text}"
+    return own_address(text)
+
+
+def announced_addresses(texts: Sequence[str], ports: Sequence[int]) -> list[str]:
+    """The multiaddresses to announce; a host alone takes the ports that are listened on.
+
+    Raises:
+        UserError: see multiaddress
+    """
+    addresses = map(announced_address, texts)
+    ported = [[f"{each}/tcp/{port}" for port in ports] if _HOST_ALONE.fullmatch(each) else [each] for each in addresses]
+    return list(itertools.chain(*ported))
+
+
 def peer_address(text: str) -> str:
     """The multiaddress, with peer id, of a peer to dial; from a multiaddress or from HOST:PORT/ID.
 
@@ -81,7 +107,8 @@ def check_own_addresses(host_maddrs: tuple[str, ...], announce_maddrs: tuple[str
     """Check where a process is to listen, and what it is to announce.
 
     Raises:
-        UserError: an option has no value, a name is to be listened on, or port 0 is to be announced
+        UserError: an option has no value, a name is to be listened on, port 0 is to be announced, or a host alone
+            where any port may be listened on
     """
     if not host_maddrs:
         raise UserError("--host-maddrs needs a value: an address to listen on, such as 0.0.0.0:31337")
@@ -89,5 +116,8 @@ def check_own_addresses(host_maddrs: tuple[str, ...], announce_maddrs: tuple[str
         if own_address(value).startswith("/dns"):
             raise UserError(f"--host-maddrs {value}: listen on an IP address, such as 0.0.0.0, and announce the name")
     for value in announce_maddrs:
-        if "/tcp/0" in multiaddress(value) + "/":
+        announced = announced_address(value)
+        if "/tcp/0/" in f"{announced}/":
             raise UserError(f"--announce-maddrs {value}: nobody can dial port 0; name the port that is forwarded")
+        if _HOST_ALONE.fullmatch(announced) and any("/tcp/0/" in f"{own_address(own)}/" for own in host_maddrs):
+            raise UserError(f"--announce-maddrs {value}: name a port, since --host-maddrs leaves it to the system")

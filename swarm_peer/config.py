@@ -360,7 +360,7 @@ class PeerOptions(Section):
     host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0",)
     """Addresses to listen on, as IP:PORT or multiaddresses; without a port, the first free one from 31338 on."""
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
-    """Addresses that other peers dial, as HOST:PORT or multiaddresses, if they differ (port forwarding)."""
+    """Addresses that other peers dial, as HOST, HOST:PORT or multiaddresses, if they differ (port forwarding)."""
     name: Annotated[str | None, RUN] = Field(None, max_length=32, pattern=PEER_NAME)
     """Name by which people recognise the peer: letters, digits and . _ @ + -"""
     identity_path: Annotated[Path | None, NETWORK] = None

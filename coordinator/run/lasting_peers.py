@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 
 from coordinator.run.addresses import COORDINATOR, PEERS, is_address, read_known, write_addresses
 from swarm_peer.policy.view import PeerState, PeerView
-from swarm_peer.runtime.network.addresses import host_of, is_loopback, is_public
+from swarm_peer.runtime.network.addresses import host_of, is_dialable, is_loopback, is_public
 
 log = logging.getLogger(__name__)
 
@@ -104,23 +103,10 @@ def _usable(peer: PeerView, addresses_of: Callable[[str], Sequence[str]], own: S
     best = addresses[0]
     if all(map(is_loopback, own)):  # the whole swarm is on this machine, where nobody has to find out about routers
         return best if is_loopback(best) and peer.is_reachable is not False else None
-    return best if peer.is_reachable and _is_far(best, any(map(is_public, own))) else None
+    return best if peer.is_reachable and _is_far(best, own) else None
 
 
-def _is_far(address: str, is_on_internet: bool) -> bool:
-    """Whether others may be sent to an address.
-
-    Args:
-        is_on_internet: the run is on the internet; if not, the addresses of a private network are as good
-    """
-    host = host_of(address)
-    if len(host) > MAX_HOST_CHARS:
-        return False
-    try:
-        ip = ip_address(host)
-    except ValueError:
-        return True  # a name, which a peer announces only if its owner has given it
-    ip = getattr(ip, "ipv4_mapped", None) or ip
-    if ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip.is_reserved:
-        return False
-    return ip.is_global or not is_on_internet
+def _is_far(address: str, own: Sequence[str]) -> bool:
+    """Whether newcomers may be sent to an address: if the run is on the internet, to public ones alone."""
+    is_near = any(map(is_public, own)) and not is_public(address)
+    return len(host_of(address)) <= MAX_HOST_CHARS and is_dialable(address, own) and not is_near

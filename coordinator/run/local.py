@@ -12,7 +12,7 @@ from dataclasses import replace
 import anyio
 
 from coordinator.run.events import RunEvents
-from coordinator.run.local_peers import LOOPBACK, LocalPeer, LocalPeers
+from coordinator.run.local_peers import LocalPeer, LocalPeers
 from coordinator.run.service import RunOptions, RunService, check_output
 from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
@@ -75,7 +75,7 @@ async def _run(
     restart: bool,
 ) -> RunService:
     manifest, output = resolved.manifest, options.output
-    async with temporary_node(Entrance(), LOOPBACK) as dht:
+    async with temporary_node(Entrance()) as dht:
         with (
             open_loggers(log_to, manifest, output, options.resume) as on_line,
             LiveView(manifest.training.steps) as live,

@@ -18,7 +18,7 @@ class NodeOptions:
 
     Attributes:
         host_maddrs: Addresses to listen on, as IP:PORT or multiaddresses; by default the first free port from 31337.
-        announce_maddrs: Addresses that peers shall dial, as HOST:PORT or multiaddresses, where they differ.
+        announce_maddrs: Addresses that peers shall dial, as HOST, HOST:PORT or multiaddresses, where they differ.
         initial_peers: Addresses of peers of this run, to carry on with it from another machine.
         identity_path: The run's key, made if missing; OUTPUT/identity if not given. Its holder directs the run.
         address_file: File to write this coordinator's addresses to.

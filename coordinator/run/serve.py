@@ -109,6 +109,7 @@ async def _serve_on(
             run_key=run_key,
             output=options.output,
             address_file=node.address_file,
+            is_announced=bool(node.announce_maddrs),
             say=live.print,
         )
 

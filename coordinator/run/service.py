@@ -260,6 +260,7 @@ class RunService:
             tasks.start_soon(writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
         tasks.start_soon(self._look_for_end)
+        tasks.start_soon(self._directory.keep_revoked_out, RUN_LOOK_S)
         return coordination
 
     async def _look_at_run(self, files: RunFiles, coordination: Coordination) -> None:

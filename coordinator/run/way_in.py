@@ -13,8 +13,8 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
 
 NOT_PUBLIC = (
-    "This machine has no public address of its own. Peers in other networks join once its router forwards TCP port "
-    "{port} to it, and --announce-maddrs HOST:{port} names the router.\n"
+    "This machine has no public address of its own, so this line works in its own network alone. For others, begin "
+    "again with --announce-maddrs HOST: the address of the cloud or router that hands TCP port {port} on to it.\n"
 )
 
 
@@ -33,6 +33,7 @@ class WayIn:
         run_key: Identity,
         output: Path,
         address_file: Path | None,
+        is_announced: bool,
         say: Callable[[str], None],
     ):
         """Make a way in that nobody has been told of.
@@ -40,6 +41,7 @@ class WayIn:
         Args:
             output: the run's folder
             address_file: written as well, if the operator wants it
+            is_announced: whether the operator has named the addresses
             say: prints a text
         """
         self.line = ""
@@ -48,6 +50,7 @@ class WayIn:
         self._run_key = run_key
         self._output = output
         self._address_file = address_file
+        self._is_announced = is_announced
         self._say = say
         self._told: tuple[list[str], tuple[str, ...]] = ([], ())
         self._printed: tuple[list[str], tuple[str, ...]] = ([], ())
@@ -73,7 +76,7 @@ class WayIn:
         if is_worth_printing(self._told, self._printed):
             self._printed = self._told
             self._say(f"Peers join with{', also while no coordinator lives' if peers else ''}:\n\n  {self.line}\n")
-        if moved and not any(is_public(address) or is_loopback(address) for address in own):
+        if moved and not self._is_announced and not any(is_public(address) or is_loopback(address) for address in own):
             self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
         write_addresses(self._output / COORDINATOR, own)
         if self._address_file is not None:

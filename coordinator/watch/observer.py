@@ -27,6 +27,7 @@ from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
+from swarm_peer.runtime.network.addresses import is_loopback
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
@@ -68,12 +69,14 @@ def open_node(
 
 
 @asynccontextmanager
-async def temporary_node(entrance: Entrance, host_maddr: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[SwarmDHT]:
-    """Join a DHT, or begin one, with an identity of its own that is then forgotten.
+async def temporary_node(entrance: Entrance) -> AsyncIterator[SwarmDHT]:
+    """Join a DHT, or begin one on loopback, with an identity of its own that is then forgotten.
 
     Raises:
         UserError: nobody answers
     """
+    # In a swarm on loopback alone, peers are dialled there; see is_dialable.
+    host_maddr = f"/ip4/{'127.0.0.1' if all(map(is_loopback, entrance.addresses)) else '0.0.0.0'}/tcp/0"
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
         async with open_node(Path(folder) / "identity", entrance, (host_maddr,)) as dht:
             yield dht

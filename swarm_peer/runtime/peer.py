@@ -169,6 +169,7 @@ class Peer:
                 passes.check_own(self._me)
             except NotAdmitted as error:
                 raise UserError(str(error)) from None
+            await self._directory.drop_revoked()
             await anyio.sleep(self._context.resolved.manifest.limits.announcement_s)
 
     async def _stay(self) -> int | None:

@@ -21,16 +21,18 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils import get_dht_time
 
 from coordinator.watch.observer import open_node
-from swarm_peer.errors import PeerUnreachable, SwarmError
+from swarm_peer.errors import NotAdmitted, PeerUnreachable, SwarmError
 from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import dht
 from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import PROTOCOL, Reachability, Sight
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import Invite
-from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key
+from swarm_peer.wire.passes import Invite, Revocations
+from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key, seal
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -61,6 +63,25 @@ async def test_members_tell_each_other_how_they_are_reached_and_strangers_nothin
         peer.p2p.passes = PassChecker(invite.run_id, clock=SystemClock())
         with pytest.raises(PeerUnreachable):
             await asker._ask(callee)
+
+
+async def test_a_revoked_peer_is_told_though_nobody_answers_it(tmp_path: Path) -> None:
+    run_key = Identity.load_or_create(tmp_path / "run")
+    invite = Invite.issue(run_key, (), label="a", expires=2**31, at_once=9)
+    async with (
+        open_node(tmp_path / "run", Entrance((), invite), LOOPBACK) as run,
+        open_node(tmp_path / "peer", Entrance(tuple(run.addresses), invite), LOOPBACK) as peer,
+        P2PTransport.open(peer.p2p, passes=peer.passes, max_payload_bytes=2**20, metrics=PeerMetrics()) as transport,
+    ):
+        me = peer.identity.peer_id
+        await transport.serve(lambda *call: pytest.fail("nobody calls"))
+        record = Revocations(serial=1, tickets=(), peers=(me,))
+        run.passes.learn(seal(record, run_key.peer_id, run_key))
+        await peer.learn_revocations(run_key.peer_id)
+        peer.passes.check_own(me)  # it has heard nothing
+        await run.p2p.tell_revocations(me)
+        with pytest.raises(NotAdmitted, match="revoked"):
+            peer.passes.check_own(me)
 
 
 async def test_a_peer_is_dialled_where_it_announces_itself(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A run across a router that translates addresses: a public machine, a router, and a machine at home behind it.
+"""A run across a router that translates addresses: a public machine, a router, and a private machine behind it.
+
+The router is one at home, or a cloud's, which translates the whole address one to one.
 
 The networks are namespaces of this kernel, with addresses that libp2p takes for public ones. Nothing leaves them.
 """
@@ -18,6 +20,8 @@ import pytest
 import yaml
 from programs import Processes, wait_for
 from swarm import tiny_manifest
+
+from swarm_peer.wire.passes import Invite
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,6 +86,78 @@ class Machines:
         )
         self._processes.running.append(process)
         return process
+
+
+@pytest.fixture
+def one_to_one(networks: None) -> None:
+    """The router's address is the private machine's, as in a cloud. Its own network does not reach it by that."""
+    iptables("-A", "PREROUTING", "-i", "to-blic", "-d", ROUTER_IP, "-j", "DNAT", "--to", HOME_IP)
+
+
+def serve_at_home(machines: Machines, processes: Processes, folder: Path, *options: str) -> Path:
+    """Start a coordinator on the private machine; returns the run's folder once its line is printed."""
+    manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": 6.0})
+    config, output = folder / "run.yaml", folder / "out"
+    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
+    machines.start(
+        HOME,
+        "coordinator",
+        "coordinator.cli",
+        "serve",
+        str(config),
+        "--output",
+        str(output),
+        "--no-dashboard",
+        *options,
+    )
+    wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line")
+    return output
+
+
+def join(machines: Machines, *initial_peers: str) -> None:
+    """Start a peer of each stage on the public machine."""
+    for stage in range(2):
+        options = ("--stage", str(stage), "--threads", "1", "--device", "cpu")
+        machines.start(PUBLIC, f"peer-{stage}", "swarm_peer.cli", "--initial-peers", *initial_peers, *options)
+
+
+def joining_words(log: str) -> list[str]:
+    """What each line that a coordinator has printed names as initial peers."""
+    return re.findall(r"swarm-peer --stage auto --initial-peers (.*)", log)
+
+
+def counts_within(output: Path, seconds: float) -> None:
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text(), "the first step, whose samples count", seconds)
+
+
+def test_a_coordinator_in_a_cloud_learns_its_address_from_the_first_peer(
+    tmp_path: Path, processes: Processes, one_to_one: None
+) -> None:
+    machines = Machines(tmp_path, processes)
+    output = serve_at_home(machines, processes, tmp_path)
+    wait_for(lambda: "no public address of its own" in processes.log("coordinator"), "the word that it is private", 5)
+    (run_id,) = re.findall(r"Run test \((\w+)\)", processes.log("coordinator"))
+    (invite,) = joining_words(processes.log("coordinator"))
+    join(machines, f"{ROUTER_IP}:31337/{run_id}", invite)
+    counts_within(output, 60)
+    wait_for(lambda: len(joining_words(processes.log("coordinator"))) == 2, "the line with its public address", 60)
+    assert (output / "coordinator").read_text().startswith(f"/ip4/{ROUTER_IP}/tcp/31337/")
+    # The invite is the same one; who has it already needs no new one.
+    first, second = (Invite.parse(words) for words in joining_words(processes.log("coordinator")))
+    assert first.ticket == second.ticket
+    assert second.addresses[0].startswith(f"/ip4/{ROUTER_IP}/tcp/31337/")
+
+
+def test_a_coordinator_in_a_cloud_is_told_its_address(tmp_path: Path, processes: Processes, one_to_one: None) -> None:
+    machines = Machines(tmp_path, processes)
+    output = serve_at_home(machines, processes, tmp_path, "--announce-maddrs", ROUTER_IP)
+    assert "no public address" not in processes.log("coordinator")
+    join(machines, *joining_words(processes.log("coordinator"))[0].split())
+    counts_within(output, 60)
+    assert (output / "coordinator").read_text().startswith(f"/ip4/{ROUTER_IP}/tcp/31337/")
+    # This router sends nothing back that a machine sends to its own public address; its peers lead to the run.
+    assert machines.start(HOME, "status", "coordinator.cli", "status", str(output), "--json").wait(60) == 0
 
 
 def test_a_peer_behind_a_router_works_with_public_ones(tmp_path: Path, processes: Processes, networks: None) -> None:

@@ -1,6 +1,12 @@
 import pytest
 
-from swarm_peer.addresses import check_own_addresses, check_peer_addresses, multiaddress, peer_address
+from swarm_peer.addresses import (
+    announced_addresses,
+    check_own_addresses,
+    check_peer_addresses,
+    multiaddress,
+    peer_address,
+)
 from swarm_peer.errors import UserError
 
 ID = "12D3KooWQesj3rCQXBSXiQYgCbooCQU8No5gkgRdpAaK8ahDYgsJ"
@@ -76,10 +82,31 @@ def test_options_are_checked_as_typed():
         (("host.example.org:5",), (), "listen on an IP address, such as 0.0.0.0, and announce the name"),
         (("0.0.0.0:5",), ("host.example.org:0",), "--announce-maddrs host.example.org:0: nobody can dial port 0"),
         (("0.0.0.0:5",), ("/ip4/1.2.3.4/tcp/0",), "--announce-maddrs /ip4/1.2.3.4/tcp/0: nobody can dial port 0"),
-        (("0.0.0.0:5",), ("host",), "'host' is no address"),
+        (("0.0.0.0:5",), ("1.2.3",), "1.2.3' is no address"),
     ],
 )
 def test_what_cannot_be_listened_on_or_announced(host_maddrs, announce_maddrs, words):
     with pytest.raises(UserError) as caught:
         check_own_addresses(host_maddrs, announce_maddrs)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1.2.3.4", ["/ip4/1.2.3.4/tcp/7", "/ip4/1.2.3.4/tcp/8"]),
+        ("1.2.3.4:5", ["/ip4/1.2.3.4/tcp/5"]),
+        ("[::1]", ["/ip6/::1/tcp/7", "/ip6/::1/tcp/8"]),
+        ("vm.example.org", ["/dns/vm.example.org/tcp/7", "/dns/vm.example.org/tcp/8"]),
+        ("/ip4/1.2.3.4", ["/ip4/1.2.3.4/tcp/7", "/ip4/1.2.3.4/tcp/8"]),
+        ("/ip4/1.2.3.4/tcp/5", ["/ip4/1.2.3.4/tcp/5"]),
+    ],
+)
+def test_a_host_that_is_announced_alone_takes_the_ports_that_are_listened_on(text, expected):
+    assert announced_addresses((text,), (7, 8)) == expected
+
+
+def test_a_host_alone_needs_a_port_to_be_known():
+    check_own_addresses(("0.0.0.0",), ("1.2.3.4", "vm.example.org"))
+    with pytest.raises(UserError, match=r"--announce-maddrs 1\.2\.3\.4: name a port, since --host-maddrs leaves it"):
+        check_own_addresses(("0.0.0.0:0",), ("1.2.3.4",))

@@ -108,6 +108,7 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
         run_key=RUN,
         output=tmp_path,
         address_file=tmp_path / "line",
+        is_announced=False,
         say=said.append,
     )
 

@@ -6,17 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import anyio
 import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from test_wire_places import manifest
 
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.addresses import GREETING, is_tcp_address, listening
+from swarm_peer.runtime.network.addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Ways
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, place_of
@@ -133,6 +136,62 @@ def test_addresses_of_a_peer(host):
 )
 def test_what_is_no_plain_address_of_a_peer(address):
     assert not is_tcp_address(address.replace("ME", ME.peer_id).replace("OTHER", OTHER.peer_id), ME.peer_id)
+
+
+@pytest.mark.parametrize(
+    ("host", "elsewhere", "on_loopback"),
+    [
+        ("ip4/1.2.3.4", True, True),
+        ("ip4/10.1.2.3", True, True),
+        ("ip6/2600::1", True, True),
+        ("dns/peer-1.example.org", True, True),
+        ("ip4/127.0.0.1", False, True),
+        ("ip4/127.9.9.9", False, True),
+        ("ip6/::1", False, True),
+        ("ip6/::ffff:127.0.0.1", False, True),
+        ("ip4/0.0.0.0", False, False),
+        ("ip6/::", False, False),
+        ("ip6/::ffff:0.0.0.0", False, False),
+        ("ip4/224.0.0.1", False, False),
+        ("ip6/ff02::1", False, False),
+        ("ip4/169.254.169.254", False, False),
+        ("ip6/fe80::1", False, False),
+        ("ip6/::ffff:169.254.169.254", False, False),
+        ("ip4/255.255.255.255", False, False),
+    ],
+)
+def test_addresses_that_are_dialled(host, elsewhere, on_loopback):
+    address = f"/{host}/tcp/22/p2p/{ME.peer_id}"
+    for own, expected in (
+        (["/ip4/10.0.0.5/tcp/1", "/ip4/127.0.0.1/tcp/1"], elsewhere),
+        (["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1"], on_loopback),
+    ):
+        assert is_dialable(address, own) is expected
+
+
+async def test_a_name_is_resolved_before_it_is_dialled(monkeypatch):
+    async def getaddrinfo(name, port, *, family, type):
+        assert name == "peer.example.org"
+        hosts = {socket.AF_INET: ["1.2.3.4"], socket.AF_INET6: ["fe80::1%eth0"]}
+        found = [host for kind, of_kind in hosts.items() if family in (kind, socket.AF_UNSPEC) for host in of_kind]
+        return [(None, type, 0, "", (host, 0)) for host in found]
+
+    monkeypatch.setattr(anyio, "getaddrinfo", getaddrinfo)
+    rest = f"tcp/5/p2p/{ME.peer_id}"
+    both = [f"/ip4/1.2.3.4/{rest}", f"/ip6/fe80::1/{rest}"]
+    assert await resolved(f"/dns/peer.example.org/{rest}") == both
+    assert [await resolved(f"/dns{kind}/peer.example.org/{rest}") for kind in (4, 6)] == [[each] for each in both]
+    assert await resolved(f"/ip4/1.2.3.4/{rest}") == both[:1]
+
+
+@pytest.mark.parametrize(("own", "dialled"), [("/ip4/10.0.0.5/tcp/1", False), ("/ip4/127.0.0.1/tcp/1", True)])
+async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
+    p2p = object.__new__(GuardedP2P)
+    p2p._visible_maddrs, p2p._client = [own], SimpleNamespace(connect=AsyncMock())
+    p2p.announced = lambda peer_id: [f"/dns4/localhost/tcp/22/p2p/{peer_id}"]
+    await p2p.dial(PeerID.from_base58(OTHER.peer_id))
+    to = [str(address) for call in p2p._client.connect.await_args_list for address in call.args[1]]
+    assert to == ["/ip4/127.0.0.1/tcp/22"] * dialled
 
 
 @pytest.mark.parametrize("field", ["value", "subkey"])

@@ -1,4 +1,6 @@
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from contexts import MovedClock
@@ -30,7 +32,8 @@ class Announcements:
 
     def __init__(self):
         self.serials = {"a": 1, "b": 1}
-        self.addresses = ()
+        self.addresses = ()  # of this node
+        self.announced = ()
         self.left = set()  # of stage 1
         self.elsewhere = {}  # by stage and peer
         self.stored = []
@@ -45,7 +48,7 @@ class Announcements:
             peer: ANNOUNCEMENT.model_copy(
                 update={
                     "serial": serial,
-                    "addresses": self.addresses,
+                    "addresses": self.announced,
                     "state": "left" if peer in self.left else "serving",
                 }
             )
@@ -111,6 +114,16 @@ async def test_a_newer_life_is_seen_after_the_goodbye_of_the_former_one(director
     dht.serials["a"] = 6
     await directory.refresh([0, 1])
     assert seen(directory) == ["a", "b"]
+
+
+async def test_who_was_revoked_is_gone_at_once(directory, dht):
+    dht.passes = SimpleNamespace(is_revoked=lambda peer_id: peer_id == "a")
+    dht.p2p = SimpleNamespace(tell_revocations=AsyncMock())
+    await directory.drop_revoked()
+    assert seen(directory) == ["b"]
+    dht.p2p.tell_revocations.assert_awaited_once_with("a")
+    await directory.refresh([0, 1])
+    assert seen(directory) == ["b"], "its last announcement is still about"
 
 
 async def test_who_has_left_its_stage_is_gone_at_once(directory, dht):
@@ -183,7 +196,7 @@ async def test_strangers_cannot_be_dropped(directory):
 async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     here, there = (Identity.generate().peer_id for _ in range(2))
     dht.serials = {here: 1, there: 1}
-    dht.addresses = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", f"/unix/x/p2p/{here}", "")
+    dht.announced = (f"/ip4/1.2.3.4/tcp/5/p2p/{here}", "/ip4/1.2.3.4", f"/unix/x/p2p/{here}", "")
     directory = Directory(
         manifest=MANIFEST, dht=dht, clock=SystemClock(), metrics=PeerMetrics(), changed=Condition(), device="cpu"
     )
@@ -192,6 +205,16 @@ async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):
     assert directory.addresses() == [f"/ip4/1.2.3.4/tcp/5/p2p/{here}"], "the other one tells of a stranger"
     directory.drop(here)
     assert directory.addresses() == []
+
+
+@pytest.mark.parametrize(("own", "number"), [("/ip4/192.168.1.5/tcp/7", 0), ("/ip4/127.0.0.1/tcp/7", 1)])
+async def test_nobody_is_sought_on_this_machine_unless_the_whole_swarm_is_there(dht, own, number):
+    here = Identity.generate().peer_id
+    dht.serials, dht.addresses = {here: 1}, (f"{own}/p2p/me",)
+    dht.announced = (f"/ip4/127.0.0.1/tcp/22/p2p/{here}", f"/ip4/0.0.0.0/tcp/22/p2p/{here}")
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=MovedClock(), metrics=PeerMetrics(), changed=Condition())
+    await directory.refresh([1])
+    assert directory.addresses() == list(dht.announced[:number])
 
 
 # --- this peer's own announcements ------------------------------------------------------------------------------------

@@ -3,16 +3,21 @@
 import socket
 import sys
 from subprocess import PIPE, Popen
+from types import SimpleNamespace
 
+import anyio
 import msgpack
 import pytest
+from hivemind.p2p import PeerID
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.runtime.host import ports
 from swarm_peer.runtime.host.ports import with_port
-from swarm_peer.runtime.network.reachability import Sight, Ways, parse_sight, ways_to
+from swarm_peer.runtime.network import reachability
+from swarm_peer.runtime.network.reachability import Reachability, Sight, Ways, parse_sight, ways_to
+from swarm_peer.wire.identity import Identity
 
 LOOPBACK, HOME, CLOUD = "/ip4/127.0.0.1/tcp/7", "/ip4/192.168.1.5/tcp/7", "/ip4/11.0.0.5/tcp/7"
 NAME = "/dns4/me.example.org/tcp/9"
@@ -67,6 +72,60 @@ def test_an_answer_is_a_sight_or_refused(data):
     except InvalidMessage:
         return
     assert sight.host.startswith("/ip")
+
+
+class FakeP2P:
+    """A client of libp2p that is connected to some peers."""
+
+    def __init__(self, *peers):
+        self.peers = [SimpleNamespace(peer_id=PeerID.from_base58(peer)) for peer in peers]
+        self.peer_id = PeerID.from_base58(Identity.generate().peer_id)
+        self.looks = 0
+
+    async def add_binary_stream_handler(self, *_):
+        pass
+
+    async def get_visible_maddrs(self, latest):
+        return [f"{HOME}/p2p/{self.peer_id.to_base58()}"]
+
+    async def list_peers(self):
+        self.looks += 1
+        return self.peers
+
+
+async def test_newcomers_are_asked_until_one_of_them_sees_the_node_from_outside(monkeypatch):
+    neighbour, far, later = (Identity.generate().peer_id for _ in range(3))
+    asked = []
+
+    async def ask(_, peer_id):
+        asked.append(peer_id.to_base58())
+        return sees("192.168.1.5", 7) if asked[-1] == neighbour else sees("11.0.0.9", 7)
+
+    monkeypatch.setattr(Reachability, "_ask", ask)
+    monkeypatch.setattr(reachability, "LOOK_S", 0.001)
+    p2p = FakeP2P()
+    node = Reachability(p2p, [HOME], ())
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.run)
+            for newcomer, expected in ((neighbour, (HOME,)), (far, ("/ip4/11.0.0.9/tcp/7", HOME))):
+                p2p.peers = [*p2p.peers, *FakeP2P(newcomer).peers]
+                while newcomer not in asked or node.ways.addresses != expected:  # noqa: ASYNC110
+                    await anyio.sleep(0.001)
+            p2p.peers = [*p2p.peers, *FakeP2P(later).peers]
+            enough = p2p.looks + 3
+            while p2p.looks < enough:  # noqa: ASYNC110
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+    assert later not in asked
+
+
+@pytest.mark.parametrize(("wanted", "warnings"), [("/ip4/0.0.0.0/tcp/7", 1), ("/ip4/0.0.0.0/tcp/0", 0)])
+async def test_only_a_port_that_stays_is_to_be_forwarded(wanted, warnings, caplog):
+    node = await Reachability.begin(FakeP2P(), (), [wanted])
+    node._conclude([sees("11.0.0.9")])
+    assert node.ways.is_reachable is False
+    assert caplog.text.count("not_reachable") == warnings
 
 
 def test_a_sight_is_read_as_it_is_written():

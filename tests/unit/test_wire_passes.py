@@ -122,11 +122,21 @@ def test_what_was_revoked_holds_no_more(checker: PassChecker) -> None:
     with pytest.raises(NotAdmitted, match="revoked"):
         checker.check(ALICE, friends.pass_for(ALICE))
     checker.check(ALICE, others.pass_for(ALICE))
+    assert not checker.is_revoked(ALICE)
     assert checker.learn(revoking(serial=2, peers=(ALICE,)))
+    assert checker.is_revoked(ALICE)
     with pytest.raises(NotAdmitted, match="revoked"):
         checker.check(ALICE, others.pass_for(ALICE))
     assert not checker.learn(revoking(serial=1)), "an older list is played back"
     assert not checker.learn(b"")
+
+
+def test_who_came_by_a_revoked_invite_is_known_by_it(checker: PassChecker) -> None:
+    friends, others = invite(), invite(label="others")
+    checker.check(ALICE, friends.pass_for(ALICE))
+    checker.check(BOB, others.pass_for(BOB))
+    checker.learn(revoking(tickets=(friends.key.peer_id,)))
+    assert [checker.is_revoked(peer) for peer in (ALICE, BOB, MALLORY)] == [True, False, False]
 
 
 def test_what_was_revoked_outlives_a_restart(checker: PassChecker, clock: Clock, tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import Sequence
 from contextlib import closing
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 
 import anyio
 
@@ -77,6 +78,40 @@ def is_public(address: str) -> bool:
 def is_loopback(address: str) -> bool:
     """Whether an address can be reached from its own machine only."""
     return address.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def is_dialable(address: str, own: Sequence[str]) -> bool:
+    """Whether an address that somebody else announces may be dialled.
+
+    It may not be one of this machine itself, whose services trust their own machine, nor one of no single machine.
+    Names are: they are to be resolved first.
+
+    Args:
+        own: addresses of the node that dials; if all are of loopback, so is the whole swarm
+    """
+    try:
+        host = ip_address(address.split("/")[2])
+    except ValueError:
+        return True
+    if isinstance(host, IPv6Address):
+        host = host.ipv4_mapped or host
+    if host.is_loopback:
+        return all(map(is_loopback, own))
+    return not (host.is_unspecified or host.is_multicast or host.is_link_local or host.is_reserved)
+
+
+async def resolved(address: str) -> list[str]:
+    """An address, with each IP address that its host has now, if that is a name."""
+    match address.split("/"):
+        case ["", "dns" | "dns4" | "dns6" as kind, name, *rest]:
+            family = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}[kind]
+            try:
+                found = await anyio.getaddrinfo(name, None, family=family, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError):  # nobody has it, or it is none
+                return []
+            hosts = [ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+            return ["/".join(["", f"ip{host.version}", str(host), *rest]) for host in hosts]
+    return [address]
 
 
 def metrics_address(host: str, port: int | None, addresses: Sequence[str]) -> str:

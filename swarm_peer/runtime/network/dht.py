@@ -14,7 +14,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.addresses import multiaddress, own_address
+from swarm_peer.addresses import announced_address, announced_addresses, own_address
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, SwarmError, UserError
 from swarm_peer.policy.leadership import Term
@@ -22,7 +22,7 @@ from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.ports import FIRST_PORT, with_port
-from swarm_peer.runtime.network.addresses import listening
+from swarm_peer.runtime.network.addresses import listening, ports_of
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, PassBearer, refusal_of
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Reachability, Ways
@@ -115,13 +115,13 @@ class SwarmDHT:
         Raises:
             UserError: an address is malformed, no initial peer answers, or a port is taken
         """
-        host_maddrs = [own_address(address) for address in host_maddrs]
-        announce_maddrs = [multiaddress(address) for address in announce_maddrs]
-        initial_peers = await _checked(initial_peers, (*host_maddrs, *announce_maddrs))
+        host_maddrs = list(map(own_address, host_maddrs))
+        initial_peers = await _checked(initial_peers, (*host_maddrs, *map(announced_address, announce_maddrs)))
         clock = SystemClock()
         validator = SignedRecordValidator(clock, PassChecker.for_holder(invite, identity, clock))
         async with AsyncExitStack() as opened:
             host_maddrs = [opened.enter_context(with_port(address, first_port)) for address in host_maddrs]
+            announce_maddrs = announced_addresses(announce_maddrs, ports_of(host_maddrs))
             try:
                 p2p = await GuardedP2P.create(
                     initial_peers=list(initial_peers) or None,
@@ -137,7 +137,7 @@ class SwarmDHT:
                 opened.push_async_callback(_in_time, p2p.shutdown)
                 p2p.passes = validator.passes
                 node = await _join(p2p, initial_peers, validator)
-                reachability = await Reachability.begin(p2p, announce_maddrs)
+                reachability = await Reachability.begin(p2p, announce_maddrs, host_maddrs)
             except UserError:
                 raise
             except Exception as error:  # hivemind raises errors of many types

@@ -21,7 +21,7 @@ from swarm_peer.policy.view import (
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.addresses import is_tcp_address
+from swarm_peer.runtime.network.addresses import is_dialable, is_tcp_address
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
 
@@ -168,9 +168,11 @@ class Directory:
         return [address for peer in self.view.peers for address in self.addresses_of(peer.peer_id)]
 
     def addresses_of(self, peer_id: str) -> list[str]:
-        """The addresses that a peer announces; none if it is not known."""
+        """The addresses that a peer announces, those left out that are not to be dialled; none if it is not known."""
         announced = self._peers[peer_id][0].addresses if peer_id in self._peers else ()
-        return [address for address in announced if is_tcp_address(address, peer_id)]  # a peer can announce any text
+        own = self._dht.addresses
+        # A peer can announce any text.
+        return [each for each in announced if is_tcp_address(each, peer_id) and is_dialable(each, own)]
 
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
@@ -187,6 +189,21 @@ class Directory:
             log.info("peer_dropped peer=%s stage=%d", peer_id, known[0].stage)
             self._dropped[peer_id] = last
             self._rebuild()
+
+    async def drop_revoked(self) -> None:
+        """Take peers that may take part no more out of the view, and tell them; their announcements may be fresh."""
+        revoked = [peer.peer_id for peer in self.view.peers if self._dht.passes.is_revoked(peer.peer_id)]
+        for peer_id in revoked:
+            self.drop(peer_id)
+        async with anyio.create_task_group() as tasks:
+            for peer_id in revoked:
+                tasks.start_soon(self._dht.p2p.tell_revocations, peer_id)
+
+    async def keep_revoked_out(self, every_s: float) -> None:
+        """Do so again and again, until cancelled."""
+        while True:
+            await self.drop_revoked()
+            await anyio.sleep(every_s)
 
     async def announce(self) -> None:
         """Announce this peer as it is now; that it has left its stage is announced once.

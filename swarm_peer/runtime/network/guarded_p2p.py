@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import anyio
@@ -18,14 +19,20 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.errors import NotAdmitted
+from swarm_peer.errors import CallError, NotAdmitted
 from swarm_peer.runtime.host.processes import in_own_session
+from swarm_peer.runtime.network.addresses import is_dialable, resolved
+from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.wire.frames import Frame, FrameType
+from swarm_peer.wire.messages import PROTOCOL
 
 log = logging.getLogger(__name__)
 
 # To connect at announced addresses. Half of a caller's time is left for what libp2p itself knows of the peer.
 DIAL_TIMEOUT_S = 5.0
+# For what is written last on a stream to arrive.
+FAREWELL_S = 2.0
 # To ask all initial peers why they do not answer.
 REFUSAL_TIMEOUT_S = 5.0
 
@@ -55,14 +62,36 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
         A failure says nothing. The peer may be known elsewhere, or have dialled this node.
         """
-        if addresses := self.announced(peer_id.to_base58()):
+        if announced := self.announced(peer_id.to_base58()):
             try:
                 with anyio.fail_after(DIAL_TIMEOUT_S):
-                    await self._client.connect(
-                        peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
-                    )
+                    # Resolved here, and not by libp2p: a name may lead to this machine.
+                    found = [each for address in announced for each in await resolved(address)]
+                    own = list(map(str, self._visible_maddrs))
+                    if addresses := [address for address in found if is_dialable(address, own)]:
+                        await self._client.connect(
+                            peer_id, [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
+                        )
             except Exception as error:  # hivemind's client raises errors of many types
-                log.debug("not_dialled peer=%s addresses=%s reason=%r", peer_id, " ".join(addresses), error)
+                log.debug("not_dialled peer=%s addresses=%s reason=%r", peer_id, " ".join(announced), error)
+
+    async def tell_revocations(self, peer_id: str) -> None:
+        """Tell a peer what the run's operator has revoked.
+
+        A peer that was revoked is refused by all who know of it, the DHT's nodes included, so it may not find the list
+        by itself. A failure says nothing.
+        """
+        shown = {"pass": self.passes.own_pass, "revocations": self.passes.revocations}
+        try:
+            with on_network(DIAL_TIMEOUT_S, errors=(Exception,)):  # as of any call of hivemind's client
+                _, reader, writer = await self.call_binary_stream_handler(PeerID.from_base58(peer_id), PROTOCOL)
+                with closing(writer):
+                    writer.write(Frame(FrameType.HELLO, 0, "", shown).head())
+                    # To close at once would reset the stream, with the list that is still on its way.
+                    with anyio.move_on_after(FAREWELL_S):
+                        await reader.read(1)
+        except CallError as error:
+            log.debug("revocations_not_told peer=%s reason=%s", peer_id, error)
 
     async def add_protobuf_handler(
         self, name: str, handler: Callable[..., Any], input_protobuf_type: Any, **options: Any

@@ -122,6 +122,11 @@ class PassChecker:
                 raise NotAdmitted(f"the invite {known.ticket.label} is for {most} peers at a time, and all are here")
         seen_s[known.peer_id] = now_s
 
+    def is_revoked(self, peer_id: str) -> bool:
+        """Whether the operator has revoked a peer, or all invites by which this node has seen it come."""
+        tickets = {ticket for ticket, seen_s in self._seen_s.items() if peer_id in seen_s}
+        return peer_id in self._revocations.peers or (bool(tickets) and tickets <= set(self._revocations.tickets))
+
     def members(self) -> dict[str, list[str]]:
         """The peers that this node has seen lately, by the key of their ticket."""
         return {ticket: list(seen_s) for ticket, seen_s in self._seen_s.items() if seen_s}

@@ -39,7 +39,7 @@ PEERS_ASKED = 5
 MAX_REQUEST_BYTES = 4096
 ANSWER_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
 # Pause between looks at this machine's own addresses, and between questions as long as those stay the same. Until
-# somebody has answered, a node asks at each look.
+# somebody has answered, a node asks at each look; until somebody from outside has, it asks newcomers, too.
 LOOK_S = 15.0
 ASK_EVERY_S = 300.0
 
@@ -105,22 +105,32 @@ class Reachability:
         ways: what is known by now
     """
 
-    def __init__(self, p2p: GuardedP2P, own: Sequence[str], announced: Sequence[str]):
+    def __init__(self, p2p: GuardedP2P, own: Sequence[str], announced: Sequence[str], *, can_be_forwarded: bool = True):
+        """Make what knows this machine's own addresses alone.
+
+        Args:
+            own: see ways_to
+            announced: see ways_to
+            can_be_forwarded: whether the port will be the same one when the node starts anew
+        """
         self._p2p = p2p
+        self._can_be_forwarded = can_be_forwarded
         self._own = list(own)
         self._announced = announced
         self._rng = random.Random(p2p.peer_id.to_base58())
         self._asking: set[str] = set()
+        self._asked: set[PeerID] = set()  # of those that this node is connected to
         self.ways = ways_to(own, announced, ())
 
     @classmethod
-    async def begin(cls, p2p: GuardedP2P, announced: Sequence[str]) -> Reachability:
+    async def begin(cls, p2p: GuardedP2P, announced: Sequence[str], wanted: Sequence[str]) -> Reachability:
         """As this machine sees it by itself.
 
         Args:
             announced: the addresses that the node's operator has named
+            wanted: the addresses to listen on; port 0 is any
         """
-        return cls(p2p, await _own_addresses(p2p), announced)
+        return cls(p2p, await _own_addresses(p2p), announced, can_be_forwarded=0 not in ports_of(wanted))
 
     async def run(self) -> None:
         """Answer others, and ask anew now and then, until cancelled."""
@@ -133,9 +143,12 @@ class Reachability:
                 own = await _own_addresses(self._p2p)
                 now_s = anyio.current_time()
                 has_moved = own != self._own
-                if has_moved or not sights or now_s >= asked_s + ASK_EVERY_S:
+                peers = await self._connected()
+                is_seen = any(sight.is_from_outside for sight in sights)
+                has_news = has_moved or not sights or not (is_seen or self._asked.issuperset(peers))
+                if has_news or now_s >= asked_s + ASK_EVERY_S:
                     self._own, asked_s = own, now_s
-                    sights = await self._ask_some()
+                    sights = await self._ask_some(peers)
                     if sights or has_moved:  # what is known holds as long as nobody answers
                         self._conclude(sights)
             except CallError as error:
@@ -146,7 +159,7 @@ class Reachability:
         before, self.ways = self.ways, ways_to(self._own, self._announced, sights)
         if before != self.ways:
             log.info("addresses_changed addresses=%s", " ".join(self.ways.addresses))
-        if self.ways.is_reachable is False and before.is_reachable is not False:
+        if self._can_be_forwarded and self.ways.is_reachable is False and before.is_reachable is not False:
             ports = " and ".join(map(str, ports_of(self._announced or self._own)))
             log.warning(
                 "not_reachable closed=%s: others cannot dial this node; forward TCP port %s of the router to this "
@@ -155,10 +168,15 @@ class Reachability:
                 ports,
             )
 
-    async def _ask_some(self) -> list[Sight]:
-        """Ask some of the peers that this node is connected to."""
+    async def _connected(self) -> list[PeerID]:
         with _of_daemon():
-            peers = [info.peer_id for info in await self._p2p.list_peers()]
+            return [info.peer_id for info in await self._p2p.list_peers()]
+
+    async def _ask_some(self, peers: Sequence[PeerID]) -> list[Sight]:
+        """Ask some peers; first those that have not been asked."""
+        self._asked.intersection_update(peers)
+        chosen = sorted(self._rng.sample(peers, len(peers)), key=self._asked.__contains__)[:PEERS_ASKED]
+        self._asked.update(chosen)
         sights: list[Sight] = []
 
         async def ask(peer_id: PeerID) -> None:
@@ -168,7 +186,7 @@ class Reachability:
                 log.debug("reachability_unknown peer=%s reason=%s", peer_id, error)
 
         async with anyio.create_task_group() as tasks:
-            for peer_id in self._rng.sample(peers, min(PEERS_ASKED, len(peers))):
+            for peer_id in chosen:
                 tasks.start_soon(ask, peer_id)
         return sights
 
