@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ def ctrl_c(pid: int) -> None:
     os.killpg(pid, signal.SIGINT)
 
 
+def num_backward(log: str) -> float:
+    """How many backward passes a peer has done, by the metrics that it serves."""
+    port = log.partition("metrics_served host=127.0.0.1 port=")[2].split()[0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        return float(answer.read().decode().partition("\nswarm_backward_duration_seconds_count ")[2].split()[0])
+
+
 def test_ctrl_c_lets_a_peer_hand_over_its_work_and_a_coordinator_go_in_peace(
     tmp_path: Path, processes: Processes
 ) -> None:
@@ -30,14 +38,15 @@ def test_ctrl_c_lets_a_peer_hand_over_its_work_and_a_coordinator_go_in_peace(
     wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line")
     invite = next(word for word in processes.log("coordinator").split() if word.startswith("swarm-invite-"))
     peers = {
-        name: processes.start(name, *PEER, "--initial-peers", invite, "--stage", name[0])
+        name: processes.start(name, *PEER, "--initial-peers", invite, "--stage", name[0], "--metrics-port", "0")
         for name in ("0.0", "1.0", "1.1")
     }
     for name in peers:
         wait_for(lambda name=name: "serving stage" in processes.log(name), f"the service of {name}")
     wait_for(lambda: (output / "peers").exists(), "the coordinator's sight of peers")
 
-    # In the middle of a long round, so that it has a gradient to hand over.
+    # In the middle of a long round, when it has a gradient to hand over.
+    wait_for(lambda: num_backward(processes.log("1.1")), "its first microbatch")
     leaving = peers["1.1"]
     daemons = children_of(leaving.pid)
     assert [os.getpgid(daemon) == leaving.pid for daemon in daemons] == [False], "Ctrl+C would end it in a few seconds"
