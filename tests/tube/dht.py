@@ -42,8 +42,13 @@ class TubeNode:
         self.places = self._validator.places
         self._records: dict[bytes, dict[str, tuple[list[bytes], float]]] = {}
         self._silent_until: dict[str, float] = {}
-        self.p2p = SimpleNamespace(_child=SimpleNamespace(wait=anyio.sleep_forever))
+        self.p2p = SimpleNamespace(
+            _child=SimpleNamespace(wait=anyio.sleep_forever), tell_revocations=self._tell_revocations
+        )
         self.cache_refresh_task = None
+
+    async def _tell_revocations(self, peer_id: str) -> None:
+        """Each host hears of a revocation at a moment of its own: see the fault."""
 
     async def shutdown(self) -> None:
         """Nothing of it stays."""

@@ -32,13 +32,11 @@ log = logging.getLogger(__name__)
 MAX_LAUNCHES = 20
 # Pause before a failed microbatch is launched again. The peers of later stages were tried with backoff already.
 RELAUNCH_PAUSE_S = 0.5
-# Pause between exchanges of counts while other peers finish the round, and while this peer's last microbatches of the
-# round are in flight.
-IDLE_PAUSE_S = 0.1
-LAST_PAUSE_S = 0.5
 # Two stage-0 peers may have no peer in common at later stages, and then no microbatch brings them news of each other.
-# Each exchanges counts with some others this often, so long before any of them is taken for silent.
+# Each exchanges counts with some others this often, so long before any of them is taken for silent; and more often from
+# when it has launched its own share of a round. With all others that would take a core where there are eight of them.
 NEWS_EVERY_S = 5.0
+LAST_NEWS_EVERY_S = 0.5
 PEERS_TOLD = 2
 
 
@@ -146,31 +144,53 @@ class MicrobatchLauncher:
             tasks.cancel_scope.cancel()
 
     async def _exchange_at_end(self) -> None:
-        """Exchange counts within stage 0 at the end of a round: from when this peer has launched its own share."""
+        """Exchange counts within stage 0 at the end of a round: from when this peer has launched its own share.
 
-        def is_at_end() -> bool:
-            return self._admission.is_open and self._wants_samples() and not self._has_own_to_launch()
-
+        It does so with all others then, since it may go on with what they have left; and with all when what it has
+        launched is back, since they wait for its last counts.
+        """
         while True:
-            await self._context.changed.wait_for(is_at_end)
-            present, was_idle = self._rounds.current, self._in_flight == 0
-            await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(0))
+            await self._context.changed.wait_for(lambda: self._is_at_end(self._rounds.current))
+            present = self._rounds.current
+            await self._swarm.gossip.tell(self._other_launchers())
             self._heard_others = present
             self._context.changed.notify()  # there may be something to launch now
-            if was_idle:
-                await anyio.sleep(IDLE_PAUSE_S)
-            else:
-                with anyio.move_on_after(LAST_PAUSE_S):  # the others wait for the counts of the last ones
-                    await self._context.changed.wait_for(lambda: self._in_flight == 0)
-            self._context.changed.notify()  # some peer may have lost its share by its silence meanwhile
+            while self._is_at_end(present):
+                was_idle = self._in_flight == 0
+                with anyio.move_on_after(LAST_NEWS_EVERY_S) as pause:
+                    await self._until_busy_or_idle(present, was_idle)
+                if not self._is_at_end(present):
+                    break
+                if pause.cancelled_caught:
+                    await self._tell_some()
+                elif not was_idle:
+                    await self._swarm.gossip.tell(self._other_launchers())
+                self._context.changed.notify()  # some peer may have lost its share by its silence meanwhile
+
+    def _is_at_end(self, present: Round) -> bool:
+        """Whether a round goes on without anything that this peer alone may launch."""
+        is_open = present is self._rounds.current and self._admission.is_open
+        return is_open and self._wants_samples() and not self._has_own_to_launch()
+
+    async def _until_busy_or_idle(self, present: Round, was_idle: bool) -> None:
+        def has_changed() -> bool:
+            return not self._is_at_end(present) or (self._in_flight == 0) != was_idle
+
+        await self._context.changed.wait_for(has_changed)
 
     async def _exchange_sometimes(self) -> None:
         """Exchange counts with some other stage-0 peers, all the time."""
         while True:
             await anyio.sleep(NEWS_EVERY_S)
-            others = [peer.peer_id for peer in self._swarm.view().serving(0) if peer.peer_id != self._me.peer_id]
             if self._admission.is_open and self._wants_samples():
-                await self._swarm.gossip.tell(self._rng.sample(others, min(PEERS_TOLD, len(others))))
+                await self._tell_some()
+
+    async def _tell_some(self) -> None:
+        others = self._other_launchers()
+        await self._swarm.gossip.tell(self._rng.sample(others, min(PEERS_TOLD, len(others))))
+
+    def _other_launchers(self) -> list[str]:
+        return [peer.peer_id for peer in self._swarm.view().serving(0) if peer.peer_id != self._me.peer_id]
 
     def _may_launch(self) -> bool:
         """Whether there is a microbatch to launch, or a validation to compute, in the present round."""
