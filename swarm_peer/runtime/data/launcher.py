@@ -34,7 +34,7 @@ MAX_LAUNCHES = 20
 RELAUNCH_PAUSE_S = 0.5
 # Two stage-0 peers may have no peer in common at later stages, and then no microbatch brings them news of each other.
 # Each exchanges counts with some others this often, so long before any of them is taken for silent; and more often from
-# when it has launched its own share of a round. With all others that would take a core where there are eight of them.
+# when it has launched its own share of a round. With all others that would be a square of messages each time.
 NEWS_EVERY_S = 5.0
 LAST_NEWS_EVERY_S = 0.5
 PEERS_TOLD = 2
