@@ -233,7 +233,7 @@ class StageTrainer:
 
     @torch.no_grad()
     def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
-        """Add the gradients that a stage-mate has accumulated, with the same weights as this one."""
+        """Add the gradients that a stage-mate has accumulated in the same round."""
         parameters = list(self.module.parameters())
         assert [g.shape for g in sums] == [p.shape for p in parameters], "gradients of another stage"
         for parameter, total in zip(parameters, sums, strict=True):

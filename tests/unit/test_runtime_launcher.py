@@ -556,6 +556,25 @@ async def test_counts_are_exchanged_when_there_is_nothing_to_launch(monkeypatch)
         assert not world.executor.running
 
 
+async def test_all_others_are_told_once_and_then_some(monkeypatch):
+    monkeypatch.setattr(launcher, "LAST_NEWS_EVERY_S", 0.0)
+    async with World(global_batch_size=12 * SAMPLES) as world:
+        mates = [f"mate-{number}" for number in range(5)]
+        world.peers += [PeerView(peer_id=mate, stage=0, state=PeerState.SERVING) for mate in mates]
+        for mate in mates:  # they have claimed all but this peer's share, and are at it
+            world.progress.counter.merge(0, Life(mate), RoundCount(0, 2 * SAMPLES))
+        first, second = await world.executor.launched(2)
+        await until(lambda: len(world.told) > 3)
+        assert world.told[0] == mates, "its own share is launched"
+        assert {len(told) for told in world.told[1:]} == {launcher.PEERS_TOLD}
+        first.succeed()
+        second.succeed()
+        await until(lambda: world.told.count(mates) == 2)
+        num_told = len(world.told)
+        await until(lambda: len(world.told) > num_told + 3)
+        assert world.told.count(mates) == 2, "its last counts are told once"
+
+
 async def test_what_others_have_left_is_launched_when_they_were_heard_and_not_before():
     """Two stage-0 peers may have no peer in common later on. So this one may not know of any claim of its mate."""
     async with World() as world:

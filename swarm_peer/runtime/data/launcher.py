@@ -34,7 +34,7 @@ MAX_LAUNCHES = 20
 RELAUNCH_PAUSE_S = 0.5
 # Two stage-0 peers may have no peer in common at later stages, and then no microbatch brings them news of each other.
 # Each exchanges counts with some others this often, so long before any of them is taken for silent; and more often from
-# when it has launched its own share of a round. With all others that would be a square of messages each time.
+# when it has launched its own share of a round. If each told all others then, messages would grow with their square.
 NEWS_EVERY_S = 5.0
 LAST_NEWS_EVERY_S = 0.5
 PEERS_TOLD = 2
@@ -151,20 +151,21 @@ class MicrobatchLauncher:
         """
         while True:
             await self._context.changed.wait_for(lambda: self._is_at_end(self._rounds.current))
-            present = self._rounds.current
+            # As it was before the telling: what comes back meanwhile has not been told.
+            present, was_idle = self._rounds.current, self._in_flight == 0
             await self._swarm.gossip.tell(self._other_launchers())
             self._heard_others = present
             self._context.changed.notify()  # there may be something to launch now
             while self._is_at_end(present):
-                was_idle = self._in_flight == 0
                 with anyio.move_on_after(LAST_NEWS_EVERY_S) as pause:
                     await self._until_busy_or_idle(present, was_idle)
                 if not self._is_at_end(present):
                     break
-                if pause.cancelled_caught:
-                    await self._tell_some()
-                elif not was_idle:
+                is_done, was_idle = self._in_flight == 0 and not was_idle, self._in_flight == 0
+                if is_done:
                     await self._swarm.gossip.tell(self._other_launchers())
+                elif pause.cancelled_caught:
+                    await self._tell_some()
                 self._context.changed.notify()  # some peer may have lost its share by its silence meanwhile
 
     def _is_at_end(self, present: Round) -> bool:

@@ -200,7 +200,7 @@ class Directory:
                 tasks.start_soon(self._dht.p2p.tell_revocations, peer_id)
 
     async def keep_revoked_out(self, every_s: float) -> None:
-        """Do so again and again, until cancelled."""
+        """Look for revoked peers in the view every so often, as `drop_revoked` does, until cancelled."""
         while True:
             await self.drop_revoked()
             await anyio.sleep(every_s)
