@@ -119,6 +119,7 @@ def main() -> None:
             "validation_every": 0,
         },
         recovery={"snapshot_every": 1000},
+        limits={"announcement_s": 30},  # as runs have it by default; tests have less
     )
     measurement = ManyPeersMeasurement(peers=peers, sample_s=options.sample_s, rounds=options.rounds)
     adopt_orphans()

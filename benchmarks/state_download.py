@@ -59,7 +59,7 @@ def measure(mbit: float) -> dict[str, float]:
         data={"sequence_length": 63},
         training={"steps": 1000, "global_batch_size": SAMPLES_A_STEP, "microbatch_size": 2, "validation_every": 0},
         optimizer={"name": "adamw", "learning_rate": 1e-4, "momentum": 0.0},
-        limits={"hop_timeout_s": 60},
+        limits={"hop_timeout_s": 60, "announcement_s": 30},
     )
     measurement = DownloadMeasurement()
     with tempfile.TemporaryDirectory(prefix="swarm-") as folder:

@@ -231,7 +231,12 @@ def summarise(folder: Path, phases: list[dict[str, Any]]) -> dict[str, Any]:
 def make_manifest() -> RunManifest:
     """A run by invitation whose devices sleep."""
     training = {"steps": 1_000_000, "global_batch_size": 48, "microbatch_size": 2, "validation_every": 0}
-    manifest: RunManifest = tiny_manifest(name="strangers", training=training, recovery={"snapshot_every": 1000})
+    manifest: RunManifest = tiny_manifest(
+        name="strangers",
+        training=training,
+        recovery={"snapshot_every": 1000},
+        limits={"announcement_s": 30},  # as runs have it by default; tests have less
+    )
     return manifest
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.network.addresses import is_tcp_address
-from swarm_peer.runtime.network.dht import check_peer_address
+from swarm_peer.runtime.network.guarded_p2p import check_peer_address
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -48,10 +49,21 @@ STORED_KINDS = frozenset(
 )
 # The longest lifetime of a record is a day; the hour is for clocks that differ.
 LONGEST_LIFETIME_S = 25 * 3600.0
+# Clocks may differ by so much. By its author's clock, an announcement lasts for `limits.announcement_s`; a peer whose
+# clock is an hour ahead would be taken for present for an hour after its death.
+CLOCK_TOLERANCE_S = 30.0
 # Manifests of one run whose records are kept: its key may have published it anew, with more optimizer steps.
 MOST_MANIFESTS = 4
 # Their author is the run's key.
 _KINDS_OF_THE_RUN_KEY = (ManifestRecord.kind, TimelineRecord.kind, EndRecord.kind, RevocationsRecord.kind)
+
+
+class _Place(NamedTuple):
+    """A key's records are of this kind and of this run, and last so long at most."""
+
+    kind: str
+    run: str
+    longest_s: float = LONGEST_LIFETIME_S
 
 
 class RecordPlaces:
@@ -64,10 +76,10 @@ class RecordPlaces:
     def __init__(self, *, key_id: Callable[[str], bytes]):
         self._key_id = key_id
         self._run_id: str | None = None
-        # Kind and run of the records under each key: those that the run's key signs or warrants, and those of each of
-        # the run's manifests, by its hash, the newest last.
-        self._of_run: dict[bytes, tuple[str, str]] = {}
-        self._of_manifests: dict[str, dict[bytes, tuple[str, str]]] = {}
+        # The places under each key: of records that the run's key signs or warrants, and of those of each of the run's
+        # manifests, by its hash, the newest last.
+        self._of_run: dict[bytes, _Place] = {}
+        self._of_manifests: dict[str, dict[bytes, _Place]] = {}
 
     def keep_run(self, run_id: str, manifest: RunManifest) -> None:
         """Keep the records of this run alone, from now on."""
@@ -79,14 +91,17 @@ class RecordPlaces:
             revocations_key(run_id): RevocationsRecord.kind,
             coordination_key(run_id): CoordinationRecord.kind,
         }
-        self._of_run = {self._key_id(key): (kind, run_id) for key, kind in keys.items()}
+        self._of_run = {self._key_id(key): _Place(kind, run_id) for key, kind in keys.items()}
         self._keep_manifest(manifest)
 
     def _keep_manifest(self, manifest: RunManifest) -> None:
         stages = range(UNDECIDED, manifest.stages.count)
         keys = {stage_key(manifest.hash, stage): Announcement.kind for stage in stages}
         keys[progress_key(manifest.hash)] = ProgressRecord.kind
-        self._of_manifests[manifest.hash] = {self._key_id(key): (kind, manifest.hash) for key, kind in keys.items()}
+        longest_s = manifest.limits.announcement_s + CLOCK_TOLERANCE_S
+        self._of_manifests[manifest.hash] = {
+            self._key_id(key): _Place(kind, manifest.hash, longest_s) for key, kind in keys.items()
+        }
         for oldest in list(self._of_manifests)[:-MOST_MANIFESTS]:
             del self._of_manifests[oldest]
 
@@ -103,9 +118,8 @@ class RecordPlaces:
         # Before anything is built of it, and before its signature is checked.
         if not isinstance(envelope, bytes) or len(envelope) > MAX_STORED_BYTES:
             raise InvalidMessage(f"not an envelope of at most {MAX_STORED_BYTES} bytes")
-        if not lifetime_s <= LONGEST_LIFETIME_S:
-            raise InvalidMessage(f"to be kept for {lifetime_s:.0f} s; at most {LONGEST_LIFETIME_S:.0f} s go")
-        right = self._kind_and_run(key)
+        self.check_lifetime(key, lifetime_s)
+        right = self._place(key)
         if self._run_id is not None and right is None:
             raise InvalidMessage(f"a key that run {self._run_id} does not have")
         kind, run, body = open_envelope(envelope, author, place)
@@ -113,8 +127,8 @@ class RecordPlaces:
             raise InvalidMessage(f"a {kind:.20}, which is not stored")
         if self._run_id is None or right is None:
             return
-        if (kind, run) != right:
-            raise InvalidMessage(f"a {kind:.20} of run {run:.60} where a {right[0]} of run {right[1]} belongs")
+        if (kind, run) != (right.kind, right.run):
+            raise InvalidMessage(f"a {kind:.20} of run {run:.60} where a {right.kind} of run {right.run} belongs")
         if kind in _KINDS_OF_THE_RUN_KEY and author != self._run_id:
             raise InvalidMessage(f"a {kind} of {author:.60}; the key of run {self._run_id} signs it")
         if kind == CoordinationRecord.kind:
@@ -122,7 +136,18 @@ class RecordPlaces:
         elif kind == ManifestRecord.kind:
             self._learn(parse(ManifestRecord, body, kind))
 
-    def _kind_and_run(self, key: bytes) -> tuple[str, str] | None:
+    def check_lifetime(self, key: bytes, lifetime_s: float) -> None:
+        """Check that a record under a key does not last too long from now on.
+
+        Raises:
+            InvalidMessage: it does: its author's clock is ahead, or it is to be found after its author has gone
+        """
+        place = self._place(key)
+        longest_s = LONGEST_LIFETIME_S if place is None else place.longest_s
+        if not lifetime_s <= longest_s:
+            raise InvalidMessage(f"to be kept for {lifetime_s:.0f} s; at most {longest_s:.0f} s go")
+
+    def _place(self, key: bytes) -> _Place | None:
         found = (places[key] for places in (self._of_run, *self._of_manifests.values()) if key in places)
         return next(found, None)
 

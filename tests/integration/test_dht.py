@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
+from hivemind.dht import DHTID
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -82,6 +83,32 @@ async def test_a_revoked_peer_is_told_though_nobody_answers_it(tmp_path: Path) -
         await run.p2p.tell_revocations(me)
         with pytest.raises(NotAdmitted, match="revoked"):
             peer.passes.check_own(me)
+
+
+async def test_the_record_of_one_that_was_revoked_does_not_hide_those_of_others(tmp_path: Path) -> None:
+    """A node hands out all that it has under a key, and may not know of the revocation yet."""
+    run_key = Identity.load_or_create(tmp_path / "run")
+    invite = Invite.issue(run_key, (), label="a", expires=2**31, at_once=9)
+    key = end_key(run_key.peer_id)
+    async with (
+        open_node(tmp_path / "run", Entrance((), invite), LOOPBACK) as run,
+        open_node(tmp_path / "peer", Entrance(tuple(run.addresses), invite), LOOPBACK) as peer,
+        open_node(tmp_path / "third", Entrance(tuple(run.addresses), invite), LOOPBACK) as third,
+    ):
+
+        async def given() -> set[str]:
+            """The authors of the records that the third node takes of those that the run's node gives."""
+            key_id = DHTID.generate(source=key)
+            answer = await third._node.protocol.call_find(run.p2p.peer_id, [key_id])
+            found, _ = answer[key_id]
+            return {author for author, _ in found.value.items()}
+
+        for node in (run, peer):
+            assert await node.store(key, EndRecord(begun=1, reason="done"), run_key.peer_id, 60.0)
+        assert await given() == {run.identity.peer_id, peer.identity.peer_id}
+        record = Revocations(serial=1, tickets=(), peers=(peer.identity.peer_id,))
+        third.passes.learn(seal(record, run_key.peer_id, run_key))
+        assert await given() == {run.identity.peer_id}
 
 
 async def test_a_peer_is_dialled_where_it_announces_itself(tmp_path: Path) -> None:

@@ -97,15 +97,17 @@ class TubeNode:
 
     def keep(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:
         """Store a record here, if it is valid and newer than the one that is here."""
-        packed = MSGPackSerializer.dumps
-        record = DHTRecord(key, packed(author), packed(value), expiration)
         known = self._records.setdefault(key, {})
-        if not self._validator.validate(record):
+        if not self._is_valid(key, author, value, expiration):
             return False
         if author in known and known[author][1] >= expiration:
             return False
         known[author] = (value, expiration)
         return True
+
+    def _is_valid(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:
+        packed = MSGPackSerializer.dumps
+        return self._validator.validate(DHTRecord(key, packed(author), packed(value), expiration))
 
     def kept(self, key: bytes) -> dict[str, tuple[list[bytes], float]]:
         """The records under a key that are here and have not expired."""
@@ -119,7 +121,8 @@ class TubeNode:
         async def ask(host: Host) -> None:
             if await self._reach(host) and host.node is not None:
                 for author, entry in host.node.kept(key_bytes).items():
-                    if author not in found or found[author][1] < entry[1]:
+                    is_newer = author not in found or found[author][1] < entry[1]
+                    if is_newer and (host is self._host or self._is_valid(key_bytes, author, *entry)):
                         found[author] = entry
 
         if not self._host.is_alive:

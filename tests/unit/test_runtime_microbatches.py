@@ -938,6 +938,24 @@ async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(s
     assert leaving.metric("lost_samples") == SAMPLES, "in doubt, it is reported"
 
 
+@pytest.mark.parametrize(
+    ("op", "kept", "taken"),
+    [("gradient_chunk", SAMPLES, 0), ("commit_gradient", 0, SAMPLES)],
+    ids=["sending", "committing"],
+)
+async def test_a_peer_without_time_keeps_its_share_only_if_nobody_can_have_taken_it(swarm, op, kept, taken):
+    """It may end the round together with the others yet, and would bring its share to their average."""
+    _, leaving, staying = await group_of_two(swarm)
+    fault = swarm.network.fault(op=op, after=anyio.Event())
+    handing_over = asyncio.ensure_future(leaving.handover.hand_over())
+    await until(lambda: fault.fired and staying.trainer.num_samples == SAMPLES + taken)
+    handing_over.cancel()
+    await asyncio.wait([handing_over])
+    assert leaving.trainer.num_samples == kept
+    assert staying.trainer.num_samples == SAMPLES + taken
+    assert leaving.metric("lost_samples") == SAMPLES - kept
+
+
 async def test_a_share_goes_to_another_stage_mate_when_one_dies(swarm):
     _, leaving, _ = await group_of_two(swarm)
     await swarm.add("d", 1)

@@ -103,6 +103,8 @@ OTHER = manifest(11).hash
         ((stage_key(HASH, 0), PROGRESS, HASH, PEER), "a progress, which is not stored"),
         ((*GOOD[0], 2 * LONGEST_LIFETIME_S), "to be kept for"),
         ((*GOOD[0], float("nan")), "to be kept for"),
+        ((*GOOD[4], 61.0), "to be kept for 61 s; at most 60 s"),  # an announcement, of a clock that is ahead
+        ((*GOOD[-1], 3630.0), "to be kept for 3630 s; at most 60 s"),
         ((end_key(RUN), EndRecord.model_construct(begun=1, reason="x" * MAX_STORED_BYTES), RUN, RUN_KEY), "at most"),
     ],
 )

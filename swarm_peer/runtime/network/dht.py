@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
-from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_peer.addresses import announced_address, announced_addresses, own_address
 from swarm_peer.config import RunManifest
@@ -23,11 +22,17 @@ from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.ports import FIRST_PORT, with_port
 from swarm_peer.runtime.network.addresses import listening, ports_of
-from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, PassBearer, refusal_of
+from swarm_peer.runtime.network.guarded_p2p import (
+    GuardedP2P,
+    PassBearer,
+    check_multiaddress,
+    check_peer_address,
+    refusal_of,
+)
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Reachability, Ways
-from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
-from swarm_peer.wire.identity import Identity, is_peer_id
+from swarm_peer.runtime.network.record_validator import SignedRecordValidator, judge_one_by_one, key_id_of, place_of
+from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite, RevocationsRecord, revocations_key
 from swarm_peer.wire.places import RecordPlaces
 from swarm_peer.wire.records import (
@@ -258,6 +263,8 @@ class SwarmDHT:
                 match author, value:
                     case str(), [bytes() as envelope, bytes() as shown]:
                         self.passes.check(author, shown)
+                        # This node may have stored it before it knew its run.
+                        self._places.check_lifetime(key_id, expiration - self._clock.unix_s())
                     case _:
                         raise InvalidMessage("not the record and the pass of a peer")
                 records[author] = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
@@ -332,7 +339,7 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
     """
     try:
         with anyio.fail_after(START_TIMEOUT_S):
-            return await DHTNode.create(
+            node = await DHTNode.create(
                 p2p=p2p,
                 initial_peers=list(initial_peers) or None,
                 record_validator=validator,
@@ -342,6 +349,8 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
                 # It would follow each store with a search for what has just been stored.
                 cache_on_store=False,
             )
+            judge_one_by_one(node.protocol, validator)
+            return node
     except Exception:
         if refusal := await refusal_of(p2p, [check_peer_address(address) for address in initial_peers]):
             raise UserError(refusal) from None
@@ -359,34 +368,8 @@ async def _checked(initial_peers: Sequence[str], own: Sequence[str]) -> Sequence
     for address in initial_peers:
         check_peer_address(address)
     for address in own:
-        _check_multiaddress(address)
+        check_multiaddress(address)
     return (len(initial_peers) > 1 and await listening(initial_peers)) or initial_peers
-
-
-def _check_multiaddress(address: str) -> Multiaddr:
-    try:
-        return Multiaddr(address)
-    except Exception as error:  # the library raises many types
-        raise UserError(
-            f"{address!r} is no multiaddress ({' '.join(str(error).split()):.80}): expected one such as "
-            f"/ip4/1.2.3.4/tcp/31337"
-        ) from error
-
-
-def check_peer_address(address: str) -> str:
-    """Return the peer id at the end of an initial peer's address.
-
-    Raises:
-        UserError: the address is malformed, or does not end in a peer id
-    """
-    _check_multiaddress(address)
-    peer_id = address.rpartition("/p2p/")[2]
-    if not is_peer_id(peer_id):
-        raise UserError(
-            f"initial peer {address!r} does not end in /p2p/ and an id (12D3Koo...): copy the whole line that the "
-            f"coordinator prints"
-        )
-    return peer_id
 
 
 def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:

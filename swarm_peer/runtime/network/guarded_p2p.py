@@ -19,12 +19,13 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.errors import CallError, NotAdmitted
+from swarm_peer.errors import CallError, NotAdmitted, UserError
 from swarm_peer.runtime.host.processes import in_own_session
 from swarm_peer.runtime.network.addresses import is_dialable, resolved
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.frames import Frame, FrameType
+from swarm_peer.wire.identity import is_peer_id
 from swarm_peer.wire.messages import PROTOCOL
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,33 @@ async def refusal_of(p2p: GuardedP2P, peer_ids: Sequence[str]) -> str | None:
                 if refused := re.search(rf"{NotAdmitted.__name__}\(['\"]([ -~]{{1,300}})['\"]\)", str(error)):
                     return refused[1]
     return None
+
+
+def check_multiaddress(address: str) -> None:
+    """Raise UserError if an address is no multiaddress."""
+    try:
+        Multiaddr(address)
+    except Exception as error:  # the library raises many types
+        raise UserError(
+            f"{address!r} is no multiaddress ({' '.join(str(error).split()):.80}): expected one such as "
+            f"/ip4/1.2.3.4/tcp/31337"
+        ) from error
+
+
+def check_peer_address(address: str) -> str:
+    """Return the peer id at the end of an initial peer's address.
+
+    Raises:
+        UserError: the address is malformed, or does not end in a peer id
+    """
+    check_multiaddress(address)
+    peer_id = address.rpartition("/p2p/")[2]
+    if not is_peer_id(peer_id):
+        raise UserError(
+            f"initial peer {address!r} does not end in /p2p/ and an id (12D3Koo...): copy the whole line that the "
+            f"coordinator prints"
+        )
+    return peer_id
 
 
 class PassBearer(AuthorizerBase):  # type: ignore[misc]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 
 from hivemind.dht import DHTID
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 
@@ -43,6 +45,24 @@ class SignedRecordValidator(RecordValidatorBase):
         except Exception:  # in hivemind any exception would end the request for all records of the key
             return False
         return True
+
+
+def judge_one_by_one(protocol: DHTProtocol, validator: SignedRecordValidator) -> None:
+    """Have a node drop the invalid ones of the records that it is given for a key, where hivemind drops all of them.
+
+    A record becomes invalid while others keep it, when its pass expires or is revoked.
+    """
+
+    def validate(key: bytes, found: DictionaryDHTValue) -> bool:
+        """Take the invalid records out; whether any is left."""
+        with found.freeze():
+            for author, (value, expiration) in list(found.items()):
+                author_bytes = protocol.serializer.dumps(author)
+                if not validator.validate(DHTRecord(key, author_bytes, value, expiration)):
+                    del found[author]
+        return bool(found)
+
+    protocol._validate_dictionary = validate
 
 
 def key_id_of(key: str) -> bytes:

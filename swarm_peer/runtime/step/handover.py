@@ -91,12 +91,18 @@ class GradientHandover:
         reason, round_is_ending = "there is no stage-mate", False
         for mate in mates:
             transfer_id = self._context.random.token(16)
+            is_committing = False
             try:
                 await self._send(mate, given.number, transfer_id, data)
+                is_committing = True
                 await self._commit(mate, given, transfer_id, data, tuple(samples for _, samples in works))
             except _InDoubt as error:
                 reason, round_is_ending = str(error), False
                 break
+            except anyio.get_cancelled_exc_class():  # there is no time left
+                if is_committing:
+                    await self._lose(given, samples, f"{mate} may have taken it over, and there is no time left")
+                raise
             except CallError as error:
                 log.info("handover_refused peer=%s reason=%s: %s", mate, error.code, error)
                 reason = f"no stage-mate took it over, last: {error}"
@@ -107,17 +113,22 @@ class GradientHandover:
             return True
         if round_is_ending:
             return False
+        await self._lose(given, samples, reason)
+        return True
+
+    async def _lose(self, given: Round, samples: int, reason: str) -> None:
         self._metrics.lost_samples.inc(samples)
         log.error("samples_lost samples=%d round=%d reason=%s", samples, given.number, reason)
         await self._forget(given)
-        return True
 
     async def _forget(self, given: Round) -> None:
         def forget() -> None:
             self._trainer.discard_gradients()
             given.forget_counted()
 
-        await self._device_thread.run(Priority.STEP, forget)
+        # Also if no time is left: this peer may yet end the round with the others, and would bring the gradient again.
+        with anyio.CancelScope(shield=True):
+            await self._device_thread.run(Priority.STEP, forget)
 
     async def _send(self, mate: str, round_number: int, transfer_id: bytes, data: torch.Tensor) -> None:
         view = bytes_of(data)
