@@ -129,7 +129,8 @@ class CheckpointStore:
         If all that would stay are damaged, the newest good one stays, too; if none is good, all stay.
 
         Args:
-            known_good: a checkpoint that need not be read to know that it is good
+            known_good: the checkpoint that was just saved; it stays, also where the run has gone back and those of
+                later optimizer steps are there
 
         Raises:
             UserError, OSError: the store does not answer
@@ -140,7 +141,7 @@ class CheckpointStore:
             return
         # Of each number the one that replaced the others.
         latest = {optimizer_step_of(folder): folder for folder in reversed(complete)}
-        stay = sorted(latest.values(), key=age_of)[-self._keep :]
+        stay = [*sorted(latest.values(), key=age_of)[-self._keep :], *filter(None, [known_good])]
         surplus = [folder for folder in complete if folder not in stay]
         if surplus and not any(folder == known_good or self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)

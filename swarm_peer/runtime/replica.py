@@ -192,7 +192,8 @@ class StageReplica:
             with anyio.move_on_after(LAST_REPLIES_S):
                 await self._peer.transport.answered()
             await parts.step_loop.leave()
-        if grace.cancelled_caught and (samples := self._trainer.strategy.pending_samples):
+        has_gradient = self.step.phase is not Phase.LEFT
+        if grace.cancelled_caught and has_gradient and (samples := self._trainer.strategy.pending_samples):
             self._peer.context.metrics.lost_samples.inc(samples)
             log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, grace_s)
 

@@ -259,7 +259,10 @@ class Tube:
             return
         if who == "nobody" and len(self.peers()) > self.num_stages:
             return
-        self.start_peer(rng, victim.name.partition("'")[0] if who == "same" else None)
+        name = victim.name.partition("'")[0]
+        # Two faults may have struck it. Its identity is a locked file, so it does not come back twice.
+        is_back = any(host.is_alive and host.name.partition("'")[0] == name for host in self.peers())
+        self.start_peer(rng, name if who == "same" and not is_back else None)
 
     def revoke(self, victim: Host) -> None:
         """The operator lets a peer take part no more, by the folder of the run's first coordinator."""

@@ -305,6 +305,15 @@ def test_what_has_just_been_written_is_not_read_back_to_prune(world, monkeypatch
     assert world.names() == ["step-00000003"]
 
 
+def test_what_has_just_been_written_stays_where_later_steps_are_there(world):
+    """The run has gone back. Those that were there stay, too: they may be all that is left of days."""
+    world.save(8, 9)
+    world.save(2, keep=2)
+    assert world.names() == ["step-00000002", "step-00000008", "step-00000009"]
+    world.save(3, keep=2)
+    assert world.names() == ["step-00000003", "step-00000008", "step-00000009"]
+
+
 def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
     world.save(1, 2)
 

@@ -97,6 +97,15 @@ def in_balance() -> Run:
     return run
 
 
+def test_in_a_large_stage_a_smaller_gain_is_worth_a_move() -> None:
+    """The errors of its peers' speeds cancel out, and a single peer is a small part of it."""
+    run = Run()
+    run.peers.clear()
+    for number in range(40):
+        run.add(f"p{number}", stage=0 if number < 22 else 1)
+    assert len(run.look(60)) == 1, "it gains 5.6 %"
+
+
 def test_nobody_is_moved_before_the_coordinator_has_heard_of_all() -> None:
     run = Run()
     for _ in range(4):

@@ -947,11 +947,13 @@ async def test_a_peer_without_time_keeps_its_share_only_if_nobody_can_have_taken
     """It may end the round together with the others yet, and would bring its share to their average."""
     _, leaving, staying = await group_of_two(swarm)
     fault = swarm.network.fault(op=op, after=anyio.Event())
-    handing_over = asyncio.ensure_future(leaving.handover.hand_over())
+    gone = []
+    handing_over = asyncio.ensure_future(leaving.handover.hand_over(on_gone=lambda: gone.append(op)))
     await until(lambda: fault.fired and staying.trainer.num_samples == SAMPLES + taken)
     handing_over.cancel()
     await asyncio.wait([handing_over])
     assert leaving.trainer.num_samples == kept
+    assert gone == [op] * (not kept)
     assert staying.trainer.num_samples == SAMPLES + taken
     assert leaving.metric("lost_samples") == SAMPLES - kept
 

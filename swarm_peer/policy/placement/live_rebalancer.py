@@ -18,7 +18,8 @@ from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, reba
 from swarm_peer.policy.placement.throughput_validation import RecentSpeeds, believed
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView, SwarmView
 
-# Measured speeds wander by some percent, so a smaller gain than this is not worth a move.
+# Measured speeds wander by some percent, so a smaller gain than this is not worth a move where a stage has one peer.
+# Where it has several, their errors cancel out: the sum wanders less, by the square root of their number.
 LEAST_GAIN = 0.1
 # Moves may have lately fallen short of their promise: peers that share a machine slow each other down, and a stage may
 # cost more there than its arithmetic says. A gain must be well above that shortfall, which halves in an hour.
@@ -165,7 +166,7 @@ class LiveRebalancer:
             self._params,
             horizon_s=self._churn.horizon_s(view.num_stages, now_s),
             # Above the noise, and above what moves lately fell short by.
-            least_gain=min(max(LEAST_GAIN, SHORTFALL_MARGIN * self._faded_shortfall(now_s)), MOST_NEEDED_GAIN),
+            least_gain=min(max(_least_gain(view), SHORTFALL_MARGIN * self._faded_shortfall(now_s)), MOST_NEEDED_GAIN),
         )
         decision = rebalance(self._without_resting(view, now_s), params, now_s)
         decision = self._patience.check(decision, EXCHANGE_PATIENCE * self._announcement_s, now_s)
@@ -225,3 +226,9 @@ class LiveRebalancer:
 
         peers = (replace(peer, movable=False) if stays(peer) else peer for peer in view.peers)
         return SwarmView(view.num_stages, tuple(peers))
+
+
+def _least_gain(view: SwarmView) -> float:
+    """The share by which the throughput of the slowest stage must rise."""
+    num_serving = sum(peer.state is PeerState.SERVING for peer in view.peers)
+    return LEAST_GAIN / math.sqrt(max(1.0, num_serving / view.num_stages))

@@ -74,8 +74,12 @@ class GradientHandover:
 
     # --- the leaving side
 
-    async def hand_over(self) -> bool:
+    async def hand_over(self, on_gone: Callable[[], None] = lambda: None) -> bool:
         """Give the gradient of the present round to a stage-mate; nothing may be added to it meanwhile.
+
+        Args:
+            on_gone: called when this peer may bring the gradient to no average any more: a stage-mate has it, or may
+                have it, or it is lost; also if the caller is cancelled then
 
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
@@ -83,6 +87,7 @@ class GradientHandover:
         works = await self._device_thread.run(Priority.STEP, lambda: self._trainer.strategy.give_away())
         samples = sum(samples for _, samples in works)
         if not samples:
+            on_gone()
             return True
         given = self._rounds.current
         mates = self._swarm.stage_mates(self._stage)
@@ -101,6 +106,7 @@ class GradientHandover:
                 break
             except anyio.get_cancelled_exc_class():  # there is no time left
                 if is_committing:
+                    on_gone()
                     await self._lose(given, samples, f"{mate} may have taken it over, and there is no time left")
                 raise
             except CallError as error:
@@ -109,10 +115,12 @@ class GradientHandover:
                 round_is_ending = round_is_ending or isinstance(error, RoundClosed)
                 continue
             log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, samples)
+            on_gone()
             await self._forget(given)
             return True
         if round_is_ending:
             return False
+        on_gone()
         await self._lose(given, samples, reason)
         return True
 
@@ -126,7 +134,6 @@ class GradientHandover:
             self._trainer.discard_gradients()
             given.forget_counted()
 
-        # Also if no time is left: this peer may yet end the round with the others, and would bring the gradient again.
         with anyio.CancelScope(shield=True):
             await self._device_thread.run(Priority.STEP, forget)
 

@@ -227,8 +227,8 @@ class StepLoop:
         while True:
             async with self._ending:
                 present = self._rounds.current
-                if await self._handover.hand_over():
-                    return self._rounds.enter(Phase.LEFT)
+                if await self._handover.hand_over(on_gone=partial(self._rounds.enter, Phase.LEFT)):
+                    return
             await self._changed.wait_for(partial(self._is_past, present))
 
     def _is_past(self, ended: Round) -> bool:
