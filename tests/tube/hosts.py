@@ -50,6 +50,7 @@ class Host:
 
     Attributes:
         name: unique among all lives
+        stage: that its peer was told to serve, or "auto"
         is_stalled: it is halted: nothing of it reaches the world, and nothing of the world reaches it
         orders: what the schedule has this coordinator order, besides its rebalancer's own decisions
     """
@@ -75,6 +76,7 @@ class Host:
         self.transport: TubeTransport | None = None
         self.node: TubeNode | None = None
         self.peer: Peer | None = None
+        self.stage = "auto"
         self.service: RunService | None = None
         self.orders: list[Assignment] = []
         self._context = contextvars.copy_context()

@@ -224,6 +224,7 @@ class Tube:
         name = name or f"p{next(self._numbers)}"
         stage = "auto" if rng.random() < 0.8 else str(rng.randrange(self.num_stages))
         host = self._make_host(name, rng.choice([0.1, 0.2, 0.4]), rng.uniform(-0.3, 0.3))
+        host.stage = stage
         host.start(partial(run_peer, host, self._run_key, self.resolved, stage, rng.choice([4.0, 12.0])))
         return host
 
@@ -362,7 +363,7 @@ class Tube:
     async def _recover(self) -> None:
         """Faults have ceased: the run goes on."""
         rng = self.world.rng("recovery")
-        while len(self.peers()) < self.num_stages:
+        while not self._can_serve_all_stages():
             self.start_peer(rng)
         if not self.coordinators() or (self._revoked_peers() and not self.world.host("c0").is_alive):
             self.start_coordinator("c0")
@@ -383,6 +384,11 @@ class Tube:
                 left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
                 self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {left}")
                 return
+
+    def _can_serve_all_stages(self) -> bool:
+        """Whether there are enough peers that may move for the stages to which none is bound."""
+        wanted = [host.stage for host in self.peers()]
+        return len(set(wanted) - {"auto"}) + wanted.count("auto") >= self.num_stages
 
     def _is_lost(self) -> bool:
         """Whether the peers that are left hold no state of all stages: only a checkpoint could help."""
