@@ -73,7 +73,7 @@ class Records:
         averagings: the newest averaging round of a peer and its members, by (stage, timeline, round, peer)
         votes: a peer's votes, by (stage, timeline, round, peer)
         unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, peer)
-        histories: the history hash with which an averaging round began, by its stage, round, try and members
+        histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
         givers: who has given each transfer
     """
@@ -221,10 +221,12 @@ class Invariants:
         step = ending.step
         mine = (group._stage, step.timeline.first_round, step.round_number, group._me)
         self.records.averagings[mine] = attempt, set(members)
+        # If all have died, the run may begin anew at round 0 of the same timeline.
+        lives = tuple(sorted(host.name for host in self._tube.world.alive() if host.peer_id in members))
         vote, result = await call(ending, gradients, attempt, members)
         self.records.votes.setdefault(mine, []).append(vote)
         if vote.checksum is not None and len(members) > 1:
-            key = (*mine[:3], attempt, tuple(sorted(members.items())))
+            key = (*mine[:3], attempt, tuple(sorted(members.items())), lives)
             if self.records.histories.setdefault(key, step.history_hash) != step.history_hash:
                 self._tube.violation(f"{HOST.get()} averages round {step.round_number} with peers of other weights")
         if vote.checksum is not None:
