@@ -143,6 +143,17 @@ def test_a_line_says_how_the_peers_of_each_stage_spend_their_time(tmp_path):
     assert (watch.optimizer_step, watch.round_number) == (1, 0)
 
 
+def test_a_note_gives_a_terminal_no_commands():
+    note = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e[red]\nnote"
+    view = SwarmView(2, (replace(peer("a", 0), note=note, is_reachable=False),))
+    terminal = io.StringIO()
+    Console(width=160, file=terminal, color_system=None, force_terminal=True).print(
+        peers_table(RunWatch(make_watch().manifest, view))
+    )
+    assert "]52;c;ZXZpbA== [2J [red] note; others cannot dial it" in terminal.getvalue()
+    assert not {"\x1b", "\x07", "\u202e"} & set(terminal.getvalue())
+
+
 def test_each_step_is_told_once_however_many_report_it():
     watch = make_watch()
     assert steps_of(watch.observe(BOTH, {"a": record(report(1)), "b": record(report(1, loss=9.0))}, 0.0)) == [1]
