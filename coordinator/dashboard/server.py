@@ -61,7 +61,7 @@ def kept_token(folder: Path | None) -> str:
     """The token of the page of a run, the same one after a restart, from a file for its owner alone."""
     if folder is None:
         return secrets.token_urlsafe(18)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if len(known := (folder / TOKEN).read_text().strip()) >= 20 and known.isascii():
             return known
     token = secrets.token_urlsafe(18)

@@ -437,6 +437,8 @@ def test_the_token_outlives_a_restart(tmp_path):
     assert len(token) >= 20
     assert kept_token(tmp_path) == token
     assert (tmp_path / "dashboard-token").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "dashboard-token").write_bytes(b"\xff" * 30)
+    assert kept_token(tmp_path) != token
     (tmp_path / "dashboard-token").write_text("short")
     assert kept_token(tmp_path) not in ("short", token)
     assert kept_token(None) != kept_token(None)

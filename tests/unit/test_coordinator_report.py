@@ -122,6 +122,34 @@ def test_a_run_of_the_first_versions_has_a_report(tmp_path):
         assert words in page
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seconds": float("inf")},
+        {"time": float("nan")},
+        {"time": float("inf")},
+        {"tokens": 10**400},
+        {"peers": [-1]},
+        {"peers": [10**30]},
+    ],
+)
+def test_a_line_that_no_run_can_have_made_is_left_out(tmp_path, fields):
+    write_run(tmp_path, steps=2, events=[event("died", float("nan")), event("left", float("inf"))])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    wrong = json.dumps(json.loads(lines[0]) | fields)
+    (tmp_path / "metrics.jsonl").write_text("\n".join([wrong, *lines]))
+    page = write_report(tmp_path).read_text()
+    assert "3 lines of its files could not be read" in page
+    assert facts_of(page)["Tokens"] == "160"
+
+
+def test_a_run_that_diverged_or_counted_no_peers_has_a_report(tmp_path):
+    lines = (write_run(tmp_path, steps=2) / "metrics.jsonl").read_text().splitlines()
+    odd = [json.loads(line) | {"loss": float("nan"), "peers": []} for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    assert facts_of(write_report(tmp_path).read_text())["Training loss at the end"] == "nan"
+
+
 def test_what_others_wrote_is_text_on_the_page(tmp_path):
     attack = "<script>alert(1)</script>"
     fields = {"peer": attack, "name": attack, "text": attack}
