@@ -181,7 +181,9 @@ def _emptied(view: SwarmView) -> str:
 def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     length = watch.manifest.data.sequence_length
     total = sum(given.samples for given in known.given.values())
-    rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in known.gone]
+    here = {peer.peer_id for peer in watch.view.peers}
+    gone = [peer for peer in known.gone if peer.peer_id not in here]
+    rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in gone]
     shown = {peer.peer_id: _peer(peer, state, known, (length, total, unix_s)) for peer, state in rows[:MAX_PEERS]}
     supply, emptied = _supply(watch), _emptied(watch.view)
     slowest = supply.index(min(supply))

@@ -111,4 +111,5 @@ class Contributions:
             total = sum(peer.samples_per_s for peer in serving)
             for peer in serving:
                 share = peer.samples_per_s / total if total else 1 / len(serving)
-                self.given[peer.peer_id].samples += share * samples
+                if (given := self.given.get(peer.peer_id)) is not None:  # it may have made room for another
+                    given.samples += share * samples

@@ -19,6 +19,7 @@ from coordinator.dashboard.history import MAX_POINTS, History
 from coordinator.dashboard.merge_patch import merge_patch
 from coordinator.dashboard.place import parse_place
 from coordinator.dashboard.server import bind, kept_token, link
+from coordinator.watch import contributions as contributions_module
 from coordinator.watch.contributions import Contributions
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.errors import UserError
@@ -209,6 +210,29 @@ def test_samples_are_divided_among_the_peers_of_each_stage(tmp_path):
     (tmp_path / "contributions.json").write_text('{"x": ')
     again.begin(resume=True)
     assert again.given == {}
+
+
+def test_shares_are_kept_of_so_many_peers_alone(monkeypatch):
+    """Also when more have been seen than are remembered, and several come between two looks."""
+    made = made_up_page(num_peers=8)
+    monkeypatch.setattr(contributions_module, "MAX_PEERS", 6)
+    made.watch.lines = [line(1)]
+    contributions = Contributions()
+    contributions.look(made.watch, 100.0)
+    made.watch.lines.append(line(2))
+    contributions.look(made.watch, 102.0)
+    assert len(contributions.given) == 6
+
+
+def test_a_peer_that_has_come_back_is_not_gone():
+    made = made_up_page(num_peers=4)
+    here = made.watch.view
+    made.page.look()
+    made.watch.view = SwarmView(4, here.peers[1:])
+    made.page.look()
+    assert made.page.state()["peers"][here.peers[0].peer_id]["state"] == "gone"
+    made.watch.view = here
+    assert made.page.state()["peers"][here.peers[0].peer_id]["state"] == here.peers[0].state.value
 
 
 # --- How it gets to those who look
