@@ -125,6 +125,8 @@ def make_app(feed: Feed, *, token: str, names: Sequence[str] = (), routes: Seque
     async def events(request: Request) -> Response:
         if feed.is_full:
             return PlainTextResponse(f"{MAX_VIEWERS} people look already; come back later.\n", 503)
+        if request.method == "HEAD":  # a page whose stream has ended asks why
+            return Response()
 
         is_packed = "gzip" in request.headers.get("accept-encoding", "")
 

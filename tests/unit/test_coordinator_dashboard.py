@@ -1,6 +1,7 @@
 """The page on which people watch a run: its state, its patches, and who gets in."""
 
 import json
+import re
 import time
 import zlib
 from dataclasses import replace
@@ -14,7 +15,7 @@ from starlette.testclient import TestClient
 
 from coordinator.dashboard import feed as feed_module
 from coordinator.dashboard.app import STATIC, make_app
-from coordinator.dashboard.feed import BYTES_PER_S, GZIP_HEADER, PUSH_S, Feed
+from coordinator.dashboard.feed import GZIP_HEADER, MAX_PAUSE_S, PUSH_S, Feed, pause_s
 from coordinator.dashboard.history import MAX_POINTS, History
 from coordinator.dashboard.merge_patch import merge_patch
 from coordinator.dashboard.place import parse_place
@@ -263,6 +264,13 @@ async def test_a_viewer_that_does_not_read_is_cut_off():
             slow.receive_nowait()
 
 
+@pytest.mark.parametrize(("num_bytes", "pause"), [(2, PUSH_S), (40_000, 10.0), (400_000, MAX_PAUSE_S)])
+def test_large_patches_come_less_often_but_no_viewer_takes_the_page_for_dead(num_bytes, pause):
+    assert pause_s(num_bytes) == pause
+    silence_ms = re.search(r"SILENCE_MS = (\d+)", (STATIC / "page.js").read_text())[1]
+    assert pause_s(num_bytes) * 1000 <= int(silence_ms) / 2
+
+
 async def test_nothing_is_made_while_nobody_looks():
     made = []
     feed = Feed(lambda: made.append(1) or {})
@@ -283,11 +291,13 @@ async def test_a_full_house_and_its_end(monkeypatch):
         assert feed.is_full
         answer = client(feed=feed, cookie=True).get("/events")
         assert answer.status_code == 503
+        assert client(feed=feed, cookie=True).head("/events").status_code == 503, "the page asks why it is shut out"
         stream.receive_nowait()
         feed.close()
         with pytest.raises(anyio.EndOfStream):
             stream.receive_nowait()
     assert not feed.is_full
+    assert client(feed=feed, cookie=True).head("/events").status_code == 200
 
 
 def test_300_peers_cost_little():
@@ -303,7 +313,7 @@ def test_300_peers_cost_little():
         event = feed_module._event("patch", merge_patch(before, after))
         slowest_s = max(slowest_s, time.thread_time() - begun_s)
         sent_bytes, before = sent_bytes + len(event.packed), after
-        at_s += max(PUSH_S, len(event.plain) / BYTES_PER_S)
+        at_s += pause_s(len(event.plain))
     assert sent_bytes < 300_000
     assert slowest_s < 0.05
 
