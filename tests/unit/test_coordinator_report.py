@@ -86,6 +86,7 @@ def test_the_page_has_the_figures_and_needs_nothing_else(tmp_path):
         "Cost of a million tokens": "20.8333",
     }
     assert "made step 30 of 40 at 2026-" in page
+    assert str(tmp_path.parent) not in page, "who reads it need not know the folders of whoever wrote it"
     assert "<td>unheard of</td>" in page
     for words in ("Run told", MANIFEST.hash, "torch", "&#34;global_batch_size&#34;: 8"):
         assert words in page
