@@ -116,6 +116,8 @@ def _busy_shares(line: MetricsLine) -> list[float | None]:
 def _run_state(watch: RunWatch, known: Background) -> str:
     if known.ended:
         return "ended"
+    if watch.optimizer_step >= watch.manifest.training.steps:
+        return "done"
     if not watch.view.peers:
         return "no peers"
     if watch.view.fewest_serving() == 0:

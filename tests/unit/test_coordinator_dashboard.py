@@ -95,6 +95,16 @@ def test_an_empty_stage_says_what_it_waits_for():
     assert made.page.state()["run"]["state"] == "no peers"
 
 
+def test_a_run_that_has_made_its_steps_trains_and_waits_no_more():
+    made = made_up_page(num_peers=4)
+    last = made.watch.lines[-1] | {"optimizer_step": made.watch.manifest.training.steps}
+    made.watch.lines.append(last)
+    assert made.page.state()["run"]["state"] == "done"
+    assert "eta_s" not in made.page.state()["run"]
+    made.watch.view = SwarmView(4)
+    assert made.page.state()["run"]["state"] == "done", "its peers may leave now"
+
+
 def test_the_busy_share_of_the_devices_is_shown_where_it_is_known():
     made = made_up_page(num_peers=12)
     del made.watch.lines[-1]["busy_share"]

@@ -53,7 +53,9 @@ async function lose() {
   document.body.classList.add("stale");
   $("connection").textContent = "not connected";
   const since = heardAt ? ` What you see is of ${clock(heardAt)}.` : "";
-  let why = "The program that shows this page does not answer; the run itself may well go on.";
+  let why = ["done", "ended"].includes(state?.run.state)
+    ? "The run is over, and the program that showed this page does not answer any more."
+    : "The program that shows this page does not answer; the run itself may well go on.";
   try {
     const answer = await fetch("/events", { method: "HEAD", signal: AbortSignal.timeout(ANSWER_MS) });
     if (answer.status === 401) why = "This page's link does not hold any more: open the one that the program printed.";
@@ -87,6 +89,7 @@ function render() {
 }
 
 const SENTENCES = {
+  done: "■ All steps are made. The coordinator saves the model and ends the run.",
   training: "▶ Training.",
   starting: "◔ Starting: all stages have peers, and the first step is on its way.",
   "no peers": "! No peer is seen. Training waits until peers join.",
