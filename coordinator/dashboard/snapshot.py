@@ -95,7 +95,7 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         run |= {"loss": round(line["loss"], 4), "tokens_per_s": round(line["tokens_per_s"])}
         seconds = mean(each["seconds"] for each in watch.lines[-ETA_STEPS:])
         run["step_s"] = round(seconds, 2)
-        if step < training.steps and not known.ended:
+        if run["state"] == "training":
             run["eta_s"] = round(seconds * (training.steps - step))
         if busy := [share for share in _busy_shares(line) if share is not None]:
             run["busy"] = round(mean(busy), 2)

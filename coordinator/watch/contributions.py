@@ -83,7 +83,7 @@ class Contributions:
             if peer.state is PeerState.SERVING:
                 given.served_s += passed_s
         self._share_samples(watch)
-        if now_s - self._saved_s > SAVE_S:
+        if abs(now_s - self._saved_s) > SAVE_S:  # the clock may be set back
             self.save(now_s)
 
     def save(self, now_s: float) -> None:

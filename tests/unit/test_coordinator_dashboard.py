@@ -76,10 +76,12 @@ def test_a_patch_makes_the_new_state_of_the_old_one():
 def test_an_empty_stage_says_what_it_waits_for():
     made = made_up_page(num_peers=12)
     assert made.page.state()["run"]["state"] == "training"
+    assert "eta_s" in made.page.state()["run"]
     made.watch.view = SwarmView(4, tuple(peer for peer in made.watch.view.peers if peer.stage != 2))
     made.page.look()
     state = made.page.state()
     assert state["run"]["state"] == "waiting"
+    assert "eta_s" not in state["run"], "nobody knows how long it waits"
     assert state["stages"]["2"]["is_empty"]
     assert "the run waits until" in state["stages"]["2"]["limit"]
     assert state["stages"]["0"]["limit"] == "waits for stage 2"
@@ -218,6 +220,10 @@ def test_samples_are_divided_among_the_peers_of_each_stage(tmp_path):
     again = Contributions(tmp_path)
     again.begin(resume=True)
     assert again.given == given
+    given[fast.peer_id].served_s = 9.0
+    contributions.look(made.watch, 4.0)
+    again.begin(resume=True)
+    assert again.given[fast.peer_id].served_s == 9.0, "it is saved also when the clock is set back"
     (tmp_path / "contributions.json").write_text('{"x": ')
     again.begin(resume=True)
     assert again.given == {}
