@@ -107,8 +107,9 @@ class Guard:
 
     @staticmethod
     def _cookie(scope: Scope) -> str:
-        # Browsers keep the cookies of all ports of a machine together.
-        return f"swarm-{(scope.get('server') or ('', 0))[1]}"
+        # Browsers keep the cookies of all ports of a machine together. A tunnel may lead here from another port.
+        port = Headers(scope=scope).get("host", "").rpartition(":")[2]
+        return f"swarm-{port if port.isascii() and port.isdigit() else 80}"
 
 
 def make_app(feed: Feed, *, token: str, names: Sequence[str] = (), routes: Sequence[BaseRoute] = ()) -> ASGIApp:

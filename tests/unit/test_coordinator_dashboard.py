@@ -372,6 +372,17 @@ def test_the_link_gives_the_page_and_a_cookie():
     assert browser.get("/static/%2e%2e/app.py").status_code == 404
 
 
+def test_pages_that_tunnels_lead_to_share_no_cookie():
+    """Browsers keep the cookies of all ports of a machine together, and the servers may all listen on the same one."""
+    named = []
+    for host in ("127.0.0.1:8470", "127.0.0.1:9000", "[::1]", "[::1]:9000"):
+        headers = {"host": host}
+        cookie = client().get("/", params={"token": TOKEN}, headers=headers).headers["set-cookie"].partition(";")[0]
+        assert client().get("/", headers=headers | {"cookie": cookie}).status_code == 200
+        named.append(cookie.partition("=")[0])
+    assert named == ["swarm-8470", "swarm-9000", "swarm-80", "swarm-9000"]
+
+
 @pytest.mark.parametrize("path", ["/", "/static/page.js", "/nothing"])
 def test_the_browser_is_told_to_be_strict(path):
     for browser in (client(), client(cookie=True)):
