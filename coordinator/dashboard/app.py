@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders, QueryParams
-from starlette.requests import Request, cookie_parser
+from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -100,13 +100,16 @@ class Guard:
         return True
 
     def _has_cookie(self, scope: Scope) -> bool:
-        cookies = cookie_parser(Headers(scope=scope).get("cookie", ""))
-        return secrets.compare_digest(cookies.get(self._cookie(scope), "").encode(), self._token.encode())
+        # Not by a parser of cookies: some Python versions take seconds to undo the quoting of a long one.
+        wanted = f"{self._cookie(scope)}={self._token}".encode()
+        sent = Headers(scope=scope).get("cookie", "").encode().split(b";")
+        return any(secrets.compare_digest(cookie.strip(), wanted) for cookie in sent)
 
     @staticmethod
     def _cookie(scope: Scope) -> str:
-        # Browsers keep the cookies of all ports of a machine together.
-        return f"swarm-{(scope.get('server') or ('', 0))[1]}"
+        # Browsers keep the cookies of all ports of a machine together. A tunnel may lead here from another port.
+        port = Headers(scope=scope).get("host", "").rpartition(":")[2]
+        return f"swarm-{port if port.isascii() and port.isdigit() else 80}"
 
 
 def make_app(feed: Feed, *, token: str, names: Sequence[str] = (), routes: Sequence[BaseRoute] = ()) -> ASGIApp:
@@ -123,6 +126,8 @@ def make_app(feed: Feed, *, token: str, names: Sequence[str] = (), routes: Seque
     async def events(request: Request) -> Response:
         if feed.is_full:
             return PlainTextResponse(f"{MAX_VIEWERS} people look already; come back later.\n", 503)
+        if request.method == "HEAD":  # a page whose stream has ended asks why
+            return Response()
 
         is_packed = "gzip" in request.headers.get("accept-encoding", "")
 

@@ -21,6 +21,8 @@ MAX_VIEWERS = 64
 # are packed to a third or less.
 PUSH_S = 3.0
 BYTES_PER_S = 4000
+# A page that hears nothing for SILENCE_MS (page.js) takes its connection for broken.
+MAX_PAUSE_S = 15.0
 # A viewer that falls so many patches behind is cut off: its page comes back by itself, for the whole state.
 BACKLOG = 4
 
@@ -64,7 +66,7 @@ class Feed:
         """Send patches for ever, while anybody looks."""
         while True:
             await self._is_watched.wait()
-            await anyio.sleep(max(PUSH_S, self.push() / BYTES_PER_S))
+            await anyio.sleep(pause_s(self.push()))
 
     def push(self) -> int:
         """Send what has changed since the last time to all viewers; returns the number of bytes for each."""
@@ -106,6 +108,11 @@ class Feed:
             viewer.close()
         if not self._viewers:
             self._is_watched = anyio.Event()
+
+
+def pause_s(num_bytes: int) -> float:
+    """How long to wait after a patch of so many bytes."""
+    return min(max(PUSH_S, num_bytes / BYTES_PER_S), MAX_PAUSE_S)
 
 
 def _event(name: str, data: State) -> FeedEvent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import anyio
 import uvicorn
 from starlette.routing import BaseRoute
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.dashboard.app import make_app
 from coordinator.dashboard.feed import Feed
@@ -26,6 +28,11 @@ log = logging.getLogger(__name__)
 PORTS_TRIED = 20
 STOP_S = 2.0
 RETRY_S = 10.0
+# Whoever reaches the port could use up the files that the program may open, so it closes connections beyond these at
+# once, those that ask for nothing after a while, and those whose other side takes nothing for so long.
+MAX_CONNECTIONS = 256
+ASK_S = 10.0
+TAKE_S = 60.0
 # In the run's folder: a page that is open finds a coordinator again that was started again.
 TOKEN = "dashboard-token"
 
@@ -40,7 +47,10 @@ def bind(host: str, port: int) -> socket.socket:
     for tried in range(port, min(port + PORTS_TRIED, 65536) if port else 1):
         try:
             family, *_, address = socket.getaddrinfo(host, tried, type=socket.SOCK_STREAM)[0]
-            return socket.create_server((str(address[0]), tried), family=family, backlog=128)
+            listening = socket.create_server((str(address[0]), tried), family=family, backlog=128)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it; accepted connections inherit it
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKE_S * 1000))
+            return listening
         except OSError as failed:
             error = failed
     reason = "no port" if error is None else error.strerror
@@ -51,7 +61,7 @@ def kept_token(folder: Path | None) -> str:
     """The token of the page of a run, the same one after a restart, from a file for its owner alone."""
     if folder is None:
         return secrets.token_urlsafe(18)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if len(known := (folder / TOKEN).read_text().strip()) >= 20 and known.isascii():
             return known
     token = secrets.token_urlsafe(18)
@@ -73,6 +83,21 @@ def link(listening: socket.socket, host: str, token: str) -> str:
         elif address.version == 6:
             host = f"[{host}]"
     return f"http://{host}:{port}/?token={token}"
+
+
+class Connection(H11Protocol):
+    """A connection of which there are only so many, and which has to ask for something soon."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, or close it."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self.loop.call_later(ASK_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -111,13 +136,12 @@ async def showing(
         config = uvicorn.Config(
             make_app(feed, token=token, names=[host], routes=routes),
             log_config=None,
-            log_level="warning",
+            log_level="error",  # strangers could fill the log with its warnings
             access_log=False,
             lifespan="off",
             ws="none",
-            http="h11",
+            http=Connection,
             server_header=False,
-            limit_concurrency=256,
             timeout_graceful_shutdown=1,
         )
         server, stopped = _Server(config), anyio.Event()

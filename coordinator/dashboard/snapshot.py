@@ -95,7 +95,7 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         run |= {"loss": round(line["loss"], 4), "tokens_per_s": round(line["tokens_per_s"])}
         seconds = mean(each["seconds"] for each in watch.lines[-ETA_STEPS:])
         run["step_s"] = round(seconds, 2)
-        if step < training.steps and not known.ended:
+        if run["state"] == "training":
             run["eta_s"] = round(seconds * (training.steps - step))
         if busy := [share for share in _busy_shares(line) if share is not None]:
             run["busy"] = round(mean(busy), 2)
@@ -116,6 +116,8 @@ def _busy_shares(line: MetricsLine) -> list[float | None]:
 def _run_state(watch: RunWatch, known: Background) -> str:
     if known.ended:
         return "ended"
+    if watch.optimizer_step >= watch.manifest.training.steps:
+        return "done"
     if not watch.view.peers:
         return "no peers"
     if watch.view.fewest_serving() == 0:
@@ -181,7 +183,9 @@ def _emptied(view: SwarmView) -> str:
 def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     length = watch.manifest.data.sequence_length
     total = sum(given.samples for given in known.given.values())
-    rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in known.gone]
+    here = {peer.peer_id for peer in watch.view.peers}
+    gone = [peer for peer in known.gone if peer.peer_id not in here]
+    rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in gone]
     shown = {peer.peer_id: _peer(peer, state, known, (length, total, unix_s)) for peer, state in rows[:MAX_PEERS]}
     supply, emptied = _supply(watch), _emptied(watch.view)
     slowest = supply.index(min(supply))

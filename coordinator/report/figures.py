@@ -170,6 +170,8 @@ def _draw_time(figure: Figure, run: RecordedRun) -> bool:
 
 
 def _draw_peers(figure: Figure, run: RecordedRun) -> bool:
+    if not run.num_stages:
+        return False
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     times = [0.0, *map(run.elapsed, run.ends)]
     counts = [

@@ -103,7 +103,7 @@ def render(run: RecordedRun, figures: Mapping[str, bytes], price_per_peer_hour: 
         versions=versions if isinstance(versions, dict) else {},
         manifest_hash=run.about.get("manifest_hash", ""),
         manifest=json.dumps(manifest, indent=2),
-        folder=run.folder,
+        folder=run.folder.resolve().name,  # the way to it is nobody else's business
         num_unread=run.num_unread,
         unit=run.unit[0],
     )

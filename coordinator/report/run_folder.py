@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,19 +15,22 @@ from coordinator.watch.run_file import RUN_FILE
 from swarm_peer.errors import UserError
 
 HOUR_S = 3600.0
+# Others than these are nothing that a clock or a counter has told.
+Seconds = Annotated[float, Field(ge=0, lt=2**40)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Line(BaseModel):
     """One line of metrics.jsonl, as far as a report uses it (see MetricsLine)."""
 
     model_config = ConfigDict(frozen=True)
-    optimizer_step: int
+    optimizer_step: Count
     loss: float
-    tokens: int
+    tokens: Count
     tokens_per_s: float
-    seconds: float = Field(ge=0)
-    peers: list[int] = []
-    time: float | None = None
+    seconds: Seconds
+    peers: list[Count] = []
+    time: Seconds | None = None
     validation_loss: float | None = None
     busy_share: list[float | None] = []
     ending_share: list[float | None] = []
@@ -38,7 +41,7 @@ class Event(BaseModel):
     """One line of events.jsonl; `time` is in unix seconds."""
 
     model_config = ConfigDict(frozen=True)
-    time: float
+    time: Seconds
     kind: str
     stage: int | None = None
     peer: str | None = None

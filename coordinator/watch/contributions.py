@@ -83,7 +83,7 @@ class Contributions:
             if peer.state is PeerState.SERVING:
                 given.served_s += passed_s
         self._share_samples(watch)
-        if now_s - self._saved_s > SAVE_S:
+        if abs(now_s - self._saved_s) > SAVE_S:  # the clock may be set back
             self.save(now_s)
 
     def save(self, now_s: float) -> None:
@@ -111,4 +111,5 @@ class Contributions:
             total = sum(peer.samples_per_s for peer in serving)
             for peer in serving:
                 share = peer.samples_per_s / total if total else 1 / len(serving)
-                self.given[peer.peer_id].samples += share * samples
+                if (given := self.given.get(peer.peer_id)) is not None:  # it may have made room for another
+                    given.samples += share * samples

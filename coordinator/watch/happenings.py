@@ -63,7 +63,7 @@ def standing(events: Iterable[Event]) -> list[Event]:
         match event["kind"]:
             case "ended":
                 whereabouts.clear()
-            case "joined" | "moved" | "stage_empty" if key is not None:
+            case "joined" | "moved" | "stage_empty" if event["stage"] is not None and key is not None:
                 whereabouts.pop(key, None)
                 whereabouts[key] = event
             case "left" | "died" | "stage_served" if key is not None:

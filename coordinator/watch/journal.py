@@ -44,13 +44,13 @@ def _parse(line: str) -> Event | None:
         return None
     match fields:
         case {
-            "time": float() | int(),
+            "time": float() | int() as unix_s,
             "kind": str() as kind,
             "stage": int() | None,
             "peer": str() | None,
             "name": str() | None,
             "text": str(),
-        } if kind in get_args(EventKind):
+        } if kind in get_args(EventKind) and 0 <= unix_s < 2**40:
             return cast(Event, fields)
     return None
 

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.view import PeerView
 
@@ -107,15 +108,15 @@ def peers_table(watch: RunWatch) -> Table:
                 *_time_percent(peer),
                 str(peer.queue),
                 str(peer.optimizer_step),
-                Text(note_of(peer)),  # another's words, in which rich must see no markup
+                Text(note_of(peer)),  # rich must see no markup in it
             )
     return table
 
 
 def note_of(peer: PeerView) -> str:
-    """The peer's own note, and whether others can dial it."""
-    unreachable = ["others cannot dial it"] if peer.is_reachable is False else []
-    return "; ".join([part for part in (peer.note,) if part] + unreachable)
+    """The peer's own note, without what would command a terminal, and whether others can dial it."""
+    unreachable = "others cannot dial it" if peer.is_reachable is False else ""
+    return "; ".join(filter(None, (plain_text(peer.note, 200), unreachable)))
 
 
 def _time_percent(peer: PeerView) -> list[str]:

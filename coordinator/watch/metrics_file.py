@@ -13,6 +13,9 @@ from typing_extensions import NotRequired
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import SwarmView
 
+# Without these, no run can be gone on with and no curve be drawn.
+NEEDED = frozenset({"optimizer_step", "round", "loss", "seconds", "tokens_per_s"})
+
 
 class MetricsLine(TypedDict):
     """One line: losses in nats per token, times in seconds, `peers` by stage; validation only where it was due.
@@ -151,18 +154,18 @@ class MetricsFile:
 
 
 def whole_lines(path: Path) -> list[MetricsLine]:
-    """All lines of a metrics.jsonl but a last one that was cut off when its writer was killed.
+    """All lines of a metrics.jsonl but those that were cut off, as the last one is when its writer was killed.
 
     Raises:
         UserError: another version of this program wrote them
     """
     lines: list[MetricsLine] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             fields = json.loads(line)
         except ValueError:
-            break
-        if not isinstance(fields, dict) or not {"optimizer_step", "round"} <= fields.keys():
+            continue
+        if not isinstance(fields, dict) or not fields.keys() >= NEEDED:
             raise UserError(f"{path} was written by another version of swarm: move it away, or name another --output")
         lines.append(cast(MetricsLine, fields))
     return lines

@@ -131,3 +131,21 @@ async def test_a_page_that_has_lost_its_server_says_so_and_comes_back(tmp_path: 
         async with showing(made.page, ("127.0.0.1", port), links.append, folder=tmp_path):
             assert links[1] == links[0]
             await here.wait("document.getElementById('banner').hidden")
+
+
+async def test_a_page_whose_server_stands_still_says_so_and_comes_back(tmp_path: Path) -> None:
+    """No request fails then, and none is answered."""
+    made = made_up_page(num_peers=4)
+    links: list[str] = []
+    async with visit("about:blank") as here:
+        async with showing(made.page, ("127.0.0.1", 0), links.append, folder=tmp_path):
+            url = link_in(links[0])
+            await here.page.goto(url)
+            await here.wait("document.querySelectorAll('#peer-table tbody tr').length === 4")
+            await here.page.route("**/*", lambda route: None)
+        await here.wait("!document.getElementById('banner').hidden")
+        assert "does not answer" in await here.text("#banner")
+        port = int(re.search(r":(\d+)/", url)[1])
+        async with showing(made.page, ("127.0.0.1", port), links.append, folder=tmp_path):
+            await here.page.unroute("**/*")
+            await here.wait("document.getElementById('banner').hidden")

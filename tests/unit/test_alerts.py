@@ -34,6 +34,14 @@ def test_promtool_accepts(command, file):
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_a_peer_sends_prometheus_nowhere_and_does_not_speak_for_the_run():
+    jobs = {job["job_name"]: job for job in yaml.safe_load((DOCKER / "prometheus.yml").read_text())["scrape_configs"]}
+    assert jobs["peer"]["follow_redirects"] is False
+    dropped = [rule["regex"] for rule in jobs["peer"]["metric_relabel_configs"] if rule["action"] == "drop"]
+    assert any(re.fullmatch(regex, "swarm_run_stage_peers") for regex in dropped)
+    assert not any(re.fullmatch(regex, "swarm_optimizer_step") for regex in dropped)
+
+
 def rules():
     return [rule for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 

@@ -121,6 +121,10 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ),
         ("local demo --peers one", "--peers one: expected a number for each stage, such as 2,2"),
         ("status --initial-peers 1.2.3.4:5", "'1.2.3.4:5' does not say who listens there"),
+        (
+            "dashboard runs/x --initial-peers 1.2.3.4:5/12D3KooWRndVhVZPCiQwHBBBdg769GyrPUW13zxwqQyf9r3ANaba",
+            "runs/x and --initial-peers: both name a run; leave one of them out",
+        ),
         ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
         (
             "plan demo --peers volunters",

@@ -1,6 +1,7 @@
 """The page on which people watch a run: its state, its patches, and who gets in."""
 
 import json
+import re
 import time
 import zlib
 from dataclasses import replace
@@ -14,11 +15,12 @@ from starlette.testclient import TestClient
 
 from coordinator.dashboard import feed as feed_module
 from coordinator.dashboard.app import STATIC, make_app
-from coordinator.dashboard.feed import BYTES_PER_S, GZIP_HEADER, PUSH_S, Feed
+from coordinator.dashboard.feed import GZIP_HEADER, MAX_PAUSE_S, PUSH_S, Feed, pause_s
 from coordinator.dashboard.history import MAX_POINTS, History
 from coordinator.dashboard.merge_patch import merge_patch
 from coordinator.dashboard.place import parse_place
 from coordinator.dashboard.server import bind, kept_token, link
+from coordinator.watch import contributions as contributions_module
 from coordinator.watch.contributions import Contributions
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.errors import UserError
@@ -74,10 +76,12 @@ def test_a_patch_makes_the_new_state_of_the_old_one():
 def test_an_empty_stage_says_what_it_waits_for():
     made = made_up_page(num_peers=12)
     assert made.page.state()["run"]["state"] == "training"
+    assert "eta_s" in made.page.state()["run"]
     made.watch.view = SwarmView(4, tuple(peer for peer in made.watch.view.peers if peer.stage != 2))
     made.page.look()
     state = made.page.state()
     assert state["run"]["state"] == "waiting"
+    assert "eta_s" not in state["run"], "nobody knows how long it waits"
     assert state["stages"]["2"]["is_empty"]
     assert "the run waits until" in state["stages"]["2"]["limit"]
     assert state["stages"]["0"]["limit"] == "waits for stage 2"
@@ -91,6 +95,16 @@ def test_an_empty_stage_says_what_it_waits_for():
     assert "is joining: no snapshot of stage 2 is left" in made.page.state()["stages"]["2"]["limit"]
     made.watch.view = SwarmView(4)
     assert made.page.state()["run"]["state"] == "no peers"
+
+
+def test_a_run_that_has_made_its_steps_trains_and_waits_no_more():
+    made = made_up_page(num_peers=4)
+    last = made.watch.lines[-1] | {"optimizer_step": made.watch.manifest.training.steps}
+    made.watch.lines.append(last)
+    assert made.page.state()["run"]["state"] == "done"
+    assert "eta_s" not in made.page.state()["run"]
+    made.watch.view = SwarmView(4)
+    assert made.page.state()["run"]["state"] == "done", "its peers may leave now"
 
 
 def test_the_busy_share_of_the_devices_is_shown_where_it_is_known():
@@ -206,9 +220,36 @@ def test_samples_are_divided_among_the_peers_of_each_stage(tmp_path):
     again = Contributions(tmp_path)
     again.begin(resume=True)
     assert again.given == given
+    given[fast.peer_id].served_s = 9.0
+    contributions.look(made.watch, 4.0)
+    again.begin(resume=True)
+    assert again.given[fast.peer_id].served_s == 9.0, "it is saved also when the clock is set back"
     (tmp_path / "contributions.json").write_text('{"x": ')
     again.begin(resume=True)
     assert again.given == {}
+
+
+def test_shares_are_kept_of_so_many_peers_alone(monkeypatch):
+    """Also when more have been seen than are remembered, and several come between two looks."""
+    made = made_up_page(num_peers=8)
+    monkeypatch.setattr(contributions_module, "MAX_PEERS", 6)
+    made.watch.lines = [line(1)]
+    contributions = Contributions()
+    contributions.look(made.watch, 100.0)
+    made.watch.lines.append(line(2))
+    contributions.look(made.watch, 102.0)
+    assert len(contributions.given) == 6
+
+
+def test_a_peer_that_has_come_back_is_not_gone():
+    made = made_up_page(num_peers=4)
+    here = made.watch.view
+    made.page.look()
+    made.watch.view = SwarmView(4, here.peers[1:])
+    made.page.look()
+    assert made.page.state()["peers"][here.peers[0].peer_id]["state"] == "gone"
+    made.watch.view = here
+    assert made.page.state()["peers"][here.peers[0].peer_id]["state"] == here.peers[0].state.value
 
 
 # --- How it gets to those who look
@@ -239,6 +280,13 @@ async def test_a_viewer_that_does_not_read_is_cut_off():
             slow.receive_nowait()
 
 
+@pytest.mark.parametrize(("num_bytes", "pause"), [(2, PUSH_S), (40_000, 10.0), (400_000, MAX_PAUSE_S)])
+def test_large_patches_come_less_often_but_no_viewer_takes_the_page_for_dead(num_bytes, pause):
+    assert pause_s(num_bytes) == pause
+    silence_ms = re.search(r"SILENCE_MS = (\d+)", (STATIC / "page.js").read_text())[1]
+    assert pause_s(num_bytes) * 1000 <= int(silence_ms) / 2
+
+
 async def test_nothing_is_made_while_nobody_looks():
     made = []
     feed = Feed(lambda: made.append(1) or {})
@@ -259,11 +307,13 @@ async def test_a_full_house_and_its_end(monkeypatch):
         assert feed.is_full
         answer = client(feed=feed, cookie=True).get("/events")
         assert answer.status_code == 503
+        assert client(feed=feed, cookie=True).head("/events").status_code == 503, "the page asks why it is shut out"
         stream.receive_nowait()
         feed.close()
         with pytest.raises(anyio.EndOfStream):
             stream.receive_nowait()
     assert not feed.is_full
+    assert client(feed=feed, cookie=True).head("/events").status_code == 200
 
 
 def test_300_peers_cost_little():
@@ -279,7 +329,7 @@ def test_300_peers_cost_little():
         event = feed_module._event("patch", merge_patch(before, after))
         slowest_s = max(slowest_s, time.thread_time() - begun_s)
         sent_bytes, before = sent_bytes + len(event.packed), after
-        at_s += max(PUSH_S, len(event.plain) / BYTES_PER_S)
+        at_s += pause_s(len(event.plain))
     assert sent_bytes < 300_000
     assert slowest_s < 0.05
 
@@ -320,6 +370,17 @@ def test_the_link_gives_the_page_and_a_cookie():
     assert browser.get("/static/page.js").status_code == 200
     assert browser.get("/static/../app.py").status_code == 404
     assert browser.get("/static/%2e%2e/app.py").status_code == 404
+
+
+def test_pages_that_tunnels_lead_to_share_no_cookie():
+    """Browsers keep the cookies of all ports of a machine together, and the servers may all listen on the same one."""
+    named = []
+    for host in ("127.0.0.1:8470", "127.0.0.1:9000", "[::1]", "[::1]:9000"):
+        headers = {"host": host}
+        cookie = client().get("/", params={"token": TOKEN}, headers=headers).headers["set-cookie"].partition(";")[0]
+        assert client().get("/", headers=headers | {"cookie": cookie}).status_code == 200
+        named.append(cookie.partition("=")[0])
+    assert named == ["swarm-8470", "swarm-9000", "swarm-80", "swarm-9000"]
 
 
 @pytest.mark.parametrize("path", ["/", "/static/page.js", "/nothing"])
@@ -367,6 +428,16 @@ def test_the_host_is_an_address_or_this_machines_name(host, status):
 )
 def test_other_pages_may_not_read_this_one(origin, status):
     assert client(cookie=True).get("/static/page.js", headers={"origin": origin}).status_code == status
+
+
+def test_no_cookie_holds_up_the_program():
+    """Python 3.11.7 takes ten seconds to undo the quoting of this one."""
+    quoted = 'x="' + "\\0" * 30_000 + '"'
+    begun_s = time.process_time()
+    for token, status in ((TOKEN, 200), (TOKEN[:-1], 401)):
+        cookies = f"{quoted}; swarm-80={TOKEN};swarm-8470={token}"
+        assert client().get("/", headers={"cookie": cookies}).status_code == status
+    assert time.process_time() - begun_s < 2
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
@@ -427,6 +498,8 @@ def test_the_token_outlives_a_restart(tmp_path):
     assert len(token) >= 20
     assert kept_token(tmp_path) == token
     assert (tmp_path / "dashboard-token").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "dashboard-token").write_bytes(b"\xff" * 30)
+    assert kept_token(tmp_path) != token
     (tmp_path / "dashboard-token").write_text("short")
     assert kept_token(tmp_path) not in ("short", token)
     assert kept_token(None) != kept_token(None)

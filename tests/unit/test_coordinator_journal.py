@@ -216,8 +216,11 @@ def test_a_journal_outlives_its_writer(tmp_path):
 def test_lines_that_are_no_events_are_left_out(tmp_path):
     good = make_event("joined", "x", 1.0, stage=1, peer="p")
     bad = [{**good, "kind": "blessed"}, {**good, "time": "now"}, {"kind": "joined"}, [], 5]
+    bad += [{**good, "time": time} for time in (float("nan"), float("inf"), -1e300, 10**400)]  # no browser shows them
     (tmp_path / EVENTS).write_text("".join(json.dumps(line) + "\n" for line in (*bad, good)) + "\n{]\xff")
     assert read_events(tmp_path) == [good]
+    (tmp_path / EVENTS).write_text(json.dumps({**good, "stage": None}) + "\n")
+    begun(tmp_path, resume=True)  # nobody knows where that peer is
 
 
 def test_the_file_is_bounded_and_keeps_who_is_there(tmp_path, monkeypatch):

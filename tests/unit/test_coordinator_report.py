@@ -86,6 +86,7 @@ def test_the_page_has_the_figures_and_needs_nothing_else(tmp_path):
         "Cost of a million tokens": "20.8333",
     }
     assert "made step 30 of 40 at 2026-" in page
+    assert str(tmp_path.parent) not in page, "who reads it need not know the folders of whoever wrote it"
     assert "<td>unheard of</td>" in page
     for words in ("Run told", MANIFEST.hash, "torch", "&#34;global_batch_size&#34;: 8"):
         assert words in page
@@ -120,6 +121,34 @@ def test_a_run_of_the_first_versions_has_a_report(tmp_path):
     assert facts_of(page)["Tokens per second"] == "40"
     for words in ("no events.jsonl", "no run.json", "1 lines of its files could not be read"):
         assert words in page
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seconds": float("inf")},
+        {"time": float("nan")},
+        {"time": float("inf")},
+        {"tokens": 10**400},
+        {"peers": [-1]},
+        {"peers": [10**30]},
+    ],
+)
+def test_a_line_that_no_run_can_have_made_is_left_out(tmp_path, fields):
+    write_run(tmp_path, steps=2, events=[event("died", float("nan")), event("left", float("inf"))])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    wrong = json.dumps(json.loads(lines[0]) | fields)
+    (tmp_path / "metrics.jsonl").write_text("\n".join([wrong, *lines]))
+    page = write_report(tmp_path).read_text()
+    assert "3 lines of its files could not be read" in page
+    assert facts_of(page)["Tokens"] == "160"
+
+
+def test_a_run_that_diverged_or_counted_no_peers_has_a_report(tmp_path):
+    lines = (write_run(tmp_path, steps=2) / "metrics.jsonl").read_text().splitlines()
+    odd = [json.loads(line) | {"loss": float("nan"), "peers": []} for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd))
+    assert facts_of(write_report(tmp_path).read_text())["Training loss at the end"] == "nan"
 
 
 def test_what_others_wrote_is_text_on_the_page(tmp_path):

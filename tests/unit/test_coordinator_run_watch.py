@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from coordinator.dashboard.from_folder import read_history
 from coordinator.watch.live import peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
-from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line
+from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line, whole_lines
 from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, RunWatch
 from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
@@ -141,6 +142,17 @@ def test_a_line_says_how_the_peers_of_each_stage_spend_their_time(tmp_path):
     assert "41%" in text
     assert "20/30/9%" in text, "it waited in the rest of the time"
     assert (watch.optimizer_step, watch.round_number) == (1, 0)
+
+
+def test_a_note_gives_a_terminal_no_commands():
+    note = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e[red]\nnote"
+    view = SwarmView(2, (replace(peer("a", 0), note=note, is_reachable=False),))
+    terminal = io.StringIO()
+    Console(width=160, file=terminal, color_system=None, force_terminal=True).print(
+        peers_table(RunWatch(make_watch().manifest, view))
+    )
+    assert "]52;c;ZXZpbA== [2J [red] note; others cannot dial it" in terminal.getvalue()
+    assert not {"\x1b", "\x07", "\u202e"} & set(terminal.getvalue())
 
 
 def test_each_step_is_told_once_however_many_report_it():
@@ -550,8 +562,18 @@ def test_a_new_run_begins_with_an_empty_file(tmp_path):
     assert written(tmp_path) == [make_line(1)]
 
 
-def test_metrics_of_another_version_are_refused(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "global_step": 0}\n')
+def test_a_damaged_line_costs_no_other(tmp_path):
+    lines = [json.dumps(make_line(number)).encode() for number in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"\n".join([b"\xff{", lines[0], lines[0][:9] + b"\xc3", lines[1], b"\0\0"])
+    )
+    assert whole_lines(tmp_path / "metrics.jsonl") == [make_line(1), make_line(2)]
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "global_step": 0}', '{"optimizer_step": 1, "round": 0, "loss": 2.0}'])
+def test_metrics_of_another_version_are_refused(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    assert read_history(tmp_path).points() == {}, "the page has no curves, and the run goes on"
     with pytest.raises(UserError, match="was written by another version of swarm"):
         MetricsFile(tmp_path, resume=True)
 

@@ -7,6 +7,7 @@ import { explain } from "/static/tips.js";
 const $ = (id) => document.getElementById(id);
 const SILENCE_MS = 30000;
 const RETRY_MS = 2000;
+const ANSWER_MS = 5000;
 const KINDS = {
   joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", stage_empty: "! stage empty",
   stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", coordinator: "◇ coordinator",
@@ -16,6 +17,7 @@ const KINDS = {
 let state = null;
 let source = null;
 let heardAt = 0;
+let triedAt = 0;
 let axis = "step";
 let sort = { key: "stage", ascending: true };
 
@@ -28,8 +30,12 @@ function merge(target, patch) {
 }
 
 function connect() {
+  triedAt = Date.now();
   source = new EventSource("/events");
-  source.addEventListener("state", (event) => take(() => { state = JSON.parse(event.data); }));
+  source.addEventListener("state", (event) => take(() => {
+    state = JSON.parse(event.data);
+    shownEvents = ""; // another process may number them otherwise
+  }));
   source.addEventListener("patch", (event) => take(() => merge(state, JSON.parse(event.data))));
   source.onerror = () => lose();
 }
@@ -47,10 +53,13 @@ async function lose() {
   document.body.classList.add("stale");
   $("connection").textContent = "not connected";
   const since = heardAt ? ` What you see is of ${clock(heardAt)}.` : "";
-  let why = "The program that shows this page does not answer; the run itself may well go on.";
+  let why = ["done", "ended"].includes(state?.run.state)
+    ? "The run is over, and the program that showed this page does not answer any more."
+    : "The program that shows this page does not answer; the run itself may well go on.";
   try {
-    const answer = await fetch("/", { method: "HEAD" });
+    const answer = await fetch("/events", { method: "HEAD", signal: AbortSignal.timeout(ANSWER_MS) });
     if (answer.status === 401) why = "This page's link does not hold any more: open the one that the program printed.";
+    else if (answer.status === 503) why = "As many people look already as the program lets in.";
     else if (answer.ok) why = "The connection broke.";
   } catch { /* nobody answers */ }
   $("banner").textContent = `${why} This page tries again by itself.${since}`;
@@ -80,6 +89,7 @@ function render() {
 }
 
 const SENTENCES = {
+  done: "■ All steps are made. The coordinator saves the model and ends the run.",
   training: "▶ Training.",
   starting: "◔ Starting: all stages have peers, and the first step is on its way.",
   "no peers": "! No peer is seen. Training waits until peers join.",
@@ -291,6 +301,8 @@ $("copy").onclick = async () => {
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
 addEventListener("resize", render);
-setInterval(() => { if (heardAt && Date.now() - heardAt > SILENCE_MS && source.readyState !== EventSource.CLOSED) lose(); }, 5000);
+setInterval(() => {
+  if (Date.now() - Math.max(heardAt, triedAt) > SILENCE_MS && source.readyState !== EventSource.CLOSED) lose();
+}, 5000);
 history.replaceState(null, "", "/"); // the token stays out of bookmarks and screenshots
 connect();
