@@ -37,6 +37,7 @@ demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about t
 test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
 	$(BIN)/python tests/tube seeds
+	for mode in periodic delayed eager; do $(BIN)/python tests/tube seeds --count 2 --mode $$mode || exit 1; done
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
 
 test-all: test  ## The slow tests as well

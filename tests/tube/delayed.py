@@ -60,7 +60,7 @@ class DelayedInvariants(Invariants):
     def _contributing(self, loop: Any) -> None:
         self._trainers[loop._group._me] = loop._trainer
 
-    def _giving(self, handover: Any) -> None:
+    def _giving(self, handover: Any, **_: Any) -> None:
         self._given_waiting[handover._transport.peer_id] = list(self._waiting_of(handover._trainer))
 
     def _added(self, handover: Any, data: Any, call: Any, entered: Any) -> None:

@@ -66,7 +66,7 @@ class PeriodicInvariants(Invariants):
         self._trainers[loop._group._me] = trainer
         return result
 
-    def _giving(self, handover: Any) -> None:
+    def _giving(self, handover: Any, **_: Any) -> None:
         trainer = handover._trainer
         if trainer.num_samples:
             self._add_round(trainer, handover._rounds.current)
