@@ -88,6 +88,9 @@ async def test_nodes_take_and_give_records():
     assert set(await given(node)) == {ME.peer_id, OTHER.peer_id}
     of_both = dictionary(stored(), stored(signer=OTHER))
     assert await found_by(node, of_both, get_dht_time() + 60) == ({ME.peer_id, OTHER.peer_id}, False)
+    finder = await make_node()
+    assert await found_by(finder, of_both, get_dht_time() + 60)
+    assert set(await given(finder)) == {ME.peer_id, OTHER.peer_id}, "what a node has found it gives to others"
     another = await make_node()
     assert await store(another, stored(), tag=b"", value=of_both) == [True]
     assert set(await given(another)) == {ME.peer_id, OTHER.peer_id}

@@ -113,8 +113,14 @@ def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> Non
     call_find, update_routing_table = protocol.call_find, protocol.update_routing_table
 
     async def find(peer: PeerID, keys: Collection[DHTID]) -> Any:
-        """Ask a node for records. They last as long as they say themselves: one that never expires ends a search."""
+        """Ask a node for records, and keep them: a newcomer finds the run also where only one member is left.
+
+        The records last as long as they say themselves: one that never expires ends a search.
+        """
         answer = await call_find(peer, keys)
+        for key_id, (given, _) in (answer or {}).items():
+            for author, (value, expiration) in list(given.value.items()) if given else ():
+                protocol.storage.store_subkey(key_id, author, value, expiration)
         return answer and {key: (_lasting(given), nearest) for key, (given, nearest) in answer.items()}
 
     async def update(node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
