@@ -94,6 +94,8 @@ def _decoded_key(peer_id: str) -> Ed25519PublicKey | None:
         data = base58.b58decode(peer_id)
         if len(data) != len(_PEER_ID_PREFIX) + 32 or not data.startswith(_PEER_ID_PREFIX):
             return None
+        if id_of_key(data[len(_PEER_ID_PREFIX) :]) != peer_id:  # base58 overlooks blanks, and one key has one id
+            return None
         return Ed25519PublicKey.from_public_bytes(data[len(_PEER_ID_PREFIX) :])
     except ValueError:
         return None

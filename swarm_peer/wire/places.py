@@ -137,13 +137,16 @@ class RecordPlaces:
             self._learn(parse(ManifestRecord, body, kind))
 
     def check_lifetime(self, key: bytes, lifetime_s: float) -> None:
-        """Check that a record under a key does not last too long from now on.
+        """Check that a record under a key has not expired, and does not last too long from now on.
 
         Raises:
-            InvalidMessage: it does: its author's clock is ahead, or it is to be found after its author has gone
+            InvalidMessage: it is shown again after its time; or its author's clock is ahead, or it is to be found after
+                its author has gone
         """
         place = self._place(key)
         longest_s = LONGEST_LIFETIME_S if place is None else place.longest_s
+        if lifetime_s <= 0.0:
+            raise InvalidMessage("its time is over")
         if not lifetime_s <= longest_s:
             raise InvalidMessage(f"to be kept for {lifetime_s:.0f} s; at most {longest_s:.0f} s go")
 

@@ -19,6 +19,7 @@ from hivemind.dht import DHTID
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
 from coordinator.watch.observer import open_node
@@ -28,9 +29,11 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import dht
 from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.guarded_p2p import MOST_KEYS
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import PROTOCOL, Reachability, Sight
+from swarm_peer.runtime.network.record_storage import RecordStorage
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite, Revocations
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key, seal
@@ -152,6 +155,10 @@ async def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:
             assert not await hostile.store(key, os.urandom(10_000), expiration, subkey=os.urandom(8))
         await end("second")  # hivemind says that it failed: the hostile node has not taken it
         assert await heard(peer) == await heard(run) == "second"
+        everywhere = [DHTID.generate(source=number) for number in range(MOST_KEYS[dht_pb2.FindRequest] + 1)]
+        assert await hostile.protocol.call_find(run.p2p.peer_id, everywhere[1:]) is not None
+        assert await hostile.protocol.call_find(run.p2p.peer_id, everywhere) is None
+        assert isinstance(run._node.protocol.storage, RecordStorage)
         await hostile.shutdown()
         await p2p.shutdown()
 

@@ -134,6 +134,7 @@ HIVEMIND_ADAPTERS = {
     "guarded_p2p.py",
     "p2p_transport.py",
     "reachability.py",
+    "record_storage.py",
     "record_validator.py",
 }
 

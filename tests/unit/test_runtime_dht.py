@@ -66,6 +66,19 @@ async def test_a_record_without_its_authors_pass_is_neither_stored_nor_read():
         assert list(await dht.fetch(end_key(ME.peer_id), EndRecord, "run")) == [ME.peer_id] * is_let_in
 
 
+def test_nobody_is_taken_for_present_by_a_record_that_another_has_made_up():
+    """Members know each other's passes. Otherwise one could keep the place of a peer that has gone, and others out."""
+    invite = Invite.issue(OTHER, (), label="friends", expires=2**39, at_once=1)
+    passes = PassChecker(OTHER.peer_id, clock=SystemClock())
+    validator = SignedRecordValidator(SystemClock(), passes)
+    expiration = get_dht_time() + 60
+    for signer, is_let_in in ((Identity.generate(), False), (ME, True)):
+        envelope = seal(END, "run", signer, place_of(KEY, expiration))
+        value = pack([envelope, invite.pass_for(ME.peer_id)])
+        assert validator.validate(stored(value=value, expiration_time=expiration)) is is_let_in
+        assert bool(passes.members()) is is_let_in
+
+
 def test_a_record_that_its_author_has_signed_for_its_place_is_stored():
     assert SignedRecordValidator(SystemClock(), EVERYBODY).validate(stored())
 

@@ -153,3 +153,11 @@ def test_long_texts_that_are_no_peer_ids_are_not_remembered():
     assert not is_peer_id("1" * 100_000)
     assert not verify("1" * 100_000, b"data", bytes(64))
     assert identity._decoded_key.cache_info().currsize == before
+
+
+@pytest.mark.parametrize("blanks", [" ", "\n", "\t\t"])
+def test_a_key_has_one_id(blanks):
+    """Otherwise one peer could announce itself as many, and go on under another name when it is revoked."""
+    me = make_identity()
+    assert not is_peer_id(me.peer_id + blanks)
+    assert not verify(me.peer_id + blanks, b"text", me.sign(b"text"))

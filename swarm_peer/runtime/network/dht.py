@@ -31,7 +31,8 @@ from swarm_peer.runtime.network.guarded_p2p import (
 )
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Reachability, Ways
-from swarm_peer.runtime.network.record_validator import SignedRecordValidator, judge_one_by_one, key_id_of, place_of
+from swarm_peer.runtime.network.record_storage import keep_records
+from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite, RevocationsRecord, revocations_key
 from swarm_peer.wire.places import RecordPlaces
@@ -349,7 +350,7 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
                 # It would follow each store with a search for what has just been stored.
                 cache_on_store=False,
             )
-            judge_one_by_one(node.protocol, validator)
+            keep_records(node.protocol, validator)
             return node
     except Exception:
         if refusal := await refusal_of(p2p, [check_peer_address(address) for address in initial_peers]):

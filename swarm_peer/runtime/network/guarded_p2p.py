@@ -19,7 +19,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.auth import AuthorizerBase
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_peer.errors import CallError, NotAdmitted, UserError
+from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.processes import in_own_session
 from swarm_peer.runtime.network.addresses import is_dialable, resolved
 from swarm_peer.runtime.network.frame_stream import on_network
@@ -36,6 +36,8 @@ DIAL_TIMEOUT_S = 5.0
 FAREWELL_S = 2.0
 # To ask all initial peers why they do not answer.
 REFUSAL_TIMEOUT_S = 5.0
+# Keys in one request. A search asks for one or a few. A node that meets another one sends it all that it stores.
+MOST_KEYS = {dht_pb2.FindRequest: 16, dht_pb2.StoreRequest: 512}
 
 
 class GuardedP2P(P2P):  # type: ignore[misc]
@@ -102,9 +104,21 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         async def answer(request: Any, context: P2PContext) -> Any:
             # hivemind sends the caller the repr of the exception.
             self.passes.check(context.remote_id.to_base58(), request.auth.client_access_token.public_key)
+            check_size(request)
             return await handler(request, context)
 
         await super().add_protobuf_handler(name, answer, input_protobuf_type, **options)
+
+
+def check_size(request: Any) -> None:
+    """Check that a request to the DHT names few keys: an answer has all records of each key, as often as it is named.
+
+    Raises:
+        InvalidMessage: it names too many
+    """
+    most = MOST_KEYS.get(type(request))
+    if most is not None and len(request.keys) > most:
+        raise InvalidMessage(f"a request for {len(request.keys)} keys; at most {most} go")
 
 
 async def refusal_of(p2p: GuardedP2P, peer_ids: Sequence[str]) -> str | None:
