@@ -18,8 +18,8 @@ from coordinator.watch.run_watch import RunWatch
 log = logging.getLogger(__name__)
 
 EVENTS = "events.jsonl"
-# Some 8000 events. When the file is longer, its older half goes.
-MAX_BYTES = 2 * 1024 * 1024
+# Some 4000 events. When the file is longer, its older half goes, which holds the event loop up for some 30 ms.
+MAX_BYTES = 1024 * 1024
 # Kept in memory, for those who look.
 NEWEST_KEPT = 300
 
