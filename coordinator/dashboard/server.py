@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 PORTS_TRIED = 20
 STOP_S = 2.0
 RETRY_S = 10.0
-# Whoever reaches the port could use up the files that the program may open, so it closes connections beyond these at
-# once, those that ask for nothing after a while, and those whose other side takes nothing for so long.
+# A stranger who reaches the port could use up the files that the program may open. So the program closes connections
+# beyond these at once, those that ask for nothing in this time, and those whose other side takes nothing for so long.
 MAX_CONNECTIONS = 256
 ASK_S = 10.0
 TAKE_S = 60.0

@@ -49,8 +49,9 @@ STORED_KINDS = frozenset(
 )
 # The longest lifetime of a record is a day; the hour is for clocks that differ.
 LONGEST_LIFETIME_S = 25 * 3600.0
-# Clocks may differ by so much. By its author's clock, an announcement lasts for `limits.announcement_s`; a peer whose
-# clock is an hour ahead would be taken for present for an hour after its death.
+# Clocks may differ by so much. An announcement lasts for `limits.announcement_s` by its author's clock, and this much
+# longer by another one at most. Otherwise a peer whose clock is an hour ahead would seem present an hour after its
+# death.
 CLOCK_TOLERANCE_S = 30.0
 # Manifests of one run whose records are kept: its key may have published it anew, with more optimizer steps.
 MOST_MANIFESTS = 4
@@ -59,7 +60,7 @@ _KINDS_OF_THE_RUN_KEY = (ManifestRecord.kind, TimelineRecord.kind, EndRecord.kin
 
 
 class _Place(NamedTuple):
-    """A key's records are of this kind and of this run, and last so long at most."""
+    """The kind and the run of the records under a key, and how long each may last."""
 
     kind: str
     run: str

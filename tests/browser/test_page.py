@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import yaml
 from made_up_run import made_up_page
 from programs import COORDINATOR, Processes, children_of, wait_for
 from swarm import tiny_manifest
-from visits import link_in, needs_chromium, visit
+from visits import Visit, link_in, needs_chromium, visit
 
+from coordinator.dashboard.run_page import RunPage
 from coordinator.dashboard.server import showing
 from swarm_peer.policy.view import SwarmView
 
@@ -117,35 +120,42 @@ async def test_words_explain_themselves_to_pointer_and_keyboard() -> None:
         assert here.errors == []
 
 
-async def test_a_page_that_has_lost_its_server_says_so_and_comes_back(tmp_path: Path) -> None:
-    made = made_up_page(num_peers=4)
+@asynccontextmanager
+async def shown(here: Visit, page: RunPage, folder: Path, port: int = 0) -> AsyncIterator[str]:
+    """Show a page as a program does, in the browser where no page is open yet; yields the link."""
     links: list[str] = []
-    async with visit("about:blank") as here:
-        async with showing(made.page, ("127.0.0.1", 0), links.append, folder=tmp_path):
-            url = link_in(links[0])
+    async with showing(page, ("127.0.0.1", port), links.append, folder=folder):
+        url = link_in(links[0])
+        if not port:
             await here.page.goto(url)
             await here.wait("document.querySelectorAll('#peer-table tbody tr').length === 4")
+        yield url
+
+
+async def test_a_page_that_has_lost_its_server_says_so_and_comes_back(tmp_path: Path) -> None:
+    made = made_up_page(num_peers=4)
+    async with visit("about:blank") as here:
+        async with shown(here, made.page, tmp_path) as url:
+            pass
         await here.wait("!document.getElementById('banner').hidden")
         assert "tries again by itself" in await here.text("#banner")
-        port = int(re.search(r":(\d+)/", url)[1])
-        async with showing(made.page, ("127.0.0.1", port), links.append, folder=tmp_path):
-            assert links[1] == links[0]
+        async with shown(here, made.page, tmp_path, port_in(url)) as again:
+            assert again == url
             await here.wait("document.getElementById('banner').hidden")
 
 
 async def test_a_page_whose_server_stands_still_says_so_and_comes_back(tmp_path: Path) -> None:
     """No request fails then, and none is answered."""
     made = made_up_page(num_peers=4)
-    links: list[str] = []
     async with visit("about:blank") as here:
-        async with showing(made.page, ("127.0.0.1", 0), links.append, folder=tmp_path):
-            url = link_in(links[0])
-            await here.page.goto(url)
-            await here.wait("document.querySelectorAll('#peer-table tbody tr').length === 4")
+        async with shown(here, made.page, tmp_path) as url:
             await here.page.route("**/*", lambda route: None)
         await here.wait("!document.getElementById('banner').hidden")
         assert "does not answer" in await here.text("#banner")
-        port = int(re.search(r":(\d+)/", url)[1])
-        async with showing(made.page, ("127.0.0.1", port), links.append, folder=tmp_path):
+        async with shown(here, made.page, tmp_path, port_in(url)):
             await here.page.unroute("**/*")
             await here.wait("document.getElementById('banner').hidden")
+
+
+def port_in(url: str) -> int:
+    return int(re.search(r":(\d+)/", url)[1])

@@ -14,7 +14,7 @@ from hivemind.dht.node import _SearchState
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer, ValueWithExpiration, get_dht_time
+from hivemind.utils import MSGPackSerializer, ValueWithExpiration, get_dht_time, timed_storage
 from test_runtime_dht import EVERYBODY, KEY, ME, OTHER, stored
 
 from swarm_peer.errors import InvalidMessage
@@ -107,6 +107,13 @@ async def test_no_answer_ends_a_search():
 async def test_no_answer_limits_or_breaks_a_search(maxsize):
     value = dictionary(stored(), stored(signer=OTHER), maxsize=maxsize)
     assert await found_by(await make_node(), value, get_dht_time()) == ({ME.peer_id, OTHER.peer_id}, False)
+
+
+async def test_records_that_expire_just_after_they_were_checked_do_not_break_a_search(monkeypatch):
+    node, value = await make_node(), dictionary(stored())
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: get_dht_time() + 7200.0)
+    await found_by(node, value, get_dht_time() + 60)
+    assert await given(node) == {}
 
 
 async def test_a_record_that_has_expired_is_not_found_again():

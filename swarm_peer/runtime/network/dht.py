@@ -263,12 +263,13 @@ class SwarmDHT:
             try:
                 match author, value:
                     case str(), [bytes() as envelope, bytes() as shown]:
-                        self.passes.check(author, shown)
                         # This node may have stored it before it knew its run.
                         self._places.check_lifetime(key_id, expiration - self._clock.unix_s())
                     case _:
                         raise InvalidMessage("not the record and the pass of a peer")
-                records[author] = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
+                record = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
+                self.passes.check(author, shown)  # after the signature: it counts the author as present
+                records[author] = record
             except (InvalidMessage, NotAdmitted) as error:
                 self.metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", key, error)

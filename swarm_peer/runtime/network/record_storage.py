@@ -113,15 +113,17 @@ def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> Non
     call_find, update_routing_table = protocol.call_find, protocol.update_routing_table
 
     async def find(peer: PeerID, keys: Collection[DHTID]) -> Any:
-        """Ask a node for records, and keep them: a newcomer finds the run also where only one member is left.
-
-        The records last as long as they say themselves: one that never expires ends a search.
-        """
+        """Ask a node for records, and keep them: a newcomer finds the run also where only one member is left."""
         answer = await call_find(peer, keys)
-        for key_id, (given, _) in (answer or {}).items():
-            for author, (value, expiration) in list(given.value.items()) if given else ():
-                protocol.storage.store_subkey(key_id, author, value, expiration)
-        return answer and {key: (_lasting(given), nearest) for key, (given, nearest) in answer.items()}
+        return answer and {key: (given and keep(key, given.value), nearest) for key, (given, nearest) in answer.items()}
+
+    def keep(key_id: DHTID, found: RecordDictionary) -> ValueWithExpiration:
+        """Keep records, and have them last as long as they say themselves: what never expires would end a search."""
+        with found.freeze():  # if all expire at this moment, hivemind finds that out later
+            records = list(found.items())
+        for author, (value, expiration) in records:
+            protocol.storage.store_subkey(key_id, author, value, expiration)
+        return ValueWithExpiration(found, max(expiration for _, (_, expiration) in records))
 
     async def update(node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
         """Keep one node of each peer, and nobody in the place of another: a peer may name itself any nodes."""
@@ -134,10 +136,3 @@ def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> Non
         await update_routing_table(node_id, peer_id, responded)
 
     protocol.call_find, protocol.update_routing_table = find, update
-
-
-def _lasting(given: Any) -> Any:
-    if given is None:
-        return None
-    with given.value.freeze() as records:
-        return ValueWithExpiration(records, max(expiration for _, (_, expiration) in records.items()))

@@ -34,6 +34,8 @@ CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
 # Gradients that one peer takes in at once. Each is as large as its stage.
 MAX_TRANSFERS = 2
+# For a job of the device thread to end before the gradient is dropped, also when the peer has no time left.
+FORGET_TIMEOUT_S = 5.0
 # Tries of the call that commits the gradient, since its outcome must be known.
 COMMIT_TRIES = 3
 
@@ -134,7 +136,7 @@ class GradientHandover:
             self._trainer.discard_gradients()
             given.forget_counted()
 
-        with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(FORGET_TIMEOUT_S, shield=True):
             await self._device_thread.run(Priority.STEP, forget)
 
     async def _send(self, mate: str, round_number: int, transfer_id: bytes, data: torch.Tensor) -> None:
