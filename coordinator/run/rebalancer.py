@@ -18,8 +18,9 @@ from swarm_peer.wire.records import Assignment
 
 log = logging.getLogger(__name__)
 
-# Seconds that a peer takes to end its round, hand its gradient over, and build the stage's module; mostly the round.
-MOVE_OVERHEAD_S = 20.0
+# Seconds that a move takes besides its download: the peer finds its assignment, hands its gradient over, and applies
+# the updates that it has missed (benchmarks/moves-2026-11-22.md). Simulations take as long.
+MOVE_OVERHEAD_S = 5.0
 
 
 class Rebalancer:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.run.rebalancer import MOVE_OVERHEAD_S, Rebalancer
+from coordinator.run.rebalancer import Rebalancer
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.placement.live_rebalancer import (
     EXCHANGE_PATIENCE,
+    LEAST_PATIENCE_S,
     LEAST_REST_S,
-    MOVE_PATIENCE,
     REST_S,
     SETTLING_S,
 )
@@ -125,7 +125,7 @@ def test_movers_of_the_coordinator_before_this_one_are_waited_for() -> None:
 def test_movers_of_the_coordinator_before_this_one_are_not_waited_for_for_ever() -> None:
     run = Run(inherited=(Assignment(peer="m", announced=3, from_stage=0, to_stage=1, reason=""),))
     assert run.look(30) == []
-    assert len(run.look(MOVE_OVERHEAD_S * MOVE_PATIENCE)) == 1
+    assert len(run.look(LEAST_PATIENCE_S)) == 1
 
 
 def test_who_did_not_follow_the_coordinator_before_this_one_is_not_waited_for() -> None:
@@ -380,7 +380,7 @@ def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
     asked: list[str] = []
     [mover] = run.look(60)
     patience_s = run.open[mover].patience_s
-    assert patience_s >= MOVE_PATIENCE * 20
+    assert patience_s >= LEAST_PATIENCE_S
     [other] = run.look(patience_s + 1)
     assert other != mover
     asked = [mover, other]

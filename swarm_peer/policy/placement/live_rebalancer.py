@@ -33,8 +33,10 @@ SETTLING_S = 15.0
 LONGEST_WAIT_S = 30.0
 # For so many lifetimes of an announcement, an exchange of peers must have looked worth it.
 EXCHANGE_PATIENCE = 4
-# A mover that has not shown up in its new stage after so many times the time that it should take is given up.
+# A mover that has not shown up in its new stage after so many times the time that it should take is given up, but not
+# before the least patience: it also has to find its assignment, and its machine may be busy.
 MOVE_PATIENCE = 3.0
+LEAST_PATIENCE_S = 60.0
 # A peer that has moved stays for this long, unless peers come or go: moving the same peers again would follow noise.
 REST_S = 900.0
 # Even if peers come and go, it stays for this long, as long as all stages are served.
@@ -67,7 +69,7 @@ class LiveRebalancer:
         self._announcement_s = announcement_s
         self._settled_s = begun_s + announcement_s
         self._inherited = set(inherited)
-        self._inherited_until_s = begun_s + MOVE_PATIENCE * params.overhead_s
+        self._inherited_until_s = begun_s + LEAST_PATIENCE_S
         self._churn = ChurnMeter()
         self._speeds = RecentSpeeds()
         self._members: frozenset[str] | None = None  # by their first ids
@@ -189,7 +191,7 @@ class LiveRebalancer:
             peer=peer,
             work_per_s=peer.samples_per_s * self._params.stage_costs[move.from_stage],
             given_s=now_s,
-            patience_s=MOVE_PATIENCE * self._params.move_s(peer, move.to_stage),
+            patience_s=max(LEAST_PATIENCE_S, MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)),
         )
         self.num_moves += 1
 

@@ -22,8 +22,7 @@ from swarm_peer.wire.records import (
 
 log = logging.getLogger(__name__)
 
-# Pause between looks for assignments. A move takes many times as long, and each look costs several peers some
-# milliseconds.
+# Pause between looks for assignments: each costs several peers some milliseconds.
 POLL_S = 3.0
 # Pauses between looks for the end of the run. Before all optimizer steps are done, a run rarely ends.
 LOOK_FOR_END_S = 5.0
