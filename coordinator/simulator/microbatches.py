@@ -15,7 +15,7 @@ from typing import Any
 import simpy
 
 from coordinator.simulator.flow import FlowSwarm
-from coordinator.simulator.network import Network
+from coordinator.simulator.network import Links, Network
 from coordinator.simulator.options import MicrobatchOptions
 from coordinator.simulator.routing import Routing
 from swarm_peer.policy.in_flight_window import InFlightWindow
@@ -106,7 +106,7 @@ class MicrobatchSwarm:
     def __init__(self, flow: FlowSwarm, network: Network, options: MicrobatchOptions, *, seed: int):
         self._flow = flow
         self._env = flow.env
-        self._network = network
+        self._links = Links(flow.env, network)
         self._options = options
         self._seed = seed
         self._devices: dict[str, _Device] = {}
@@ -207,10 +207,10 @@ class MicrobatchSwarm:
         device = self._devices[callee]
         device.queued += 1
         try:
-            yield self._env.timeout(self._network.transfer_s(caller, callee, self._options.activation_bytes))
+            yield from self._links.transfer(caller, callee, self._options.activation_bytes)
             if self._options.capacity is not None and device.held >= self._options.capacity:
                 self.num_busy += 1
-                yield self._env.timeout(self._network.transfer_s(callee, caller, 0.0))
+                yield from self._links.transfer(callee, caller, 0.0)
                 return False
             device.held += 1
             try:
@@ -222,7 +222,7 @@ class MicrobatchSwarm:
         if not done:
             self.num_retries += 1
             return False
-        yield self._env.timeout(self._network.transfer_s(callee, caller, self._options.activation_bytes))
+        yield from self._links.transfer(callee, caller, self._options.activation_bytes)
         return True
 
     def _hold(self, callee: str, device: _Device, stage: int) -> Steps:

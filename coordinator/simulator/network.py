@@ -1,11 +1,16 @@
-"""Links between peers: one latency and bandwidth for each peer, or matrices of places."""
+"""Links between peers, and the transfers that share them: by each peer's latency and bandwidth, or by matrices."""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import simpy
 
 from coordinator.simulator.world import Machine
 from swarm_peer.errors import UserError
@@ -14,9 +19,17 @@ from swarm_peer.errors import UserError
 Places = tuple[list[list[float]], list[list[float]]]
 
 
+class Bandwidths(NamedTuple):
+    """In bytes/s: of the sender's link, of the receiver's, and between their places."""
+
+    up: float
+    down: float
+    between: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How long transfers take from peer to peer.
+    """How long it is from peer to peer, and how fast.
 
     Attributes:
         machines: of the peers that are there
@@ -28,19 +41,89 @@ class Network:
     places: Places | None = None
     seed: int = 0
 
-    def transfer_s(self, sender: str, receiver: str, num_bytes: float) -> float:
-        """Seconds until a message of so many bytes has arrived."""
-        ends = [self.machines[peer_id] for peer_id in (sender, receiver) if peer_id in self.machines]
-        bandwidth = min((machine.bandwidth_bytes_per_s for machine in ends), default=float("inf"))
-        latency_s = sum(machine.latency_s for machine in ends) / 2
+    def latency_s(self, sender: str, receiver: str) -> float:
+        """Seconds that the first byte takes."""
         if self.places is not None:
-            latencies, bandwidths = self.places
-            here, there = self._place(sender, len(latencies)), self._place(receiver, len(latencies))
-            latency_s, bandwidth = latencies[here][there], min(bandwidth, bandwidths[here][there])
-        return latency_s + num_bytes / bandwidth
+            return self._between(self.places[0], sender, receiver)
+        ends = (self.machines[peer_id] for peer_id in (sender, receiver) if peer_id in self.machines)
+        return sum(machine.latency_s for machine in ends) / 2
 
-    def _place(self, peer_id: str, num_places: int) -> int:
-        return zlib.crc32(f"{self.seed} {peer_id}".encode()) % num_places
+    def bandwidths(self, sender: str, receiver: str) -> Bandwidths:
+        """What there is on the way; peers that have gone are no limit."""
+        up, down = (
+            self.machines[peer_id].bandwidth_bytes_per_s if peer_id in self.machines else math.inf
+            for peer_id in (sender, receiver)
+        )
+        return Bandwidths(
+            up, down, math.inf if self.places is None else self._between(self.places[1], sender, receiver)
+        )
+
+    def _between(self, matrix: list[list[float]], sender: str, receiver: str) -> float:
+        here, there = (zlib.crc32(f"{self.seed} {peer_id}".encode()) % len(matrix) for peer_id in (sender, receiver))
+        return matrix[here][there]
+
+
+@dataclass(slots=True)
+class _Transfer:
+    left_bytes: float
+    bandwidths: Bandwidths
+    sent: simpy.Event
+
+
+class Links:
+    """The links of a simulation, which transfers share.
+
+    A link sends and receives at the same time. Each direction of it divides its bandwidth evenly among the peers that
+    it has transfers with, as TCP roughly does; those between the same two peers follow each other, as they do live.
+    """
+
+    def __init__(self, env: simpy.Environment, network: Network):
+        self._env = env
+        self._network = network
+        self._queues: dict[tuple[str, str], deque[_Transfer]] = {}
+        self._rates: dict[tuple[str, str], float] = {}  # of the first transfer of each queue, since `_planned_s`
+        self._planned_s = 0.0
+        self._num_plans = 0
+
+    def transfer(self, sender: str, receiver: str, num_bytes: float) -> Generator[simpy.Event, Any, None]:
+        """Wait until a message of so many bytes has arrived."""
+        bandwidths = self._network.bandwidths(sender, receiver)
+        if num_bytes and min(bandwidths) < math.inf:
+            transfer = _Transfer(num_bytes, bandwidths, self._env.event())
+            self._advance()
+            self._queues.setdefault((sender, receiver), deque()).append(transfer)
+            self._plan()
+            yield transfer.sent
+        yield self._env.timeout(self._network.latency_s(sender, receiver))
+
+    def _advance(self) -> None:
+        """Take note of what has been sent since the last plan."""
+        for pair, rate in self._rates.items():
+            self._queues[pair][0].left_bytes -= rate * (self._env.now - self._planned_s)
+
+    def _plan(self) -> None:
+        """Divide the links among the transfers of now, until the first of these is over."""
+        senders, receivers = (Counter(ends) for ends in zip(*self._queues, strict=True)) if self._queues else ({}, {})
+        self._rates = {}
+        for (sender, receiver), queue in self._queues.items():
+            up, down, between = queue[0].bandwidths
+            self._rates[sender, receiver] = min(up / senders[sender], down / receivers[receiver], between)
+        self._planned_s = self._env.now
+        self._num_plans += 1
+        if self._rates:
+            ends_s = {pair: max(self._queues[pair][0].left_bytes, 0.0) / rate for pair, rate in self._rates.items()}
+            first = min(ends_s, key=lambda pair: ends_s[pair])
+            self._env.process(self._end(first, ends_s[first], self._num_plans))
+
+    def _end(self, pair: tuple[str, str], after_s: float, plan: int) -> Generator[simpy.Event, Any, None]:
+        yield self._env.timeout(after_s)
+        if plan != self._num_plans:
+            return
+        self._advance()
+        self._queues[pair].popleft().sent.succeed()
+        if not self._queues[pair]:
+            del self._queues[pair]
+        self._plan()
 
 
 def read_places(path: Path) -> Places:

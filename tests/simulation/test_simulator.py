@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from coordinator.cli import app
 from coordinator.simulator.announcements import INTERVAL_S, LOOK_S, SILENCE_S, Announcements
-from coordinator.simulator.network import Network, read_places
+from coordinator.simulator.network import read_places
 from coordinator.simulator.optimum import OPTIMUM_TOLERANCE, optimum, upper_bound
 from coordinator.simulator.options import ArrivalOptions, MicrobatchOptions, StageOptions
 from coordinator.simulator.rebalancers import PeriodicRebalancing
 from coordinator.simulator.simulate import Scenario, best_of, simulate_flow, simulate_microbatches
 from coordinator.simulator.traces import MachineChange, Trace, consistent_counts, draw_trace, from_counts, read_trace
-from coordinator.simulator.world import Distribution, Machine, Population
+from coordinator.simulator.world import Distribution, Population
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
@@ -445,8 +445,6 @@ def test_places_of_a_table_and_of_a_matrix(tmp_path):
     assert bandwidths[0][1] == bandwidths[1][0] == 1e7
     path.write_text("0 0.2 0\n0.4 0 0.6\n0 0.6 0\n")
     assert read_places(path)[0] == [[0.1, 0.1, 0.3], [0.2, 0.1, 0.3], [0.3, 0.3, 0.1]]
-    network = Network(machines={"a": Machine(1.0, 1e6, latency_s=9.0)}, places=read_places(path))
-    assert network.transfer_s("a", "gone", 1e6) < 2.0
     for text in ("1 2\n3\n", "a,b,c,d\nX,Y,no,1\n", ""):
         path.write_text(text)
         with pytest.raises(UserError, match="--network"):
