@@ -49,7 +49,7 @@ class Network:
         return sum(machine.latency_s for machine in ends) / 2
 
     def bandwidths(self, sender: str, receiver: str) -> Bandwidths:
-        """What there is on the way; peers that have gone are no limit."""
+        """The bandwidths on the way; a peer that has gone is no limit."""
         up, down = (
             self.machines[peer_id].bandwidth_bytes_per_s if peer_id in self.machines else math.inf
             for peer_id in (sender, receiver)
