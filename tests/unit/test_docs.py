@@ -92,7 +92,10 @@ def test_the_architecture_names_files_and_functions():
     assert list(wrong_rows("| `Peer` | `runtime/context.py` |")) == ["Peer: runtime/context.py"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md", "coordinator/simulator/README.md", "benchmarks/README.md"])
+MEASUREMENTS = [str(page.relative_to(ROOT)) for page in sorted((ROOT / "benchmarks").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MEASUREMENTS, "CHANGELOG.md", "coordinator/simulator/README.md"])
 def test_links_lead_somewhere(page):
     assert list(broken_links(ROOT / page)) == []
 
