@@ -36,7 +36,7 @@ from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.stage.stage_client import Microbatch, StageClient
+from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -885,6 +885,43 @@ async def test_a_gradient_that_is_not_finite_on_its_way_out_empties_the_accumula
     assert last.rounds.current.counted == {}
 
 
+@pytest.mark.parametrize(
+    "function", ["model.training.check_norm", "model.training.limit_norm", "runtime.stage.executor.encode"]
+)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+async def test_a_device_that_fails_around_a_backward_pass_empties_the_accumulator(
+    swarm, pair, monkeypatch, function, error
+):
+    """What is in there is counted by nobody, or is counted and not there any more."""
+    peer = pair[0] if function.endswith("check_norm") else pair[1]
+    await pair[0].run(make_microbatch(0))
+
+    def fail(*args):
+        raise error("no memory")
+
+    passed = peer.executor._forward(peer.rounds.current, make_microbatch(1), make_tensors()[1] if peer.stage else None)
+    result = HopResult(1.0, encode(torch.zeros(SAMPLES, LENGTH, HIDDEN), "none"))
+    monkeypatch.setattr(f"swarm_peer.{function}", fail)
+    with pytest.raises(HopFailed if error is torch.OutOfMemoryError else error):
+        peer.executor._backward(peer.rounds.current, make_microbatch(1), passed, result)
+    assert peer.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in peer.gradients())
+    assert peer.rounds.current.counted == {}
+    assert peer.metric("lost_samples") == SAMPLES
+
+
+async def test_a_peer_whose_device_has_no_memory_to_send_what_it_computed_goes_on(swarm, pair, monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm_peer.runtime.stage.executor.encode", fail)
+        with pytest.raises(HopFailed, match="ran out of device memory"):
+            await pair[0].run(make_microbatch())
+    await pair[0].run(make_microbatch())
+    assert [peer.trainer.num_samples for peer in pair] == [SAMPLES, SAMPLES]
+
+
 # --- a leaving peer's share -------------------------------------------------------------------------------------------
 
 
@@ -1038,6 +1075,25 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
     assert staying.trainer.num_samples == SAMPLES
     assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1,)))
     assert leaving.metric("lost_samples") == SAMPLES
+
+
+async def test_a_share_that_is_added_half_way_is_in_no_gradient(swarm, monkeypatch):
+    """The leaving peer offers it to others, and what the device has taken of it would be there twice."""
+    _, leaving, staying = await group_of_two(swarm)
+    other = await swarm.add("d", 1)
+
+    def take_in_half(given):
+        next(staying.trainer.module.parameters()).grad += 1.0
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(staying.trainer.strategy, "take_in", take_in_half)
+    monkeypatch.setattr(leaving.handover._rng, "shuffle", lambda mates: mates.sort(key=staying.peer_id.__ne__))
+    assert await leaving.handover.hand_over()
+    assert staying.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in staying.gradients())
+    assert staying.metric("lost_samples") == SAMPLES
+    assert staying.rounds.current.counted == {}
+    assert_equal(other.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (0,)))
 
 
 async def test_a_stranger_hands_nothing_over(swarm):

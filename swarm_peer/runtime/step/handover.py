@@ -23,6 +23,7 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.executor import out_of_memory_fails_hop
 from swarm_peer.runtime.stage.rounds import Round, Transfer
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, GradientChunkCall
@@ -58,6 +59,7 @@ class GradientHandover:
         self._stage = core.stage
         self._trainer = core.trainer
         self._device_thread = core.device_thread
+        self._executor = core.executor
         self._rounds = core.rounds
         self._admission = core.admission
         self._transport = swarm.transport
@@ -257,7 +259,14 @@ class GradientHandover:
         sums = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         count = len(sums) // len(call.samples)
         works = [(sums[i * count : (i + 1) * count], samples) for i, samples in enumerate(call.samples)]
-        self._trainer.strategy.take_in(works)
+        held = self._trainer.num_samples
+        try:
+            with out_of_memory_fails_hop():
+                self._trainer.strategy.take_in(works)
+        except Exception as error:
+            # Some parameters may have got their share and others not: the stage-mate offers it to another peer.
+            self._executor.lose(entered, held, error)
+            raise
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
         entered.committed.add(call.transfer)
