@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from swarm_peer.wire.fields import FiniteFloat, Measured, OptimizerStep, RoundNumber, Samples
+from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber, Samples
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
 
 PROTOCOL = "swarm/2"
@@ -103,7 +103,7 @@ class MicrobatchReply(Body):
     the logits of the token after the last one, fp32 (B, V).
     """
 
-    loss_sum: FiniteFloat
+    loss_sum: LossSum
     samples_per_s: Measured
     counts: SignedCounts = ()
 

@@ -609,12 +609,17 @@ def nan_loss(reply):
     return reply
 
 
+def largest_loss(reply):
+    reply.body["loss_sum"] = 1e30
+    return reply
+
+
 def forge_counts(reply):
     reply.body["counts"] = ((Identity.generate().peer_id, b"forged"),) * 2000
     return reply
 
 
-@pytest.mark.parametrize("tamper", [cut_gradient, drop_gradient, nan_loss, forge_counts])
+@pytest.mark.parametrize("tamper", [cut_gradient, drop_gradient, nan_loss, largest_loss, forge_counts])
 async def test_a_peer_that_replies_nonsense_is_replaced_and_avoided(swarm, pair, tamper):
     first, _ = pair
     await swarm.add("c", 1)

@@ -20,6 +20,7 @@ from swarm_peer.runtime.network.progress import (
     MAX_ROUND_BYTES,
     ProgressBook,
 )
+from swarm_peer.wire.fields import MAX_LOSS
 from swarm_peer.wire.frames import MAX_HEADER_BYTES, Frame, FrameType
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import CountsReply
@@ -114,6 +115,8 @@ def test_repeated_counts_add_nothing():
         pytest.param((AUTHOR.peer_id, b""), id="empty"),
         pytest.param(signed(5, claimed=4), id="more counted than claimed"),
         pytest.param(signed(1, claimed=2 * GLOBAL_BATCH + 1), id="more claimed than there is"),
+        pytest.param(signed(2, loss_sum=3 * MAX_LOSS), id="a larger loss than there is"),
+        pytest.param(signed(0, claimed=2, loss_sum=1.0), id="a loss of no samples"),
     ],
 )
 def test_forged_counts_are_refused(forged):

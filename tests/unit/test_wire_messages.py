@@ -249,8 +249,8 @@ def test_calls_that_lack_something_are_refused(name):
         check_body(MicrobatchCall, body)
 
 
-@pytest.mark.parametrize("loss_sum", [float("nan"), float("inf"), None, "1"])
-def test_replies_with_a_loss_that_is_no_number_are_refused(loss_sum):
+@pytest.mark.parametrize("loss_sum", [float("nan"), float("inf"), 1e16, -1e30, None, "1"])
+def test_replies_with_a_loss_that_cannot_be_are_refused(loss_sum):
     with pytest.raises(InvalidMessage, match="MicrobatchReply: loss_sum"):
         check_body(MicrobatchReply, {"loss_sum": loss_sum, "samples_per_s": 1.0})
 

@@ -23,6 +23,7 @@ from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, Speed
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode, rounding_seed
+from swarm_peer.wire.fields import MAX_LOSS
 
 log = logging.getLogger(__name__)
 
@@ -221,8 +222,10 @@ class StageExecutor:
             if microbatch.mode == "predict":
                 return _Pass(logits=self._encode(output, "none"))
             loss_sum = float(output.sum())
-        if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
-            raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
+        if not abs(loss_sum) <= MAX_LOSS:
+            raise HopFailed(
+                "the loss is not finite, or beyond reason: lower the learning rate, or look for broken data"
+            )
         return _Pass(graph, loss_sum=loss_sum)
 
     def _backward(self, entered: Round, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
