@@ -42,7 +42,7 @@ from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import CommitGradientCall, MicrobatchCall
+from swarm_peer.wire.messages import MAX_COUNTS, CommitGradientCall, MicrobatchCall
 
 LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
 
@@ -615,7 +615,7 @@ def largest_loss(reply):
 
 
 def forge_counts(reply):
-    reply.body["counts"] = ((Identity.generate().peer_id, b"forged"),) * 2000
+    reply.body["counts"] = ((Identity.generate().peer_id, b"forged"),) * (MAX_COUNTS + 1)
     return reply
 
 

@@ -316,6 +316,19 @@ def test_too_many_short_counts_take_turns_and_ones_own_goes_with_each_message():
     assert heard == set(every_count(book))
 
 
+def test_the_counts_of_as_many_peers_as_fit_make_a_message():
+    """Else no call and no reply could be made any more, and the peer would end."""
+    authors = identities(400)
+    book = make_book(authors=(ME, *authors))
+    for incarnation in range(6):
+        counts = [signed(1, author=author, incarnation=incarnation) for author in authors]
+        while book.merge(counts):
+            pass
+    told = book.signed_counts()
+    assert len(told) < len(every_count(book)), "the message is full"
+    assert CountsReply(round_number=0, counts=told).counts == told
+
+
 def test_only_so_many_signatures_are_checked_for_one_message_and_the_others_come_again(verified):
     authors = identities(MAX_CHECKED + 10)
     book = make_book(authors=authors)

@@ -10,6 +10,7 @@ from swarm_peer.runtime.network.transport import check_body, error_body, error_f
 from swarm_peer.wire.frames import MAX_HEADER_BYTES, MAX_TENSORS, PREFIX, Frame, FrameType, parse_frame, parse_lengths
 from swarm_peer.wire.messages import (
     MAX_COUNT_BYTES,
+    MAX_COUNTS,
     MAX_LEDGER_BYTES,
     ListSnapshotsReply,
     MicrobatchCall,
@@ -223,7 +224,7 @@ def test_bodies_survive_the_wire():
         {"counts": (("author",),)},
         {"counts": (("a" * 65, b""),)},
         {"counts": (("a", b"e" * (MAX_COUNT_BYTES + 1)),)},
-        {"counts": (("a", b""),) * 1025},
+        {"counts": (("a", b""),) * (MAX_COUNTS + 1)},
         {"counts": 5},
         {"timeline": None},
         {"timeline": -1},
