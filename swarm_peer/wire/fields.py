@@ -51,6 +51,7 @@ TimePercent = Annotated[tuple[Percent, Percent, Percent], AfterValidator(_check_
 MetricsAddress = Annotated[str, Field(max_length=64), AfterValidator(_check_metrics_address)]
 RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
 OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
-Samples = Annotated[int, Field(ge=0, lt=2**40)]
+MAX_SAMPLES = 2**40
+Samples = Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
 # Unix milliseconds; 0 if not known.
 Incarnation = Annotated[int, Field(ge=0, lt=2**53)]

@@ -41,6 +41,7 @@ from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
+from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import MAX_COUNTS, CommitGradientCall, MicrobatchCall
 
@@ -1061,6 +1062,7 @@ async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
     [
         ({"samples": (0,)}, "gradients of"),
         ({"samples": (SAMPLES, SAMPLES)}, "gradients of"),
+        ({"samples": (MAX_SAMPLES - 1,)}, "gradients of"),
         ({"sha256": bytes(32)}, "does not match its hash"),
         ({"transfer": bytes(16)}, "nothing has arrived"),
         ({"counted": ((bytes(16), SAMPLES + 1),)}, "more than the gradient"),

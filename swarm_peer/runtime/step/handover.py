@@ -26,6 +26,7 @@ from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.executor import out_of_memory_fails_hop
 from swarm_peer.runtime.stage.rounds import Round, Transfer
 from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, GradientChunkCall
 
 log = logging.getLogger(__name__)
@@ -227,6 +228,9 @@ class GradientHandover:
             raise InvalidMessage("a gradient of which parts are missing")
         if len(call.samples) != self._trainer.strategy.num_given or not any(call.samples):
             raise InvalidMessage(f"gradients of {call.samples} samples")
+        # Half of what this peer can say at the barrier that it brings: its own microbatches still come.
+        if self._trainer.strategy.pending_samples + sum(call.samples) > MAX_SAMPLES // 2:
+            raise InvalidMessage(f"gradients of {call.samples} samples, beside {self._trainer.num_samples}")
         if sum(samples for _, samples in call.counted) > call.samples[0]:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples[0]} samples")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
