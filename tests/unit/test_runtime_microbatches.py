@@ -437,6 +437,23 @@ async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
     assert last.executor.counted_reply(last.rounds.current, make_call(swarm).microbatch) is not None
 
 
+async def test_a_microbatch_whose_time_is_over_while_it_is_counted_is_replied_to(swarm, pair):
+    """Or its caller would have another peer count it, too."""
+    first, last = pair
+    backward = last.trainer.backward
+
+    def slow_backward(*arguments):
+        time.sleep(0.5)
+        return backward(*arguments)
+
+    last.trainer.backward = slow_backward
+    call = make_call(swarm, timeout_s=0.4)
+    reply = await first.transport.call(last.peer_id, call, make_tensors(), timeout_s=20.0)
+    assert len(reply.tensors) == 1
+    assert last.trainer.num_samples == SAMPLES
+    assert last.metric("microbatches", "train", "done") == 1
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
