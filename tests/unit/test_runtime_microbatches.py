@@ -998,6 +998,28 @@ async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(s
     assert leaving.metric("lost_samples") == SAMPLES, "in doubt, it is reported"
 
 
+@pytest.mark.parametrize("moves_away", [False, True])
+async def test_a_share_whose_last_reply_is_lost_is_added_once_whatever_its_receiver_does_meanwhile(
+    swarm, moves_away, monkeypatch
+):
+    _, leaving, staying = await group_of_two(swarm)
+    other = await swarm.add("d", 1)
+    monkeypatch.setattr(leaving.handover._rng, "shuffle", lambda mates: mates.sort(key=staying.peer_id.__ne__))
+    fault = swarm.network.fault(op="commit_gradient", drop_reply=True, after=anyio.Event())
+    handing_over = asyncio.ensure_future(leaving.handover.hand_over())
+    await until(lambda: staying.trainer.num_samples == 2 * SAMPLES and not staying.admission.admitted)
+    if moves_away:
+        staying.dispatcher.remove(1)
+    else:
+        for round_number in range(1, 4):
+            staying.open(round_number)
+    fault.after.set()
+    assert await handing_over
+    assert swarm.network.num_calls("commit_gradient") == 2
+    assert other.trainer.num_samples == leaving.trainer.num_samples == 0
+    assert leaving.metric("lost_samples") == SAMPLES * moves_away, "in doubt, it is reported"
+
+
 @pytest.mark.parametrize(
     ("op", "kept", "taken"),
     [("gradient_chunk", SAMPLES, 0), ("commit_gradient", 0, SAMPLES)],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -36,6 +37,8 @@ CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
 # Gradients that one peer takes in at once. Each is as large as its stage.
 MAX_TRANSFERS = 2
+# Transfers whose gradient was added: a call is known again though rounds have passed since its reply was lost.
+MAX_COMMITTED = 256
 # For a job of the device thread to end before the gradient is dropped, also when the peer has no time left.
 FORGET_TIMEOUT_S = 5.0
 # Tries of the call that commits the gradient, since its outcome must be known.
@@ -71,6 +74,7 @@ class GradientHandover:
         self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
         self._num_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         self._committing = anyio.Lock()
+        self._committed: deque[bytes] = deque(maxlen=MAX_COMMITTED)  # the device thread's, while a commit is under way
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -180,13 +184,20 @@ class GradientHandover:
             sha256=sha256,
             counted=tuple(given.counted.items())[:MAX_COUNTED_IDS],
         )
+        reason = ""
         for _ in range(COMMIT_TRIES):
             try:
                 await self._transport.call(mate, call, timeout_s=CALL_TIMEOUT_S)
                 return
             except (PeerUnreachable, CallTimeout) as error:
                 reason = str(error)
-        raise _InDoubt(f"{mate} may have taken it over, and does not answer any more: {reason}")
+            except NotServing as error:
+                if not reason:
+                    raise
+                # It has left the stage, and has given away what it held; perhaps this gradient, too.
+                reason = str(error)
+                break
+        raise _InDoubt(f"{mate} may have taken it over, and does not say so: {reason}")
 
     # --- the receiving side
 
@@ -211,15 +222,14 @@ class GradientHandover:
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
-        self._check_mate(caller)
         # The reply to a repeated call must not come before the first call has added the gradient.
         async with self._committing:
-            return await self._commit_once(caller, call)
+            if call.transfer not in self._committed:
+                await self._commit_once(caller, call)
+        return Reply()
 
-    async def _commit_once(self, caller: str, call: CommitGradientCall) -> Reply:
-        known = self._rounds.find(call.round_number)  # a call of the round before may still be repeated
-        if known is not None and call.transfer in known.committed:
-            return Reply()
+    async def _commit_once(self, caller: str, call: CommitGradientCall) -> None:
+        self._check_mate(caller)
         self._check_round(call.round_number)
         transfer = self._rounds.current.transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
@@ -238,7 +248,6 @@ class GradientHandover:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
             await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, sum(call.samples))
-        return Reply()
 
     def _check_mate(self, caller: str) -> None:
         if not self._is_mate(caller):
@@ -273,7 +282,7 @@ class GradientHandover:
             raise
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
-        entered.committed.add(call.transfer)
+        self._committed.append(call.transfer)
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
