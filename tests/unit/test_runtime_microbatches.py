@@ -1009,7 +1009,7 @@ async def test_a_share_whose_last_reply_is_lost_is_added_once_whatever_its_recei
     handing_over = asyncio.ensure_future(leaving.handover.hand_over())
     await until(lambda: staying.trainer.num_samples == 2 * SAMPLES and not staying.admission.admitted)
     if moves_away:
-        staying.dispatcher.remove(1)
+        await staying.dispatcher.remove(1)
     else:
         for round_number in range(1, 4):
             staying.open(round_number)
