@@ -1020,14 +1020,16 @@ class Follower:
         self.steps._begin_round(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
         self.rounds.enter(Phase.OPEN)
 
-    async def rewind(self, caller="n", lost_stage=1, round_number=38, optimizer_step=2, asks_only=False):
+    async def rewind(
+        self, caller="n", lost_stage=1, round_number=38, optimizer_step=2, asks_only=False, created_at_round=None
+    ):
         call = RewindCall(
             manifest=MANIFEST.hash,
             asks_only=asks_only,
             lost_stage=lost_stage,
             first_round=round_number,
             first_optimizer_step=optimizer_step,
-            created_at_round=optimizer_step,
+            created_at_round=optimizer_step if created_at_round is None else created_at_round,
         )
         reply = await self.steps.handle_rewind(caller, call, ())
         return check_body(RewindReply, reply.body).round_number
@@ -1076,6 +1078,8 @@ async def test_a_question_rewinds_nothing_and_is_answered_like_a_rewind(follower
         ({"round_number": 2**40 - 1}, InvalidMessage, f"the run is in round 3 and cannot go on in {2**40 - 1}"),
         ({"round_number": 3 + MAX_ROUNDS_OF_REWIND + 1}, InvalidMessage, "the run is in round 3 and cannot go on in"),
         ({"optimizer_step": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to"),
+        ({"created_at_round": 39}, InvalidMessage, "cannot go back to"),
+        ({"created_at_round": 1}, InvalidMessage, "cannot go back to"),
     ],
 )
 async def test_liars_rewind_nothing(follower, call, error, reason):

@@ -251,8 +251,8 @@ class StepLoop:
                 raise InvalidMessage(
                     f"the run is in round {self.step.round_number} and cannot go on in {call.first_round}"
                 )
-            if call.first_optimizer_step > self.step.optimizer_step:
-                made = self.step.optimizer_step
+            made = self.step.optimizer_step
+            if call.first_optimizer_step > made or not target.allows_round(call.first_round):  # nobody could join then
                 raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
             if not call.asks_only:
                 self.go_back(target)
