@@ -1307,6 +1307,25 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
     assert lost(follower) == 6
 
 
+async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):
+    """A device that has failed once must not have all its stage-mates take over weights that are not finite."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 1})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+    follower = Follower(tmp_path)
+    await follower.steps.begin(FIRST_TIMELINE, None)
+    trainer = follower.trainer
+    trainer.num_samples = 6
+    with torch.no_grad():
+        next(trainer.module.parameters()).view(-1)[0] = float("nan")
+    differences, samples = follower.steps._contribution()
+    assert samples == 0
+    assert not any(bool(difference.any()) for difference in differences)
+    assert lost(follower) == 6
+    trainer.apply(differences)
+    assert all(bool(parameter.isfinite().all()) for parameter in trainer.module.parameters()), "it is well again"
+    follower.device_thread.stop()
+
+
 def lost(follower):
     return follower.steps._metrics.lost_samples._value.get()
 
