@@ -14,6 +14,8 @@ from swarm_peer.model.partition import StageSpec
 
 # Entries of an optimizer's state that are counts, magnitudes or mean squares: below zero, the next step makes NaNs.
 NON_NEGATIVE_ENTRIES = ("/step", "/exp_avg_sq", "/state2", "/absmax1", "/absmax2")
+# Steps of a run, at the most. An optimizer that counts in 64 bits must not come to the end of them.
+MAX_STEPS = 2**40
 
 
 def check_tokens(tokens_BS: Tensor, config: PretrainedConfig, spec: StageSpec) -> None:
@@ -71,3 +73,5 @@ def check_state(tensors: Mapping[str, Tensor], template: Mapping[str, Tensor]) -
             raise InvalidMessage(f"state tensor {name} holds values that are not finite")
         if name.startswith(STATE_PREFIX) and name.endswith(NON_NEGATIVE_ENTRIES) and bool((value < 0).any()):
             raise InvalidMessage(f"state tensor {name} holds values below zero")
+        if name.startswith(STATE_PREFIX) and name.endswith("/step") and bool((value > MAX_STEPS).any()):
+            raise InvalidMessage(f"state tensor {name} counts more steps than a run can have")

@@ -186,7 +186,7 @@ class Peer:
             await self._lifecycle.stop.wait()
             await self._leave(self._replica)
             tasks.cancel_scope.cancel()
-        self._replica.close()
+        await self._replica.close()
         self._moved_from = self._replica.stage
         return self._lifecycle.next_stage
 

@@ -82,10 +82,10 @@ class StageReplica:
         self._peer.snapshots.sources[self.stage] = self.parts.state_server
         self._peer.dispatcher.add(self.stage, self.parts.calls)
 
-    def close(self) -> None:
-        """Answer no more calls."""
-        self._peer.dispatcher.remove(self.stage)
+    async def close(self) -> None:
+        """Answer no more calls, not even those that are under way."""
         del self._peer.snapshots.sources[self.stage]
+        await self._peer.dispatcher.remove(self.stage)
 
     @property
     def step(self) -> StepState:

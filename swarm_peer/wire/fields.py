@@ -11,6 +11,10 @@ from pydantic import AfterValidator, Field
 Seconds = Annotated[int, Field(ge=0, lt=2**40)]
 # Bounded, so that sums of what peers report stay finite.
 FiniteFloat = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+# The largest loss of a microbatch, and of a sample on average. The sum over as many samples as a count may have still
+# goes into a record.
+MAX_LOSS = 1e15
+LossSum = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 # The smallest speed and the shortest time that are not 0: what divides by them stays finite, too.
 LEAST_MEASURED = 1e-9
@@ -47,6 +51,7 @@ TimePercent = Annotated[tuple[Percent, Percent, Percent], AfterValidator(_check_
 MetricsAddress = Annotated[str, Field(max_length=64), AfterValidator(_check_metrics_address)]
 RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
 OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
-Samples = Annotated[int, Field(ge=0, lt=2**40)]
+MAX_SAMPLES = 2**40
+Samples = Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
 # Unix milliseconds; 0 if not known.
 Incarnation = Annotated[int, Field(ge=0, lt=2**53)]

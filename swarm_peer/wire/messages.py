@@ -6,12 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from swarm_peer.wire.fields import FiniteFloat, Measured, OptimizerStep, RoundNumber, Samples
+from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber, Samples
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
 
 PROTOCOL = "swarm/2"
 # One signed progress count, with its ranges of samples.
 MAX_COUNT_BYTES = 32 * 1024
+# Progress counts in one message: more than fit into its header (runtime/network/progress.py, MAX_MESSAGE_BYTES).
+MAX_COUNTS = 4096
 # Microbatches that one peer has counted in a round; each takes 20 bytes of a header.
 MAX_COUNTED_IDS = 8192
 STATE_CHUNK_BYTES = 4 * 2**20
@@ -36,7 +38,7 @@ Stage = Annotated[int, Field(ge=0, lt=256)]
 Attempt = Annotated[int, Field(ge=0, lt=1000)]
 # A signed progress count: (peer id of its author, envelope).
 SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=MAX_COUNT_BYTES)]]
-SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=1024, fail_fast=True)]
+SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=MAX_COUNTS, fail_fast=True)]
 
 
 # Of one microbatch: the same on every try and at every stage.
@@ -103,7 +105,7 @@ class MicrobatchReply(Body):
     the logits of the token after the last one, fp32 (B, V).
     """
 
-    loss_sum: FiniteFloat
+    loss_sum: LossSum
     samples_per_s: Measured
     counts: SignedCounts = ()
 

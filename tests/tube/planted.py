@@ -6,6 +6,7 @@ To add a defect, write one more function: it returns what patches the mistake in
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -278,13 +279,11 @@ def old_gradients_join() -> Any:
 def gradient_handed_over_twice() -> Any:
     """The receiver of a leaving peer's gradient does not recognise a repeated commit, and refuses it."""
 
-    async def commit_once(original: Any, handover: Any, caller: str, call: Any) -> Any:
-        known = handover._rounds.find(call.round_number)
-        if known is not None:
-            known.committed.clear()
-        return await original(handover, caller, call)
+    def init(original: Any, handover: Any, **parts: Any) -> None:
+        original(handover, **parts)
+        handover._committed = deque(maxlen=0)
 
-    return _wrapped(GradientHandover, "_commit_once", commit_once)
+    return _wrapped(GradientHandover, "__init__", init)
 
 
 @defect

@@ -525,6 +525,7 @@ def _with(name, change):
         (_with("lm_head.weight", lambda v: v.fill_(float("nan"))), "lm_head.weight holds values that are not finite"),
         (_with("optimizer/lm_head.weight/exp_avg_sq", lambda v: v - 1), "exp_avg_sq holds values below zero"),
         (_with("optimizer/lm_head.weight/step", lambda v: v - 9), "step holds values below zero"),
+        (_with("optimizer/lm_head.weight/step", lambda v: v + 2**41), "step counts more steps than a run can have"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(spoil, message):

@@ -1,5 +1,8 @@
 import asyncio
+import gc
 import threading
+import weakref
+from contextlib import suppress
 
 import anyio
 import pytest
@@ -79,6 +82,39 @@ async def test_results_and_exceptions_come_back(device_thread):
         await device_thread.run(Priority.FORWARD, fail)
     assert caught.value is error
     assert await device_thread.run(Priority.FORWARD, lambda: 1) == 1, "the thread has outlived it"
+
+
+class Weights:
+    """What a job works with: gigabytes."""
+
+
+async def test_nothing_of_a_job_that_has_ended_is_kept(device_thread):
+    """The stage that a peer has left has to be out of memory before the next one is made, without any further job."""
+    gone = []
+
+    def compute(fails):
+        weights, result = Weights(), Weights()
+        gone.append(weakref.ref(weights))
+
+        def job():
+            activations = Weights()
+            gone.extend([weakref.ref(activations), weakref.ref(result)])
+            assert weights
+            if fails:
+                raise ValueError("no memory")
+            return result
+
+        return job
+
+    gc.disable()
+    try:
+        await device_thread.run(Priority.FORWARD, compute(fails=False))
+        with suppress(ValueError):
+            await device_thread.run(Priority.FORWARD, compute(fails=True))
+        await asyncio.sleep(0.05)
+        assert [ref() for ref in gone] == [None] * 6
+    finally:
+        gc.enable()
 
 
 async def test_backward_goes_before_forward_and_old_before_new(device_thread, jobs):

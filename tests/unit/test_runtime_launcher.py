@@ -28,6 +28,7 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import HopResult
 from swarm_peer.wire.codecs import decode_tokens
+from swarm_peer.wire.fields import MAX_LOSS
 from swarm_peer.wire.identity import Identity
 
 LENGTH, SAMPLES, GLOBAL_BATCH = 4, 2, 8
@@ -640,6 +641,18 @@ async def validate(world, loss_sum=1.0):
     for item in launched:
         item.succeed(loss_sum)
     return sorted(window for item in launched for window in item.windows)
+
+
+async def test_the_largest_losses_that_peers_may_reply_go_into_a_count_and_a_validation():
+    async with World(validation_every=2, steps=3) as world:
+        assert await validate(world, MAX_LOSS)
+        await settle()
+        while world.executor.running:
+            world.executor.running.popleft().succeed(MAX_LOSS)
+            await settle()
+        assert world.launcher.validations[0].loss_sum == 3 * MAX_LOSS
+        assert world.launcher.current.samples == GLOBAL_BATCH
+        assert world.launcher.current.loss_sum == GLOBAL_BATCH // SAMPLES * MAX_LOSS
 
 
 async def test_validation_comes_first_every_so_many_steps_and_at_the_end():

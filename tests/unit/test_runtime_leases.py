@@ -26,7 +26,7 @@ from swarm_peer.runtime.network import progress as progress_module
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
-from swarm_peer.wire.messages import LeaseCall, LeaseReply
+from swarm_peer.wire.messages import MAX_FACTS, LeaseCall, LeaseReply
 
 RUN = "0123456789abcdef" * 2
 ANNOUNCEMENT_S = 10.0
@@ -516,6 +516,18 @@ async def test_only_stage_mates_lease(swarm: Swarm) -> None:
     assert refused == (((SliceId(0, 0)), a.peer_id),) or a.ledger.owner(SliceId(0, 0)) == "stranger"
 
 
+async def test_a_stage_mate_cannot_fill_memory_with_leases(swarm: Swarm) -> None:
+    a = await swarm.add("a", *[500] * 100)
+    a.leases.welcome("glutton")
+    for pass_number in range(100, 200):
+        for first in (0, 50):
+            names = tuple(SliceId(pass_number, first + index) for index in range(50))
+            call = LeaseCall(manifest=RUN, timeline_first_round=0, slices=names, believed=(), counts=())
+            reply = await a.leases.handle_lease("glutton", call, ())
+            assert LeaseReply.model_validate(reply.body).refused == ()
+    assert len(a.ledger.leases("glutton")) <= MAX_FACTS + 50
+
+
 async def test_no_stage_mate_can_end_many_passes_at_once(swarm: Swarm) -> None:
     def exaggerate(reply):  # type: ignore[no-untyped-def]
         reply.body["current_pass"] = 1 << 30
@@ -549,15 +561,17 @@ async def test_one_stage_mate_of_several_cannot_end_a_pass(swarm: Swarm) -> None
 async def test_what_nobody_has_asked_for_is_not_believed(swarm: Swarm) -> None:
     def tell_more(reply):  # type: ignore[no-untyped-def]
         reply.body["facts"] = tuple((0, index, 0, 0, True) for index in range(40))
+        reply.body["refused"] = tuple(((9, index), c.peer_id) for index in range(40))
         return reply
 
-    a, b = [await swarm.add(name, *[500] * 40) for name in "ab"]
+    a, b, c = [await swarm.add(name, *[500] * 40) for name in "abc"]
     await a.has_leased(8)
     a.leases._told = ()
     fault = swarm.network.fault(op="lease", to=b.peer_id, tamper=tell_more)
     await a.leases._ask({b.peer_id}, [SliceId(0, 5), SliceId(0, 6)])
     assert fault.fired == 1
     assert a.leases._told == (WindowRange(0, 5, 0, 0, True), WindowRange(0, 6, 0, 0, True))
+    assert not any(a.ledger.owner(SliceId(9, index)) for index in range(40))
 
 
 async def test_a_ledger_of_other_data_is_refused(swarm: Swarm) -> None:

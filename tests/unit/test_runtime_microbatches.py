@@ -36,13 +36,14 @@ from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.stage.stage_client import Microbatch, StageClient
+from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
+from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import CommitGradientCall, MicrobatchCall
+from swarm_peer.wire.messages import MAX_COUNTS, CommitGradientCall, MicrobatchCall
 
 LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
 
@@ -436,6 +437,23 @@ async def test_nobody_is_inside_while_a_cancelled_job_still_runs(swarm, pair):
     assert last.executor.counted_reply(last.rounds.current, make_call(swarm).microbatch) is not None
 
 
+async def test_a_microbatch_whose_time_is_over_while_it_is_counted_is_replied_to(swarm, pair):
+    """Or its caller would have another peer count it, too."""
+    first, last = pair
+    backward = last.trainer.backward
+
+    def slow_backward(*arguments):
+        time.sleep(0.5)
+        return backward(*arguments)
+
+    last.trainer.backward = slow_backward
+    call = make_call(swarm, timeout_s=0.4)
+    reply = await first.transport.call(last.peer_id, call, make_tensors(), timeout_s=20.0)
+    assert len(reply.tensors) == 1
+    assert last.trainer.num_samples == SAMPLES
+    assert last.metric("microbatches", "train", "done") == 1
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -609,12 +627,17 @@ def nan_loss(reply):
     return reply
 
 
-def forge_counts(reply):
-    reply.body["counts"] = ((Identity.generate().peer_id, b"forged"),) * 2000
+def largest_loss(reply):
+    reply.body["loss_sum"] = 1e30
     return reply
 
 
-@pytest.mark.parametrize("tamper", [cut_gradient, drop_gradient, nan_loss, forge_counts])
+def forge_counts(reply):
+    reply.body["counts"] = ((Identity.generate().peer_id, b"forged"),) * (MAX_COUNTS + 1)
+    return reply
+
+
+@pytest.mark.parametrize("tamper", [cut_gradient, drop_gradient, nan_loss, largest_loss, forge_counts])
 async def test_a_peer_that_replies_nonsense_is_replaced_and_avoided(swarm, pair, tamper):
     first, _ = pair
     await swarm.add("c", 1)
@@ -885,6 +908,43 @@ async def test_a_gradient_that_is_not_finite_on_its_way_out_empties_the_accumula
     assert last.rounds.current.counted == {}
 
 
+@pytest.mark.parametrize(
+    "function", ["model.training.check_norm", "model.training.limit_norm", "runtime.stage.executor.encode"]
+)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+async def test_a_device_that_fails_around_a_backward_pass_empties_the_accumulator(
+    swarm, pair, monkeypatch, function, error
+):
+    """What is in there is counted by nobody, or is counted and not there any more."""
+    peer = pair[0] if function.endswith("check_norm") else pair[1]
+    await pair[0].run(make_microbatch(0))
+
+    def fail(*args):
+        raise error("no memory")
+
+    passed = peer.executor._forward(peer.rounds.current, make_microbatch(1), make_tensors()[1] if peer.stage else None)
+    result = HopResult(1.0, encode(torch.zeros(SAMPLES, LENGTH, HIDDEN), "none"))
+    monkeypatch.setattr(f"swarm_peer.{function}", fail)
+    with pytest.raises(HopFailed if error is torch.OutOfMemoryError else error):
+        peer.executor._backward(peer.rounds.current, make_microbatch(1), passed, result)
+    assert peer.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in peer.gradients())
+    assert peer.rounds.current.counted == {}
+    assert peer.metric("lost_samples") == SAMPLES
+
+
+async def test_a_peer_whose_device_has_no_memory_to_send_what_it_computed_goes_on(swarm, pair, monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm_peer.runtime.stage.executor.encode", fail)
+        with pytest.raises(HopFailed, match="ran out of device memory"):
+            await pair[0].run(make_microbatch())
+    await pair[0].run(make_microbatch())
+    assert [peer.trainer.num_samples for peer in pair] == [SAMPLES, SAMPLES]
+
+
 # --- a leaving peer's share -------------------------------------------------------------------------------------------
 
 
@@ -936,6 +996,28 @@ async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(s
     assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
     assert leaving.trainer.num_samples == 0
     assert leaving.metric("lost_samples") == SAMPLES, "in doubt, it is reported"
+
+
+@pytest.mark.parametrize("moves_away", [False, True])
+async def test_a_share_whose_last_reply_is_lost_is_added_once_whatever_its_receiver_does_meanwhile(
+    swarm, moves_away, monkeypatch
+):
+    _, leaving, staying = await group_of_two(swarm)
+    other = await swarm.add("d", 1)
+    monkeypatch.setattr(leaving.handover._rng, "shuffle", lambda mates: mates.sort(key=staying.peer_id.__ne__))
+    fault = swarm.network.fault(op="commit_gradient", drop_reply=True, after=anyio.Event())
+    handing_over = asyncio.ensure_future(leaving.handover.hand_over())
+    await until(lambda: staying.trainer.num_samples == 2 * SAMPLES and not staying.admission.admitted)
+    if moves_away:
+        await staying.dispatcher.remove(1)
+    else:
+        for round_number in range(1, 4):
+            staying.open(round_number)
+    fault.after.set()
+    assert await handing_over
+    assert swarm.network.num_calls("commit_gradient") == 2
+    assert other.trainer.num_samples == leaving.trainer.num_samples == 0
+    assert leaving.metric("lost_samples") == SAMPLES * moves_away, "in doubt, it is reported"
 
 
 @pytest.mark.parametrize(
@@ -1019,6 +1101,7 @@ async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
     [
         ({"samples": (0,)}, "gradients of"),
         ({"samples": (SAMPLES, SAMPLES)}, "gradients of"),
+        ({"samples": (MAX_SAMPLES - 1,)}, "gradients of"),
         ({"sha256": bytes(32)}, "does not match its hash"),
         ({"transfer": bytes(16)}, "nothing has arrived"),
         ({"counted": ((bytes(16), SAMPLES + 1),)}, "more than the gradient"),
@@ -1038,6 +1121,25 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
     assert staying.trainer.num_samples == SAMPLES
     assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1,)))
     assert leaving.metric("lost_samples") == SAMPLES
+
+
+async def test_a_share_that_is_added_half_way_is_in_no_gradient(swarm, monkeypatch):
+    """The leaving peer offers it to others, and what the device has taken of it would be there twice."""
+    _, leaving, staying = await group_of_two(swarm)
+    other = await swarm.add("d", 1)
+
+    def take_in_half(given):
+        next(staying.trainer.module.parameters()).grad += 1.0
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(staying.trainer.strategy, "take_in", take_in_half)
+    monkeypatch.setattr(leaving.handover._rng, "shuffle", lambda mates: mates.sort(key=staying.peer_id.__ne__))
+    assert await leaving.handover.hand_over()
+    assert staying.trainer.num_samples == 0
+    assert not any(gradient.any() for gradient in staying.gradients())
+    assert staying.metric("lost_samples") == SAMPLES
+    assert staying.rounds.current.counted == {}
+    assert_equal(other.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (0,)))
 
 
 async def test_a_stranger_hands_nothing_over(swarm):

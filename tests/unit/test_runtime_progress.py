@@ -20,6 +20,7 @@ from swarm_peer.runtime.network.progress import (
     MAX_ROUND_BYTES,
     ProgressBook,
 )
+from swarm_peer.wire.fields import MAX_LOSS
 from swarm_peer.wire.frames import MAX_HEADER_BYTES, Frame, FrameType
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import CountsReply
@@ -114,6 +115,8 @@ def test_repeated_counts_add_nothing():
         pytest.param((AUTHOR.peer_id, b""), id="empty"),
         pytest.param(signed(5, claimed=4), id="more counted than claimed"),
         pytest.param(signed(1, claimed=2 * GLOBAL_BATCH + 1), id="more claimed than there is"),
+        pytest.param(signed(2, loss_sum=3 * MAX_LOSS), id="a larger loss than there is"),
+        pytest.param(signed(0, claimed=2, loss_sum=1.0), id="a loss of no samples"),
     ],
 )
 def test_forged_counts_are_refused(forged):
@@ -311,6 +314,19 @@ def test_too_many_short_counts_take_turns_and_ones_own_goes_with_each_message():
         assert ME.peer_id in dict(told)
         heard.update(told)
     assert heard == set(every_count(book))
+
+
+def test_the_counts_of_as_many_peers_as_fit_make_a_message():
+    """Else no call and no reply could be made any more, and the peer would end."""
+    authors = identities(400)
+    book = make_book(authors=(ME, *authors))
+    for incarnation in range(6):
+        counts = [signed(1, author=author, incarnation=incarnation) for author in authors]
+        while book.merge(counts):
+            pass
+    told = book.signed_counts()
+    assert len(told) < len(every_count(book)), "the message is full"
+    assert CountsReply(round_number=0, counts=told).counts == told
 
 
 def test_only_so_many_signatures_are_checked_for_one_message_and_the_others_come_again(verified):

@@ -1020,14 +1020,16 @@ class Follower:
         self.steps._begin_round(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
         self.rounds.enter(Phase.OPEN)
 
-    async def rewind(self, caller="n", lost_stage=1, round_number=38, optimizer_step=2, asks_only=False):
+    async def rewind(
+        self, caller="n", lost_stage=1, round_number=38, optimizer_step=2, asks_only=False, created_at_round=None
+    ):
         call = RewindCall(
             manifest=MANIFEST.hash,
             asks_only=asks_only,
             lost_stage=lost_stage,
             first_round=round_number,
             first_optimizer_step=optimizer_step,
-            created_at_round=optimizer_step,
+            created_at_round=optimizer_step if created_at_round is None else created_at_round,
         )
         reply = await self.steps.handle_rewind(caller, call, ())
         return check_body(RewindReply, reply.body).round_number
@@ -1076,6 +1078,8 @@ async def test_a_question_rewinds_nothing_and_is_answered_like_a_rewind(follower
         ({"round_number": 2**40 - 1}, InvalidMessage, f"the run is in round 3 and cannot go on in {2**40 - 1}"),
         ({"round_number": 3 + MAX_ROUNDS_OF_REWIND + 1}, InvalidMessage, "the run is in round 3 and cannot go on in"),
         ({"optimizer_step": 4}, InvalidMessage, "the run has made 3 updates and cannot go back to"),
+        ({"created_at_round": 39}, InvalidMessage, "cannot go back to"),
+        ({"created_at_round": 1}, InvalidMessage, "cannot go back to"),
     ],
 )
 async def test_liars_rewind_nothing(follower, call, error, reason):
@@ -1301,6 +1305,25 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
     assert samples == 0
     assert not any(bool(gradient.any()) for gradient in gradients)
     assert lost(follower) == 6
+
+
+async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):
+    """A device that has failed once must not have all its stage-mates take over weights that are not finite."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 1})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+    follower = Follower(tmp_path)
+    await follower.steps.begin(FIRST_TIMELINE, None)
+    trainer = follower.trainer
+    trainer.num_samples = 6
+    with torch.no_grad():
+        next(trainer.module.parameters()).view(-1)[0] = float("nan")
+    differences, samples = follower.steps._contribution()
+    assert samples == 0
+    assert not any(bool(difference.any()) for difference in differences)
+    assert lost(follower) == 6
+    trainer.apply(differences)
+    assert all(bool(parameter.isfinite().all()) for parameter in trainer.module.parameters()), "it is well again"
+    follower.device_thread.stop()
 
 
 def lost(follower):

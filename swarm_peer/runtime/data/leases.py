@@ -282,7 +282,7 @@ class SliceLeases:
             ledger.release(peer_id, answer.corrections)
             for slice_id, owner in answer.refused:
                 refused.add(slice_id)
-                if owner is not None and owner != self._me and owner in self._live():
+                if slice_id in wanted and owner is not None and owner != self._me and owner in self._live():
                     ledger.note_lease(slice_id, owner)
             if ledger is self._ledger:
                 self._told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
@@ -321,6 +321,9 @@ class SliceLeases:
             raise NotServing("only peers of stage 0 read the data, and this one does not know the caller")
         self._seen[caller] = self._context.clock.monotonic_s()
         self._progress.merge(call.counts, vouched=True)
+        if len(ledger.leases(caller)) > MAX_FACTS:
+            # More than could ever be corrected. The caller itself refuses to others what it really leases.
+            ledger.release(caller)
         live, refused, facts = self._live(), [], list[WindowRange]()
         for slice_id in dict.fromkeys(call.slices):
             known = merge_ranges(

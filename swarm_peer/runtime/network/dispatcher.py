@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import anyio
+
 from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.transport import AnyBody, Handler, Reply, check_body
 from swarm_peer.wire.messages import Body
+
+# Stands for the stage of an operation that no replica has.
+_NOBODY = -1
 
 
 class CallDispatcher:
@@ -25,6 +31,8 @@ class CallDispatcher:
         """
         self._hash = manifest_hash
         self._calls: dict[int | None, dict[str, tuple[type[Body], Handler]]] = {}
+        self._under_way: dict[anyio.CancelScope, int | None] = {}  # the stages that calls under way are about
+        self._ended = Condition()
         self.add(None, calls or {})
 
     def add(self, stage: int | None, calls: Mapping[type[Body], Handler]) -> None:
@@ -35,23 +43,32 @@ class CallDispatcher:
         """
         self._calls[stage] = {schema.model_fields["op"].default: (schema, calls[schema]) for schema in calls}
 
-    def remove(self, stage: int) -> None:
-        """Answer no more calls for a stage."""
+    async def remove(self, stage: int) -> None:
+        """Answer no more calls for a stage, and end those under way, which hold what the stage has in memory."""
         del self._calls[stage]
+        left = [scope for scope, of_stage in self._under_way.items() if of_stage == stage]
+        for scope in left:
+            scope.cancel()
+        await self._ended.wait_for(lambda: self._under_way.keys().isdisjoint(left))
 
     async def __call__(self, caller: str, op: str, body: dict[str, Any], tensors: Sequence[memoryview]) -> Reply:
         stages = [stage for stage in self._calls if stage is not None]
-        known = next((calls[op] for calls in self._calls.values() if op in calls), None)
-        if known is None:
+        answering = next((stage for stage, calls in self._calls.items() if op in calls), _NOBODY)
+        if answering == _NOBODY:
             # Between two stages a peer has no replica, and all calls of replicas are unknown to it.
             raise InvalidMessage(f"unknown operation {op[:40]!r}") if stages else NotServing("this peer has no stage")
-        call = check_run(known[0], body, self._hash)
-        stage = getattr(call, "stage", None)
-        if stage is not None:
-            known = self._calls.get(stage, {}).get(op)
-            if known is None:
-                raise NotServing(f"this peer serves stage {', '.join(map(str, stages))}, not {stage}")
-        return await known[1](caller, call, tensors)
+        call = check_run(self._calls[answering][op][0], body, self._hash)
+        answering = getattr(call, "stage", answering)
+        if op not in self._calls.get(answering, {}):
+            raise NotServing(f"this peer serves stage {', '.join(map(str, stages))}, not {answering}")
+        with anyio.CancelScope() as scope:
+            self._under_way[scope] = getattr(call, "of_stage", answering)
+            try:
+                return await self._calls[answering][op][1](caller, call, tensors)
+            finally:
+                del self._under_way[scope]
+                self._ended.notify()
+        raise NotServing("this peer has left the stage meanwhile")
 
 
 def check_run(schema: type[AnyBody], body: dict[str, Any], manifest_hash: str) -> AnyBody:

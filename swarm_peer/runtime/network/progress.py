@@ -9,6 +9,7 @@ from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.wire.fields import MAX_LOSS
 from swarm_peer.wire.messages import SignedCount
 from swarm_peer.wire.records import Progress, open_envelope, parse, peek_count, seal
 
@@ -150,6 +151,8 @@ class ProgressBook:
             # Claims stop when the global batch is full. Peers that hear of others' claims late may add a few.
             if not record.samples <= record.claimed <= 2 * self.counter.global_batch_size:
                 raise InvalidMessage(f"a progress count of {record.samples} samples, {record.claimed} claimed")
+            if abs(record.loss_sum) > MAX_LOSS * record.samples:
+                raise InvalidMessage(f"a progress count of {record.samples} samples with losses of {record.loss_sum}")
             # The ranges also hold samples that were given up, so they may exceed the count.
             windows = sum(item.end - item.start for item in record.ranges)
             if windows > 2 * self.counter.global_batch_size:

@@ -109,6 +109,10 @@ class DeviceThread:
                         await asyncio.wait([future])
                 future.exception()  # retrieved, so that asyncio does not warn: the outcome is dropped on purpose
             raise
+        finally:
+            # The traceback of a job's exception refers to this frame. If this frame referred to the exception, too, all
+            # that has filled the device's memory would stay there until Python collects garbage.
+            del future
 
     @property
     def idle_s(self) -> float:
@@ -126,29 +130,38 @@ class DeviceThread:
         self._join(timeout_s)
 
     def _work(self) -> None:
-        while True:
-            priority, _, item = self._jobs.get()
-            if item is None:
-                return
-            job, num_samples, speed, loop, future, turn = item
-            if not turn.acquire(blocking=False):
-                continue
-            begin = self._clock.monotonic_s()
-            busy_s, _ = self._busy
-            self._busy = (busy_s, begin)
-            try:
-                outcome, error = job(), None
-            except Exception as caught:
-                outcome, error = None, caught
-            seconds = self._clock.monotonic_s() - begin
-            self._busy = (busy_s + seconds, None)
-            self._metrics.device_busy_seconds.inc(seconds)
-            self._metrics.queue.set(self._jobs.qsize())
-            if priority in (Priority.FORWARD, Priority.BACKWARD):
-                self._trained_at = begin + seconds
-                if speed is not None and num_samples and error is None:
-                    speed.observe(Priority(priority), seconds, num_samples)
-            loop.call_soon_threadsafe(_settle, future, outcome, error)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for the next job and run it. Returns False at the end.
+
+        A method of its own, so that nothing refers to a job that is over, and keeps its replica's weights in memory.
+        """
+        priority, _, item = self._jobs.get()
+        if item is None:
+            return False
+        job, num_samples, speed, loop, future, turn = item
+        if not turn.acquire(blocking=False):
+            return True
+        begin = self._clock.monotonic_s()
+        busy_s, _ = self._busy
+        self._busy = (busy_s, begin)
+        try:
+            outcome, error = job(), None
+        except Exception as caught:
+            outcome, error = None, caught
+        seconds = self._clock.monotonic_s() - begin
+        self._busy = (busy_s + seconds, None)
+        self._metrics.device_busy_seconds.inc(seconds)
+        self._metrics.queue.set(self._jobs.qsize())
+        if priority in (Priority.FORWARD, Priority.BACKWARD):
+            self._trained_at = begin + seconds
+            if speed is not None and num_samples and error is None:
+                speed.observe(Priority(priority), seconds, num_samples)
+        loop.call_soon_threadsafe(_settle, future, outcome, error)
+        del item, future, error  # as in `run`
+        return True
 
 
 def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:

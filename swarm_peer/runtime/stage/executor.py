@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import anyio
 import torch
 
 from swarm_peer.config import Codec
-from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed
+from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed, first_line
 from swarm_peer.model.training import ForwardPass, StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode, rounding_seed
+from swarm_peer.wire.fields import MAX_LOSS
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,15 @@ def query_pause_s(last_s: float, idle_s: float) -> float:
         idle_s: time since the device last trained
     """
     return 0.0 if idle_s >= IDLE_S else min(last_s * (1 / QUERY_SHARE - 1), LONGEST_QUERY_PAUSE_S)
+
+
+@contextmanager
+def out_of_memory_fails_hop() -> Iterator[None]:
+    """Raise HopFailed where the device has no memory left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise HopFailed(_OUT_OF_MEMORY) from error
 
 
 @dataclass(slots=True)
@@ -197,7 +209,7 @@ class StageExecutor:
         tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
         hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
         graph: ForwardPass | None = None
-        try:
+        with out_of_memory_fails_hop():
             if microbatch.mode == "train":
                 graph = trainer.forward(tokens_BS, hidden_BTD)
                 output = graph.output
@@ -205,15 +217,15 @@ class StageExecutor:
                 output = trainer.predict(tokens_BS, hidden_BTD)
             else:
                 output = trainer.evaluate(tokens_BS, hidden_BTD)
-        except torch.OutOfMemoryError as error:
-            raise HopFailed(_OUT_OF_MEMORY) from error
-        if not trainer.spec.is_last:
-            return _Pass(graph, self._encode(output, wire.activations))
-        if microbatch.mode == "predict":
-            return _Pass(logits=self._encode(output, "none"))
-        loss_sum = float(output.sum())
-        if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
-            raise HopFailed("the loss is not finite: lower the learning rate, or look for broken data")
+            if not trainer.spec.is_last:
+                return _Pass(graph, self._encode(output, wire.activations))
+            if microbatch.mode == "predict":
+                return _Pass(logits=self._encode(output, "none"))
+            loss_sum = float(output.sum())
+        if not abs(loss_sum) <= MAX_LOSS:
+            raise HopFailed(
+                "the loss is not finite, or beyond reason: lower the learning rate, or look for broken data"
+            )
         return _Pass(graph, loss_sum=loss_sum)
 
     def _backward(self, entered: Round, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
@@ -228,19 +240,17 @@ class StageExecutor:
         if not trainer.spec.is_last:
             assert result.grad is not None
             grad_BTD = decode(result.grad, microbatch.hidden_shape(self._resolved), codec)
+        held = trainer.num_samples
         try:
-            input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
-        except torch.OutOfMemoryError as error:
-            # Half of a gradient may have been in the accumulator, so the trainer has emptied it.
-            self._lose(entered)
-            raise HopFailed(_OUT_OF_MEMORY) from error
-        try:
-            seed = rounding_seed(microbatch.id, trainer.spec.index)
-            encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec, seed)
-        except HopFailed:
-            # The gradient is not finite, so the accumulator is not finite any more either.
-            trainer.discard_gradients()
-            self._lose(entered)
+            with out_of_memory_fails_hop():
+                input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
+                seed = rounding_seed(microbatch.id, trainer.spec.index)
+                encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec, seed)
+        except (InvalidMessage, RoundClosed):
+            raise  # nothing has been added
+        except Exception as error:
+            # The accumulator may hold a part of the gradient, all of it uncounted, or what is not finite.
+            self.lose(entered, held, error)
             raise
         # The accumulator holds the microbatch now, so nothing may fail before it is counted.
         entered.counted[microbatch.id] = microbatch.num_samples
@@ -251,9 +261,13 @@ class StageExecutor:
                 entered.replies.popitem(last=False)
         return reply
 
-    def _lose(self, entered: Round) -> None:
-        self._metrics.lost_samples.inc(sum(entered.counted.values()))
+    def lose(self, entered: Round, num_samples: int, error: Exception) -> None:
+        """Empty the accumulator, since the device has failed half-way, and report its samples as lost."""
+        self._trainer.discard_gradients()
         entered.forget_counted()
+        self._metrics.lost_samples.inc(num_samples)
+        if num_samples:
+            log.error("samples_lost samples=%d round=%d reason=%s", num_samples, entered.number, first_line(error))
 
     @staticmethod
     def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:

@@ -43,7 +43,6 @@ class Round:
         vacated: places in the global batch that this peer has claimed for microbatches which it dropped
         validated: whether this peer has begun its share of the round's validation
         transfers: gradients of leaving stage-mates that are arriving, by caller; each has at most one
-        committed: ids of the transfers that were added to the accumulator; also the device thread's
         attempt: the try of averaging that this peer is ready for; None while microbatches are inside
         samples: number of samples that this peer brings to the averaging
         next_samples: the same for the averaging of the next round, if stage-mates begin with it when this round ends
@@ -60,7 +59,6 @@ class Round:
         self.vacated = 0
         self.validated = False
         self.transfers: dict[str, Transfer] = {}
-        self.committed: set[bytes] = set()
         self.attempt: int | None = None
         self.samples = 0
         self.next_samples = 0

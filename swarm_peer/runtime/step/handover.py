@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -23,8 +24,10 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.executor import out_of_memory_fails_hop
 from swarm_peer.runtime.stage.rounds import Round, Transfer
 from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, GradientChunkCall
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
 # Gradients that one peer takes in at once. Each is as large as its stage.
 MAX_TRANSFERS = 2
+# Transfers whose gradient was added: a call is known again though rounds have passed since its reply was lost.
+MAX_COMMITTED = 256
 # For a job of the device thread to end before the gradient is dropped, also when the peer has no time left.
 FORGET_TIMEOUT_S = 5.0
 # Tries of the call that commits the gradient, since its outcome must be known.
@@ -58,6 +63,7 @@ class GradientHandover:
         self._stage = core.stage
         self._trainer = core.trainer
         self._device_thread = core.device_thread
+        self._executor = core.executor
         self._rounds = core.rounds
         self._admission = core.admission
         self._transport = swarm.transport
@@ -68,6 +74,7 @@ class GradientHandover:
         self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
         self._num_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         self._committing = anyio.Lock()
+        self._committed: deque[bytes] = deque(maxlen=MAX_COMMITTED)  # the device thread's, while a commit is under way
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -177,13 +184,20 @@ class GradientHandover:
             sha256=sha256,
             counted=tuple(given.counted.items())[:MAX_COUNTED_IDS],
         )
+        reason = ""
         for _ in range(COMMIT_TRIES):
             try:
                 await self._transport.call(mate, call, timeout_s=CALL_TIMEOUT_S)
                 return
             except (PeerUnreachable, CallTimeout) as error:
                 reason = str(error)
-        raise _InDoubt(f"{mate} may have taken it over, and does not answer any more: {reason}")
+            except NotServing as error:
+                if not reason:
+                    raise
+                # It has left the stage, and has given away what it held; perhaps this gradient, too.
+                reason = str(error)
+                break
+        raise _InDoubt(f"{mate} may have taken it over, and does not say so: {reason}")
 
     # --- the receiving side
 
@@ -208,15 +222,14 @@ class GradientHandover:
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
-        self._check_mate(caller)
         # The reply to a repeated call must not come before the first call has added the gradient.
         async with self._committing:
-            return await self._commit_once(caller, call)
+            if call.transfer not in self._committed:
+                await self._commit_once(caller, call)
+        return Reply()
 
-    async def _commit_once(self, caller: str, call: CommitGradientCall) -> Reply:
-        known = self._rounds.find(call.round_number)  # a call of the round before may still be repeated
-        if known is not None and call.transfer in known.committed:
-            return Reply()
+    async def _commit_once(self, caller: str, call: CommitGradientCall) -> None:
+        self._check_mate(caller)
         self._check_round(call.round_number)
         transfer = self._rounds.current.transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
@@ -225,6 +238,9 @@ class GradientHandover:
             raise InvalidMessage("a gradient of which parts are missing")
         if len(call.samples) != self._trainer.strategy.num_given or not any(call.samples):
             raise InvalidMessage(f"gradients of {call.samples} samples")
+        # Half of what this peer can say at the barrier that it brings: its own microbatches still come.
+        if self._trainer.strategy.pending_samples + sum(call.samples) > MAX_SAMPLES // 2:
+            raise InvalidMessage(f"gradients of {call.samples} samples, beside {self._trainer.num_samples}")
         if sum(samples for _, samples in call.counted) > call.samples[0]:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples[0]} samples")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
@@ -232,7 +248,6 @@ class GradientHandover:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
             await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, sum(call.samples))
-        return Reply()
 
     def _check_mate(self, caller: str) -> None:
         if not self._is_mate(caller):
@@ -257,10 +272,17 @@ class GradientHandover:
         sums = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         count = len(sums) // len(call.samples)
         works = [(sums[i * count : (i + 1) * count], samples) for i, samples in enumerate(call.samples)]
-        self._trainer.strategy.take_in(works)
+        held = self._trainer.num_samples
+        try:
+            with out_of_memory_fails_hop():
+                self._trainer.strategy.take_in(works)
+        except Exception as error:
+            # Some parameters may have got their share and others not: the stage-mate offers it to another peer.
+            self._executor.lose(entered, held, error)
+            raise
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
-        entered.committed.add(call.transfer)
+        self._committed.append(call.transfer)
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -251,8 +251,8 @@ class StepLoop:
                 raise InvalidMessage(
                     f"the run is in round {self.step.round_number} and cannot go on in {call.first_round}"
                 )
-            if call.first_optimizer_step > self.step.optimizer_step:
-                made = self.step.optimizer_step
+            made = self.step.optimizer_step
+            if call.first_optimizer_step > made or not target.allows_round(call.first_round):  # nobody could join then
                 raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
             if not call.asks_only:
                 self.go_back(target)
@@ -305,19 +305,19 @@ class StepLoop:
         return *self._contribution(), self._trainer.strategy.next_contribution()
 
     def _contribution(self) -> Work:
-        """Make what this peer brings to the average, and count its samples; in the device thread.
+        """Make what this peer brings to the average: nothing, if it is not finite; in the device thread."""
+        gradients, samples = self._finite(self._trainer.mean_gradients(), self._trainer.num_samples)
+        brought, samples = self._trainer.strategy.contribution(gradients, samples)
+        return (brought, samples) if brought is gradients else self._finite(brought, samples)
 
-        A gradient that is not finite counts as none.
-        """
-        gradients, samples = self._trainer.mean_gradients(), self._trainer.num_samples
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            self._metrics.lost_samples.inc(samples)
-            log.error(
-                "samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.step.round_number
-            )
-            self._trainer.discard_gradients()
-            gradients, samples = [torch.zeros_like(gradient) for gradient in gradients], 0
-        return self._trainer.strategy.contribution(gradients, samples)
+    def _finite(self, gradients: Sequence[torch.Tensor], samples: int) -> Work:
+        """Give what is to be averaged, or zeros of no samples if it is not finite."""
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return gradients, samples
+        self._metrics.lost_samples.inc(samples)
+        log.error("samples_lost samples=%d round=%d reason=a gradient is not finite", samples, self.step.round_number)
+        self._trainer.discard_gradients()
+        return [torch.zeros_like(gradient) for gradient in gradients], 0
 
     async def _commit(self, settlement: Settlement) -> None:
         step = self.step
