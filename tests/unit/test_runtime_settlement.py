@@ -543,6 +543,15 @@ async def test_what_a_leaving_member_has_given_counts_once_if_its_part_came_too(
     assert_committed(settled.values(), mean(members, [2, 3, 4]), 9, members[0].history_hash)
 
 
+async def test_what_a_leaving_peer_has_given_that_missed_the_average_is_averaged_after_all(delayed):
+    await delayed.add("ab")
+    members = await end_round_3(delayed, a=1, b=2)
+    await anyio.wait_all_tasks_blocked()
+    settled = await delayed.settle(a=2 + 4, b=3)  # a has taken in 4 samples of a peer that they had gone on without
+    assert_committed(settled.values(), mean(members, [6, 3]), 9, members[0].history_hash)
+    assert sorted(attempt for _, _, attempt, _ in delayed.rounds.log) == [0, 0, 1, 1]
+
+
 # --- rounds that fail -------------------------------------------------------------------------------------------------
 
 
