@@ -1444,11 +1444,35 @@ async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next
     assert_alike(mates.members, 3)
 
 
+async def test_after_a_rewind_a_peer_that_waited_for_another_average_takes_over_what_the_others_hold(delayed_mates):
+    """Before the rewind, it had gone on without them."""
+    mates = delayed_mates
+    *others, odd = mates.members
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    for member in mates.members:
+        state, step = member.trainer.state(), member.steps.step
+        for name in state:
+            if name.startswith("round/expected"):
+                state[name] = torch.full_like(state[name], 2.0 if member is odd else 1.0)
+        snapshot = StageState(2, step.history_hash, state, FIRST_TIMELINE, b"")
+        await member.steps.begin(Timeline(8, 2, 2), snapshot)
+        member.rounds.enter(Phase.OPEN)
+    await mates.end_round(*mates.members)
+    assert odd.steps.step.history_hash != others[0].steps.step.history_hash
+    await mates.end_round(*mates.members)
+    assert [num_resyncs(member, "left_behind") for member in mates.members] == [0, 0, 1]
+    for member in mates.members:
+        assert (member.steps.step.round_number, member.trainer.optimizer_step) == (10, 4)
+        assert_equal(state_of(member.trainer), state_of(others[0].trainer))
+
+
 async def test_a_peer_that_missed_rounds_tells_of_the_samples_that_came_too_late(delayed, tmp_path, monkeypatch):
     follower = Follower(tmp_path)
     async with follower.network:
         await follower.steps.begin(FIRST_TIMELINE, None)
-        averages, history_hash, offers = [], follower.steps.step.history_hash, {}
+        averages = [torch.zeros_like(parameter) for parameter in follower.trainer.module.parameters()]
+        history_hash, offers = follower.steps.step.history_hash, {}
         for round_number in range(3):
             history_hash = extend_history(history_hash, averages)
             tensors = {str(number): gradient for number, gradient in enumerate(averages)}

@@ -388,6 +388,8 @@ class SlowAsker:
 
 async def test_a_round_without_an_average_ends_when_all_are_ready(periodic):
     members = await periodic.add("abc")
+    for member in members:
+        member.gradients = ()
     settled = await periodic.settle(a=2, b=4, c=0)
     assert {settlement.verdict for settlement in settled.values()} == {Verdict.COMMIT}
     assert [settlement.samples for settlement in settled.values()] == [6, 6, 6]

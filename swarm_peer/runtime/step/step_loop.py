@@ -328,10 +328,7 @@ class StepLoop:
         update = settlement.gradients, settlement.history_hash, counted
         self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
         if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
-            if settlement.gradients:  # otherwise it came with the state
-                await self._device_thread.run(
-                    Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients)
-                )
+            await self._device_thread.run(Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients))
             await self._state_server.keep_complete()
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
