@@ -47,7 +47,6 @@ class PeriodicStrategy(RoundStrategy):
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """Take the inner step. At the end of a period, give the difference and its samples; before, nothing."""
         self._own_update = self.trainee.update(mean_gradients)
-        self.trainee.discard_gradients()
         self._num_samples += num_samples
         if not self._averaging.averages_at(self.trainee.optimizer_step):
             return (), num_samples
@@ -87,7 +86,6 @@ class PeriodicStrategy(RoundStrategy):
         """Take an inner step with what has been accumulated so far, and give the difference."""
         if num_samples := self.trainee.num_samples:
             self.trainee.update(self.trainee.mean_gradients())
-            self.trainee.discard_gradients()
             self._num_samples += num_samples
         return [self._sums()]
 

@@ -53,7 +53,7 @@ class Trainee(Protocol):
         """The stage."""
 
     def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
-        """Have the optimizer take a step with these gradients; or only measure them."""
+        """Empty the accumulator, and have the optimizer take a step with these gradients; or only measure them."""
 
     def mean_gradients(self) -> list[Tensor]:
         """The mean of the accumulated gradients: CPU, fp32."""

@@ -248,7 +248,6 @@ class StageTrainer:
         Args:
             averages: of the strategy's contributions, in the order of the parameters
         """
-        self.discard_gradients()
         result = self.strategy.end_round(averages)
         self._enter(self.optimizer_step + 1)
         self.strategy.begin_round()
@@ -256,7 +255,7 @@ class StageTrainer:
 
     @torch.no_grad()
     def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
-        """Clip a gradient and have the optimizer take a step with it; for strategies.
+        """Clip a gradient and have the optimizer take a step with it; for strategies. The accumulator is emptied.
 
         A gradient that is not finite, or of no samples, leaves the weights as they are: stage-mates that hold the same
         gradient do the same.
@@ -268,6 +267,7 @@ class StageTrainer:
         parameters = list(self.module.parameters())
         fits = [g.shape for g in mean_gradients] == [p.shape for p in parameters]
         assert fits or (keeps_weights and not mean_gradients), "gradients of another stage"
+        self.discard_gradients()  # the copies take their place
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
@@ -281,6 +281,7 @@ class StageTrainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
             self.weights_version += 1
         return StepResult(grad_norm=float(norm), learning_rate=rate, skipped=skipped)
 
@@ -294,7 +295,6 @@ class StageTrainer:
         state = optimizer_state(self.optimizer, self.module)
         self.update(mean_gradients)
         load_optimizer_state(self.optimizer, self.module, state)
-        self.discard_gradients()
         return before
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ from tiny_models import LENGTH, LLAMA, VOCABULARY
 
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, end_round
 from swarm_peer.config import RunManifest
+from swarm_peer.model import training
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
@@ -107,6 +108,27 @@ def test_the_outer_step_is_that_of_torch():
         end_round([trainer])
     for ours, theirs in zip(weights(trainer), outer, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_update_of_its_own_takes_no_more_memory_than_one_of_all(leaves, monkeypatch):
+    [trainer] = replicas(1)
+    held = []
+    measure = training.total_norm
+
+    def total_norm(copies):
+        held.append(sum(parameter.grad is not None for parameter in trainer.module.parameters()))
+        return measure(copies)
+
+    monkeypatch.setattr(training, "total_norm", total_norm)
+    compute(trainer, 1)
+    if leaves:
+        trainer.strategy.give_away()
+    else:
+        trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+    assert held == [0], "the accumulator makes room for the copy of its mean"
+    assert trainer.num_samples == 0
+    assert all(parameter.grad is None for parameter in trainer.module.parameters())
 
 
 def test_a_replica_without_samples_changes_nothing_and_weighs_nothing():
