@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class PeriodicStrategy(RoundStrategy):
         self._own_update = None
         if averages:
             # All zeros: the work of all members is lost. The momentum would move the weights all the same.
-            if any(bool(average.any()) for average in averages):
+            result = replace(result, skipped=not any(bool(average.any()) for average in averages))
+            if not result.skipped:
                 self._outer_step(averages)
             self.trainee.set_weights(self._outer)
             self._forget_work()

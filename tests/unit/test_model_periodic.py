@@ -157,6 +157,18 @@ def test_a_period_without_any_sample_leaves_the_weights():
     assert are_equal(weights(pair[1]), before)
 
 
+def test_the_last_result_of_a_period_is_that_of_the_outer_step():
+    """Whether it was skipped is an error in the log. A replica without samples in the last round alone makes none."""
+    [trainer] = replicas(1)
+    skipped = []
+    for step in range(2 * PERIOD):
+        if step == 0:
+            compute(trainer, step)
+        own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        skipped.append(trainer.apply(own).skipped)
+    assert skipped[PERIOD - 1 :: PERIOD] == [False, True]
+
+
 def test_a_newcomer_goes_on_from_a_stage_mates_weights_with_no_samples():
     first, second, newcomer = replicas(3)
     compute(first, 1)
