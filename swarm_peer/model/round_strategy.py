@@ -64,8 +64,8 @@ class Trainee(Protocol):
     def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
         """Add a stage-mate's gradients to the accumulator."""
 
-    def discard_gradients(self) -> None:
-        """Empty the accumulator."""
+    def discard_gradients(self) -> int:
+        """Empty the accumulator, and return how many samples it held."""
 
     def try_update(self, mean_gradients: Sequence[Tensor]) -> list[Tensor]:
         """Update the weights, for one round, with the optimizer's state as it is; give the weights from before."""

@@ -308,10 +308,16 @@ class StageTrainer:
             parameter.copy_(value)
         self.weights_version += 1
 
-    def discard_gradients(self) -> None:
-        """Empty the accumulator. Passes that have not gone backward yet still may."""
+    def discard_if_not_finite(self) -> int:
+        """Empty the accumulator if a gradient in it is not finite. Returns the samples whose work is lost."""
+        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.module.parameters())
+        return 0 if is_finite else self.discard_gradients()
+
+    def discard_gradients(self) -> int:
+        """Empty the accumulator, and return how many samples it held. Passes can go backward afterwards."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.num_samples = 0
+        num_samples, self.num_samples = self.num_samples, 0
+        return num_samples
 
     def state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that the next steps depend on: the weights and the optimizer's state."""

@@ -1007,6 +1007,25 @@ async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swar
     assert not ended.replies, "the gradients that were kept for callers are as large"
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("synchronous", 0), ("delayed", SAMPLES), ("periodic", SAMPLES)])
+async def test_of_a_share_that_is_not_finite_what_was_computed_in_rounds_before_is_handed_over(mode, kept):
+    async with Swarm(make_manifest(averaging={"mode": mode, "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        for peer in (leaving, staying):
+            trainer = peer.trainer
+            own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+            trainer.apply(own)
+            peer.open(1)
+        for parameter in leaving.trainer.module.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        leaving.trainer.num_samples = SAMPLES
+        leaving.rounds.current.counted[bytes(16)] = SAMPLES
+        assert await leaving.handover.hand_over()
+        assert leaving.metric("lost_samples") == SAMPLES
+        assert staying.trainer.strategy.pending_samples == 2 * kept
+        assert not staying.rounds.current.counted
+
+
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
     first, last = pair
     await first.run(make_microbatch())

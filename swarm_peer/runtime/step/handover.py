@@ -18,6 +18,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.model.round_strategy import Work
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
@@ -29,6 +30,7 @@ from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, 
 
 log = logging.getLogger(__name__)
 
+NOT_FINITE = "samples_lost samples=%d round=%d reason=their gradient is not finite"
 CHUNK_BYTES = 4 * 2**20
 CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
@@ -86,12 +88,12 @@ class GradientHandover:
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
         """
-        works = await self._device_thread.run(Priority.STEP, lambda: self._trainer.strategy.give_away())
+        given = self._rounds.current
+        works = await self._device_thread.run(Priority.STEP, partial(self._give_away, given))
         samples = sum(samples for _, samples in works)
         if not samples:
             on_gone()
             return True
-        given = self._rounds.current
         mates = self._swarm.stage_mates(self._stage)
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
         data = _flatten([tensor for sums, _ in works for tensor in sums])
@@ -125,6 +127,13 @@ class GradientHandover:
         on_gone()
         await self._lose(given, samples, reason)
         return True
+
+    def _give_away(self, given: Round) -> Sequence[Work]:
+        if lost := self._trainer.discard_if_not_finite():
+            given.forget_counted()
+            self._metrics.lost_samples.inc(lost)
+            log.error(NOT_FINITE, lost, given.number)
+        return self._trainer.strategy.give_away()
 
     async def _lose(self, given: Round, samples: int, reason: str) -> None:
         self._metrics.lost_samples.inc(samples)

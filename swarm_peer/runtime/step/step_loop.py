@@ -32,7 +32,7 @@ from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
-from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.handover import NOT_FINITE, GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -309,15 +309,10 @@ class StepLoop:
 
         A gradient that is not finite counts as none.
         """
-        gradients, samples = self._trainer.mean_gradients(), self._trainer.num_samples
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            self._metrics.lost_samples.inc(samples)
-            log.error(
-                "samples_lost samples=%d round=%d reason=their gradient is not finite", samples, self.step.round_number
-            )
-            self._trainer.discard_gradients()
-            gradients, samples = [torch.zeros_like(gradient) for gradient in gradients], 0
-        return self._trainer.strategy.contribution(gradients, samples)
+        if lost := self._trainer.discard_if_not_finite():
+            self._metrics.lost_samples.inc(lost)
+            log.error(NOT_FINITE, lost, self.step.round_number)
+        return self._trainer.strategy.contribution(self._trainer.mean_gradients(), self._trainer.num_samples)
 
     async def _commit(self, settlement: Settlement) -> None:
         step = self.step
