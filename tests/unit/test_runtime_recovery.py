@@ -1303,6 +1303,29 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
     assert lost(follower) == 6
 
 
+async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 2})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+    follower = Follower(tmp_path)
+    async with follower.network:
+        await follower.steps.begin(FIRST_TIMELINE, None)
+        trainer = follower.trainer
+        shared = [tensor.clone() for tensor in trainer.strategy.shared_weights()]
+        for _ in range(2):
+            trainer.num_samples = 6
+            for parameter in trainer.module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with torch.no_grad():
+                next(trainer.module.parameters()).view(-1)[0] = float("nan")  # the device's memory has failed
+            differences, samples = follower.steps._contribution()
+            trainer.apply(differences)
+        assert samples == 0
+        assert lost(follower) == 12
+        assert trainer.strategy.pending_samples == 0
+        assert all(torch.equal(*pair) for pair in zip(trainer.module.parameters(), shared, strict=True))
+    follower.device_thread.stop()
+
+
 def lost(follower):
     return follower.steps._metrics.lost_samples._value.get()
 

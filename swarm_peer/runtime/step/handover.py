@@ -30,7 +30,7 @@ from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, 
 
 log = logging.getLogger(__name__)
 
-NOT_FINITE = "samples_lost samples=%d round=%d reason=their gradient is not finite"
+NOT_FINITE = "samples_lost samples=%d round=%d reason=their %s is not finite"
 CHUNK_BYTES = 4 * 2**20
 CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
@@ -132,7 +132,7 @@ class GradientHandover:
         if lost := self._trainer.discard_if_not_finite():
             given.forget_counted()
             self._metrics.lost_samples.inc(lost)
-            log.error(NOT_FINITE, lost, given.number)
+            log.error(NOT_FINITE, lost, given.number, "gradient")
         return self._trainer.strategy.give_away()
 
     async def _lose(self, given: Round, samples: int, reason: str) -> None:

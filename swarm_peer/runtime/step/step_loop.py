@@ -307,12 +307,19 @@ class StepLoop:
     def _contribution(self) -> Work:
         """Make what this peer brings to the average, and count its samples; in the device thread.
 
-        A gradient that is not finite counts as none.
+        A gradient that is not finite counts as none, and so does a difference.
         """
         if lost := self._trainer.discard_if_not_finite():
             self._metrics.lost_samples.inc(lost)
-            log.error(NOT_FINITE, lost, self.step.round_number)
-        return self._trainer.strategy.contribution(self._trainer.mean_gradients(), self._trainer.num_samples)
+            log.error(NOT_FINITE, lost, self.step.round_number, "gradient")
+        work = self._trainer.strategy.contribution(self._trainer.mean_gradients(), self._trainer.num_samples)
+        if self._manifest.averaging.mode != "periodic" or all(bool(tensor.isfinite().all()) for tensor in work[0]):
+            return work
+        # The weights of this replica are broken. Those that come of the average take their place.
+        differences, samples = work
+        self._metrics.lost_samples.inc(samples)
+        log.error(NOT_FINITE, samples, self.step.round_number, "difference")
+        return [torch.zeros_like(difference) for difference in differences], 0
 
     async def _commit(self, settlement: Settlement) -> None:
         step = self.step
