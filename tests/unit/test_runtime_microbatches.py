@@ -1059,6 +1059,15 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
     assert leaving.metric("lost_samples") == SAMPLES
 
 
+async def test_a_share_of_other_weights_is_refused(swarm):
+    """The run may have been cut in two, and both parts are in a round of the same number."""
+    _, leaving, staying = await group_of_two(swarm)
+    begin_round(staying.rounds, 0, weights_version=staying.trainer.weights_version, history_hash="another")
+    assert await leaving.handover.hand_over()
+    assert staying.trainer.num_samples == SAMPLES
+    assert leaving.metric("lost_samples") == SAMPLES
+
+
 async def test_a_stranger_hands_nothing_over(swarm):
     first, _, staying = await group_of_two(swarm)
     call = CommitGradientCall(

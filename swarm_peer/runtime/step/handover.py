@@ -176,7 +176,7 @@ class GradientHandover:
         self, mate: str, given: Round, transfer_id: bytes, data: torch.Tensor, samples: tuple[int, ...]
     ) -> None:
         """Have the stage-mate add the gradient to its own."""
-        sha256 = await self._context.threads.run(lambda: hashlib.sha256(bytes_of(data)).digest())
+        sha256 = await self._context.threads.run(_digest, given.step.history_hash, data)
         call = CommitGradientCall(
             manifest=self._hash,
             stage=self._stage,
@@ -257,8 +257,9 @@ class GradientHandover:
         # A rewind does not wait for this job, and may have loaded other weights before its turn came.
         if self._trainer.weights_version != entered.step.weights_version:
             raise RoundClosed(f"the weights of round {call.round_number} have changed")
-        if hashlib.sha256(bytes_of(data)).digest() != call.sha256:
-            raise InvalidMessage("a gradient that does not match its hash")
+        # After the run was cut in two, its parts may be in rounds of the same number, with different weights.
+        if _digest(entered.step.history_hash, data) != call.sha256:
+            raise InvalidMessage("a gradient that does not match its hash, or is of other weights")
         values = data.view(torch.float32)
         if not bool(values.isfinite().all()):
             raise InvalidMessage("a gradient that is not finite")
@@ -270,6 +271,12 @@ class GradientHandover:
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
         entered.committed.add(call.transfer)
+
+
+def _digest(history_hash: str, data: torch.Tensor) -> bytes:
+    digest = hashlib.sha256(history_hash.encode())
+    digest.update(bytes_of(data))
+    return digest.digest()
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
