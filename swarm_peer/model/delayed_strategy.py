@@ -24,6 +24,7 @@ class DelayedStrategy(RoundStrategy):
     # The gradient of the round before; that of the round which ends, beside it; and the average which waits, while the
     # next one is being made.
     kept_values = 3
+    unshared_values = 2
     num_given = 2
 
     def __init__(self, trainee: Trainee):
@@ -115,6 +116,7 @@ class EagerStrategy(DelayedStrategy):
 
     # The weights from before too, and while the own gradient updates them the optimizer's state.
     kept_values = DelayedStrategy.kept_values + 3
+    unshared_values = DelayedStrategy.unshared_values + 3
 
     def __init__(self, trainee: Trainee):
         super().__init__(trainee)

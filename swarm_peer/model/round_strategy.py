@@ -81,10 +81,12 @@ class RoundStrategy:
 
     Attributes:
         kept_values: fp32 values that the strategy keeps for each parameter, for the memory model
+        unshared_values: those of them that are in no state
         num_given: sums that `give_away` gives
     """
 
     kept_values: ClassVar[int] = 0
+    unshared_values: ClassVar[int] = 0
     num_given: ClassVar[int] = 1
 
     def __init__(self, trainee: Trainee):
