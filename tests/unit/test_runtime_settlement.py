@@ -472,7 +472,7 @@ async def test_what_ends_a_round_is_averaged_before(delayed):
     assert len(delayed.rounds.log) == 2
 
 
-async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
+async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed, caplog):
     await delayed.add("ab")
     members = await end_round_3(delayed, a=1, b=2)
     await delayed.add("c", 4, members[0].history_hash)
@@ -482,6 +482,7 @@ async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
     assert newcomer.verdict is Verdict.RESYNC
     assert set(newcomer.holders) == {member.peer_id for member in members}
     assert all(settlement.is_wanted for settlement in settled.values())
+    assert "round_disputed" not in caplog.text, "nobody holds another result"
 
 
 async def test_a_newcomer_takes_part_in_what_begins_when_its_first_round_ends(delayed):

@@ -183,9 +183,10 @@ class StageGroup:
             agreement = agree(self._me, votes, may_retry=attempt < self._manifest.averaging.max_tries)
             if agreement.verdict is Verdict.COMMIT:
                 assert vote.checksum is not None
-                if len(agreement.holders) < len(votes):
+                num_abstaining = sum(other.abstains for other in votes.values())
+                if len(agreement.holders) + num_abstaining < len(votes):
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
-                is_wanted = any(other.abstains for other in votes.values())
+                is_wanted = num_abstaining > 0
                 return Settlement(
                     Verdict.COMMIT, result, vote.checksum, vote.samples, is_wanted=is_wanted, reason=agreement.reason
                 )
