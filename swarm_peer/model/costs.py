@@ -180,9 +180,11 @@ def _host_bytes(stage: _Stage) -> float:
     """Memory that a peer uses beside its trainer."""
     manifest, parameters = stage.manifest, stage.whole.parameters
     averaging = FP32_BYTES * parameters
-    kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * parameters
+    strategy = strategy_of(manifest.averaging)
+    kept = strategy.kept_values * FP32_BYTES * parameters
     # One copy of the state: a snapshot that is being written, or what a newcomer downloads.
     state = (FP32_BYTES + optimizer_bytes(manifest.optimizer)) * parameters + kept
+    state -= strategy.unshared_values * FP32_BYTES * parameters
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
     return averaging + kept + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)

@@ -24,6 +24,7 @@ class DelayedStrategy(RoundStrategy):
     # The gradient of the round before; that of the round which ends, beside it; and the average which waits, while the
     # next one is being made.
     kept_values = 3
+    unshared_values = 2
     num_given = 2
 
     def __init__(self, trainee: Trainee):
@@ -41,11 +42,15 @@ class DelayedStrategy(RoundStrategy):
         return self.trainee.num_samples + self._waiting[1] + (self._brought[1] if self._brought else 0)
 
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
-        """Give the gradient of the round before, and hold this one back, unless no round is left that it could end."""
+        """Give the gradient of the round before, and hold this one back, unless no round is left that it could end.
+
+        Without such a gradient, give the average that came with the state: it ends the first round of a timeline.
+        """
         self._brought = self._waiting
         self._waiting = self._no_work() if self._is_last_round else (mean_gradients, num_samples)
         self.trainee.discard_gradients()
-        return self._brought
+        means, num_brought = self._brought
+        return means if num_brought else self._expected or means, num_brought
 
     def next_contribution(self) -> Work | None:
         """Give the gradient of this round."""
@@ -60,12 +65,8 @@ class DelayedStrategy(RoundStrategy):
         self._expected = averages
 
     def end_round(self, averages: Sequence[Tensor]) -> StepResult:
-        """Update the weights with an average, or with the one that came with the state.
-
-        If this replica has not been in the round, what it holds back is too old for the next average.
-        """
-        averages = averages or self._expected or ()
-        result = self.trainee.update(averages, keeps_weights=not averages)
+        """Update the weights. If this replica has not been in the round, what it holds back is too old for the next."""
+        result = self.trainee.update(averages)
         if self._brought is None:
             self._waiting = self._no_work()
         self._expected, self._brought = None, None
@@ -115,6 +116,7 @@ class EagerStrategy(DelayedStrategy):
 
     # The weights from before too, and while the own gradient updates them the optimizer's state.
     kept_values = DelayedStrategy.kept_values + 3
+    unshared_values = DelayedStrategy.unshared_values + 3
 
     def __init__(self, trainee: Trainee):
         super().__init__(trainee)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +48,6 @@ class PeriodicStrategy(RoundStrategy):
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """Take the inner step. At the end of a period, give the difference and its samples; before, nothing."""
         self._own_update = self.trainee.update(mean_gradients)
-        self.trainee.discard_gradients()
         self._num_samples += num_samples
         if not self._averaging.averages_at(self.trainee.optimizer_step):
             return (), num_samples
@@ -60,7 +60,8 @@ class PeriodicStrategy(RoundStrategy):
         self._own_update = None
         if averages:
             # All zeros: the work of all members is lost. The momentum would move the weights all the same.
-            if any(bool(average.any()) for average in averages):
+            result = replace(result, skipped=not any(bool(average.any()) for average in averages))
+            if not result.skipped:
                 self._outer_step(averages)
             self.trainee.set_weights(self._outer)
             self._forget_work()
@@ -87,7 +88,6 @@ class PeriodicStrategy(RoundStrategy):
         """Take an inner step with what has been accumulated so far, and give the difference."""
         if num_samples := self.trainee.num_samples:
             self.trainee.update(self.trainee.mean_gradients())
-            self.trainee.discard_gradients()
             self._num_samples += num_samples
         return [self._sums()]
 

@@ -53,7 +53,7 @@ class Trainee(Protocol):
         """The stage."""
 
     def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
-        """Have the optimizer take a step with these gradients; or only measure them."""
+        """Empty the accumulator, and have the optimizer take a step with these gradients; or only measure them."""
 
     def mean_gradients(self) -> list[Tensor]:
         """The mean of the accumulated gradients: CPU, fp32."""
@@ -64,8 +64,8 @@ class Trainee(Protocol):
     def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
         """Add a stage-mate's gradients to the accumulator."""
 
-    def discard_gradients(self) -> None:
-        """Empty the accumulator."""
+    def discard_gradients(self) -> int:
+        """Empty the accumulator, and return how many samples it held."""
 
     def try_update(self, mean_gradients: Sequence[Tensor]) -> list[Tensor]:
         """Update the weights, for one round, with the optimizer's state as it is; give the weights from before."""
@@ -81,10 +81,12 @@ class RoundStrategy:
 
     Attributes:
         kept_values: fp32 values that the strategy keeps for each parameter, for the memory model
+        unshared_values: those of them that are in no state
         num_given: sums that `give_away` gives
     """
 
     kept_values: ClassVar[int] = 0
+    unshared_values: ClassVar[int] = 0
     num_given: ClassVar[int] = 1
 
     def __init__(self, trainee: Trainee):

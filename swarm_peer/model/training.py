@@ -248,7 +248,6 @@ class StageTrainer:
         Args:
             averages: of the strategy's contributions, in the order of the parameters
         """
-        self.discard_gradients()
         result = self.strategy.end_round(averages)
         self._enter(self.optimizer_step + 1)
         self.strategy.begin_round()
@@ -256,7 +255,7 @@ class StageTrainer:
 
     @torch.no_grad()
     def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
-        """Clip a gradient and have the optimizer take a step with it; for strategies.
+        """Clip a gradient and have the optimizer take a step with it; for strategies. The accumulator is emptied.
 
         A gradient that is not finite, or of no samples, leaves the weights as they are: stage-mates that hold the same
         gradient do the same.
@@ -268,6 +267,7 @@ class StageTrainer:
         parameters = list(self.module.parameters())
         fits = [g.shape for g in mean_gradients] == [p.shape for p in parameters]
         assert fits or (keeps_weights and not mean_gradients), "gradients of another stage"
+        self.discard_gradients()  # the copies take their place
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
@@ -281,6 +281,7 @@ class StageTrainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
             self.weights_version += 1
         return StepResult(grad_norm=float(norm), learning_rate=rate, skipped=skipped)
 
@@ -294,7 +295,6 @@ class StageTrainer:
         state = optimizer_state(self.optimizer, self.module)
         self.update(mean_gradients)
         load_optimizer_state(self.optimizer, self.module, state)
-        self.discard_gradients()
         return before
 
     @torch.no_grad()
@@ -308,10 +308,16 @@ class StageTrainer:
             parameter.copy_(value)
         self.weights_version += 1
 
-    def discard_gradients(self) -> None:
-        """Empty the accumulator. Passes that have not gone backward yet still may."""
+    def discard_if_not_finite(self) -> int:
+        """Empty the accumulator if a gradient in it is not finite. Returns the samples whose work is lost."""
+        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.module.parameters())
+        return 0 if is_finite else self.discard_gradients()
+
+    def discard_gradients(self) -> int:
+        """Empty the accumulator, and return how many samples it held. Passes can go backward afterwards."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.num_samples = 0
+        num_samples, self.num_samples = self.num_samples, 0
+        return num_samples
 
     def state(self) -> dict[str, Tensor]:
         """Copies, on the CPU, of all that the next steps depend on: the weights and the optimizer's state."""

@@ -259,6 +259,7 @@ class CommitGradientCall(RoundCall):
 
     Attributes:
         samples: over which each of the gradients is a sum; that of the present round first
+        sha256: of the history hash of the caller's weights, and of the gradients
         counted: the microbatches in the gradient of the present round, by id, with their samples; the callee does not
             count them again
     """

@@ -139,9 +139,9 @@ class DelayedInvariants(Invariants):
 
     def _expected(self, stage: int, timeline: Timeline, state: State) -> tuple[list[torch.Tensor], tuple[bytes, ...]]:
         """The average that came with the first state of a timeline, and its microbatches."""
-        if not timeline.first_optimizer_step:
-            return [], ()
         expected = [value for name, value in sorted(state.items()) if name.startswith(STRATEGY_PREFIX)]
+        if not timeline.first_optimizer_step:
+            return expected, ()
         for average, ids in self._averages.get((stage, timeline.created_at_round), []):
             if all(torch.equal(one, other) for one, other in zip(average, expected, strict=True)):
                 return average, ids

@@ -6,6 +6,7 @@ from tiny_models import LENGTH, LLAMA, VOCABULARY
 
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, end_round
 from swarm_peer.config import RunManifest
+from swarm_peer.model import training
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
@@ -109,6 +110,27 @@ def test_the_outer_step_is_that_of_torch():
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_update_of_its_own_takes_no_more_memory_than_one_of_all(leaves, monkeypatch):
+    [trainer] = replicas(1)
+    held = []
+    measure = training.total_norm
+
+    def total_norm(copies):
+        held.append(sum(parameter.grad is not None for parameter in trainer.module.parameters()))
+        return measure(copies)
+
+    monkeypatch.setattr(training, "total_norm", total_norm)
+    compute(trainer, 1)
+    if leaves:
+        trainer.strategy.give_away()
+    else:
+        trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+    assert held == [0], "the accumulator makes room for the copy of its mean"
+    assert trainer.num_samples == 0
+    assert all(parameter.grad is None for parameter in trainer.module.parameters())
+
+
 def test_a_replica_without_samples_changes_nothing_and_weighs_nothing():
     first, idle = replicas(2)
     [alone] = replicas(1)
@@ -133,6 +155,18 @@ def test_a_period_without_any_sample_leaves_the_weights():
         end_round(pair)
     assert are_equal(weights(pair[0]), before), "the momentum moves nothing by itself"
     assert are_equal(weights(pair[1]), before)
+
+
+def test_the_last_result_of_a_period_is_that_of_the_outer_step():
+    """Whether it was skipped is an error in the log. A replica without samples in the last round alone makes none."""
+    [trainer] = replicas(1)
+    skipped = []
+    for step in range(2 * PERIOD):
+        if step == 0:
+            compute(trainer, step)
+        own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        skipped.append(trainer.apply(own).skipped)
+    assert skipped[PERIOD - 1 :: PERIOD] == [False, True]
 
 
 def test_a_newcomer_goes_on_from_a_stage_mates_weights_with_no_samples():

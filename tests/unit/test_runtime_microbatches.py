@@ -1089,6 +1089,25 @@ async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swar
     assert not ended.replies, "the gradients that were kept for callers are as large"
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("synchronous", 0), ("delayed", SAMPLES), ("periodic", SAMPLES)])
+async def test_of_a_share_that_is_not_finite_what_was_computed_in_rounds_before_is_handed_over(mode, kept):
+    async with Swarm(make_manifest(averaging={"mode": mode, "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        for peer in (leaving, staying):
+            trainer = peer.trainer
+            own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+            trainer.apply(own)
+            peer.open(1)
+        for parameter in leaving.trainer.module.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        leaving.trainer.num_samples = SAMPLES
+        leaving.rounds.current.counted[bytes(16)] = SAMPLES
+        assert await leaving.handover.hand_over()
+        assert leaving.metric("lost_samples") == SAMPLES
+        assert staying.trainer.strategy.pending_samples == 2 * kept
+        assert not staying.rounds.current.counted
+
+
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
     first, last = pair
     await first.run(make_microbatch())
@@ -1140,6 +1159,15 @@ async def test_a_share_that_is_added_half_way_is_in_no_gradient(swarm, monkeypat
     assert staying.metric("lost_samples") == SAMPLES
     assert staying.rounds.current.counted == {}
     assert_equal(other.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (0,)))
+
+
+async def test_a_share_of_other_weights_is_refused(swarm):
+    """The run may have been cut in two, and both parts are in a round of the same number."""
+    _, leaving, staying = await group_of_two(swarm)
+    begin_round(staying.rounds, 0, weights_version=staying.trainer.weights_version, history_hash="another")
+    assert await leaving.handover.hand_over()
+    assert staying.trainer.num_samples == SAMPLES
+    assert leaving.metric("lost_samples") == SAMPLES
 
 
 async def test_a_stranger_hands_nothing_over(swarm):

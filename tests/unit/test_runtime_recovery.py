@@ -1308,21 +1308,25 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
 
 
 async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):
-    """A device that has failed once must not have all its stage-mates take over weights that are not finite."""
-    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 1})
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 2})
     monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
     follower = Follower(tmp_path)
-    await follower.steps.begin(FIRST_TIMELINE, None)
-    trainer = follower.trainer
-    trainer.num_samples = 6
-    with torch.no_grad():
-        next(trainer.module.parameters()).view(-1)[0] = float("nan")
-    differences, samples = follower.steps._contribution()
-    assert samples == 0
-    assert not any(bool(difference.any()) for difference in differences)
-    assert lost(follower) == 6
-    trainer.apply(differences)
-    assert all(bool(parameter.isfinite().all()) for parameter in trainer.module.parameters()), "it is well again"
+    async with follower.network:
+        await follower.steps.begin(FIRST_TIMELINE, None)
+        trainer = follower.trainer
+        shared = [tensor.clone() for tensor in trainer.strategy.shared_weights()]
+        for _ in range(2):
+            trainer.num_samples = 6
+            for parameter in trainer.module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            with torch.no_grad():
+                next(trainer.module.parameters()).view(-1)[0] = float("nan")  # the device's memory has failed
+            differences, samples = follower.steps._contribution()
+            trainer.apply(differences)
+        assert samples == 0
+        assert lost(follower) == 12
+        assert trainer.strategy.pending_samples == 0
+        assert all(torch.equal(*pair) for pair in zip(trainer.module.parameters(), shared, strict=True))
     follower.device_thread.stop()
 
 
@@ -1467,11 +1471,35 @@ async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next
     assert_alike(mates.members, 3)
 
 
+async def test_after_a_rewind_a_peer_that_waited_for_another_average_takes_over_what_the_others_hold(delayed_mates):
+    """Before the rewind, it had gone on without them."""
+    mates = delayed_mates
+    *others, odd = mates.members
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    for member in mates.members:
+        state, step = member.trainer.state(), member.steps.step
+        for name in state:
+            if name.startswith("round/expected"):
+                state[name] = torch.full_like(state[name], 2.0 if member is odd else 1.0)
+        snapshot = StageState(2, step.history_hash, state, FIRST_TIMELINE, b"")
+        await member.steps.begin(Timeline(8, 2, 2), snapshot)
+        member.rounds.enter(Phase.OPEN)
+    await mates.end_round(*mates.members)
+    assert odd.steps.step.history_hash != others[0].steps.step.history_hash
+    await mates.end_round(*mates.members)
+    assert [num_resyncs(member, "left_behind") for member in mates.members] == [0, 0, 1]
+    for member in mates.members:
+        assert (member.steps.step.round_number, member.trainer.optimizer_step) == (10, 4)
+        assert_equal(state_of(member.trainer), state_of(others[0].trainer))
+
+
 async def test_a_peer_that_missed_rounds_tells_of_the_samples_that_came_too_late(delayed, tmp_path, monkeypatch):
     follower = Follower(tmp_path)
     async with follower.network:
         await follower.steps.begin(FIRST_TIMELINE, None)
-        averages, history_hash, offers = [], follower.steps.step.history_hash, {}
+        averages = [torch.zeros_like(parameter) for parameter in follower.trainer.module.parameters()]
+        history_hash, offers = follower.steps.step.history_hash, {}
         for round_number in range(3):
             history_hash = extend_history(history_hash, averages)
             tensors = {str(number): gradient for number, gradient in enumerate(averages)}

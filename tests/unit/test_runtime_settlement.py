@@ -388,6 +388,8 @@ class SlowAsker:
 
 async def test_a_round_without_an_average_ends_when_all_are_ready(periodic):
     members = await periodic.add("abc")
+    for member in members:
+        member.gradients = ()
     settled = await periodic.settle(a=2, b=4, c=0)
     assert {settlement.verdict for settlement in settled.values()} == {Verdict.COMMIT}
     assert [settlement.samples for settlement in settled.values()] == [6, 6, 6]
@@ -470,7 +472,7 @@ async def test_what_ends_a_round_is_averaged_before(delayed):
     assert len(delayed.rounds.log) == 2
 
 
-async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
+async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed, caplog):
     await delayed.add("ab")
     members = await end_round_3(delayed, a=1, b=2)
     await delayed.add("c", 4, members[0].history_hash)
@@ -480,6 +482,7 @@ async def test_a_newcomer_takes_no_part_in_what_began_before_it_came(delayed):
     assert newcomer.verdict is Verdict.RESYNC
     assert set(newcomer.holders) == {member.peer_id for member in members}
     assert all(settlement.is_wanted for settlement in settled.values())
+    assert "round_disputed" not in caplog.text, "nobody holds another result"
 
 
 async def test_a_newcomer_takes_part_in_what_begins_when_its_first_round_ends(delayed):
@@ -541,6 +544,15 @@ async def test_what_a_leaving_member_has_given_counts_once_if_its_part_came_too(
     delayed.unseen.add("c")
     settled = await delayed.settle(a=2 + 4, b=3)  # a has taken in what c brings to another try
     assert_committed(settled.values(), mean(members, [2, 3, 4]), 9, members[0].history_hash)
+
+
+async def test_what_a_leaving_peer_has_given_that_missed_the_average_is_averaged_after_all(delayed):
+    await delayed.add("ab")
+    members = await end_round_3(delayed, a=1, b=2)
+    await anyio.wait_all_tasks_blocked()
+    settled = await delayed.settle(a=2 + 4, b=3)  # a has taken in 4 samples of a peer that they had gone on without
+    assert_committed(settled.values(), mean(members, [6, 3]), 9, members[0].history_hash)
+    assert sorted(attempt for _, _, attempt, _ in delayed.rounds.log) == [0, 0, 1, 1]
 
 
 # --- rounds that fail -------------------------------------------------------------------------------------------------

@@ -124,8 +124,7 @@ class StateDownloads:
         gradients = list(update.tensors.values())
         # The history hash covers bytes and not types: read as another type, the same bytes are other gradients.
         is_fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
-        averaging = self._context.resolved.manifest.averaging
-        averages = averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline)
+        averages = self._context.resolved.manifest.averaging.averages_at(step.optimizer_step)
         fits = is_fp32 and [gradient.shape for gradient in gradients] == (self._shapes if averages else [])
         if not fits or update.timeline != step.timeline:
             raise InvalidMessage("an update that does not fit this stage")

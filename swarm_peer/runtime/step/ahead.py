@@ -7,7 +7,7 @@ not know whether the stage-mates got the same: settlement.py has them vote, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -88,11 +88,12 @@ class AveragingAhead:
         ahead.is_over = True
         self._changed.notify()
 
-    async def result(self, round_number: int, present: Iterable[str]) -> AheadAverage | None:
+    async def result(self, round_number: int, present: Mapping[str, int]) -> AheadAverage | None:
         """Wait for the average that ends a round.
 
         Args:
-            present: the stage-mates that are there at the round's end; without a member, it is not waited for
+            present: the stage-mates that are there at the round's end, with the samples that they hold by now; without
+                a member, it is not waited for
 
         Returns:
             None if this peer was not there when it began
@@ -101,9 +102,12 @@ class AveragingAhead:
         if ahead is None or ahead.round_number != round_number:
             log.info("no_average_ahead round=%d", round_number)
             return None
-        if not ahead.shares.keys() <= set(present):
+        if not ahead.shares.keys() <= present.keys():
             ahead.scope.cancel()
         await self._changed.wait_for(lambda: ahead.is_over)
+        if sum(present.values()) > sum(ahead.shares.values()):
+            # A peer that was not in it has come, or has left and handed its part to a member.
+            ahead.averages, ahead.reason = None, "stage-mates hold samples that it is not of"
         if ahead.averages is None:
             log.warning("round_failed round=%d attempt=0 reason=%s", round_number, ahead.reason)
         return ahead

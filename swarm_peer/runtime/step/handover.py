@@ -19,6 +19,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.model.round_strategy import Work
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
@@ -32,6 +33,7 @@ from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, 
 
 log = logging.getLogger(__name__)
 
+NOT_FINITE = "samples_lost samples=%d round=%d reason=their %s is not finite"
 CHUNK_BYTES = 4 * 2**20
 CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
@@ -93,12 +95,12 @@ class GradientHandover:
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
         """
-        works = await self._device_thread.run(Priority.STEP, lambda: self._trainer.strategy.give_away())
+        given = self._rounds.current
+        works = await self._device_thread.run(Priority.STEP, partial(self._give_away, given))
         samples = sum(samples for _, samples in works)
         if not samples:
             on_gone()
             return True
-        given = self._rounds.current
         mates = self._swarm.stage_mates(self._stage)
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
         data = _flatten([tensor for sums, _ in works for tensor in sums])
@@ -132,6 +134,13 @@ class GradientHandover:
         on_gone()
         await self._lose(given, samples, reason)
         return True
+
+    def _give_away(self, given: Round) -> Sequence[Work]:
+        if lost := self._trainer.discard_if_not_finite():
+            given.forget_counted()
+            self._metrics.lost_samples.inc(lost)
+            log.error(NOT_FINITE, lost, given.number, "gradient")
+        return self._trainer.strategy.give_away()
 
     async def _lose(self, given: Round, samples: int, reason: str) -> None:
         self._metrics.lost_samples.inc(samples)
@@ -174,7 +183,7 @@ class GradientHandover:
         self, mate: str, given: Round, transfer_id: bytes, data: torch.Tensor, samples: tuple[int, ...]
     ) -> None:
         """Have the stage-mate add the gradient to its own."""
-        sha256 = await self._context.threads.run(lambda: hashlib.sha256(bytes_of(data)).digest())
+        sha256 = await self._context.threads.run(_digest, given.step.history_hash, data)
         call = CommitGradientCall(
             manifest=self._hash,
             stage=self._stage,
@@ -263,8 +272,9 @@ class GradientHandover:
         # A rewind does not wait for this job, and may have loaded other weights before its turn came.
         if self._trainer.weights_version != entered.step.weights_version:
             raise RoundClosed(f"the weights of round {call.round_number} have changed")
-        if hashlib.sha256(bytes_of(data)).digest() != call.sha256:
-            raise InvalidMessage("a gradient that does not match its hash")
+        # After the run was cut in two, its parts may be in rounds of the same number, with different weights.
+        if _digest(entered.step.history_hash, data) != call.sha256:
+            raise InvalidMessage("a gradient that does not match its hash, or is of other weights")
         values = data.view(torch.float32)
         if not bool(values.isfinite().all()):
             raise InvalidMessage("a gradient that is not finite")
@@ -283,6 +293,12 @@ class GradientHandover:
         entered.counted.update(call.counted)
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
         self._committed.append(call.transfer)
+
+
+def _digest(history_hash: str, data: torch.Tensor) -> bytes:
+    digest = hashlib.sha256(history_hash.encode())
+    digest.update(bytes_of(data))
+    return digest.digest()
 
 
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -125,7 +125,8 @@ class StageGroup:
         """End a round together with the stage-mates.
 
         Args:
-            gradients: means over this peer's samples, CPU and fp32; none in a round that ends without an average
+            gradients: means over this peer's samples, CPU and fp32; in a round without an average, what ends it, if
+                anything: stage-mates of one history bring the same
             samples: number of these samples; may be 0
             upcoming: such means that are averaged from now on, and end the next round
         """
@@ -173,8 +174,8 @@ class StageGroup:
             agreed.update((peer, members[peer]) for peer in peers)
             if not averages:
                 ending.settled_with = frozenset(peers)
-                history_hash = extend_history(ending.step.history_hash, ())
-                return Settlement(Verdict.COMMIT, (), history_hash, sum(shares.values()))
+                history_hash = await self._threads.run(extend_history, ending.step.history_hash, gradients)
+                return Settlement(Verdict.COMMIT, gradients, history_hash, sum(shares.values()))
             vote, result = await self._average(ending, gradients, attempt, shares)
             ending.vote = vote
             self._changed.notify()
@@ -182,9 +183,10 @@ class StageGroup:
             agreement = agree(self._me, votes, may_retry=attempt < self._manifest.averaging.max_tries)
             if agreement.verdict is Verdict.COMMIT:
                 assert vote.checksum is not None
-                if len(agreement.holders) < len(votes):
+                num_abstaining = sum(other.abstains for other in votes.values())
+                if len(agreement.holders) + num_abstaining < len(votes):
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
-                is_wanted = any(other.abstains for other in votes.values())
+                is_wanted = num_abstaining > 0
                 return Settlement(
                     Verdict.COMMIT, result, vote.checksum, vote.samples, is_wanted=is_wanted, reason=agreement.reason
                 )

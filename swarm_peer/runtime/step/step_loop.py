@@ -32,7 +32,7 @@ from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
-from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.handover import NOT_FINITE, GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -306,18 +306,17 @@ class StepLoop:
 
     def _contribution(self) -> Work:
         """Make what this peer brings to the average: nothing, if it is not finite; in the device thread."""
-        gradients, samples = self._finite(self._trainer.mean_gradients(), self._trainer.num_samples)
-        brought, samples = self._trainer.strategy.contribution(gradients, samples)
-        return (brought, samples) if brought is gradients else self._finite(brought, samples)
-
-    def _finite(self, gradients: Sequence[torch.Tensor], samples: int) -> Work:
-        """Give what is to be averaged, or zeros of no samples if it is not finite."""
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return gradients, samples
+        if lost := self._trainer.discard_if_not_finite():
+            self._metrics.lost_samples.inc(lost)
+            log.error(NOT_FINITE, lost, self.step.round_number, "gradient")
+        gradients = self._trainer.mean_gradients()
+        brought, samples = self._trainer.strategy.contribution(gradients, self._trainer.num_samples)
+        if brought is gradients or all(bool(tensor.isfinite().all()) for tensor in brought):
+            return brought, samples
+        # The weights of this replica are broken. Those that come of the average take their place.
         self._metrics.lost_samples.inc(samples)
-        log.error("samples_lost samples=%d round=%d reason=a gradient is not finite", samples, self.step.round_number)
-        self._trainer.discard_gradients()
-        return [torch.zeros_like(gradient) for gradient in gradients], 0
+        log.error(NOT_FINITE, samples, self.step.round_number, "difference")
+        return [torch.zeros_like(tensor) for tensor in brought], 0
 
     async def _commit(self, settlement: Settlement) -> None:
         step = self.step
@@ -328,10 +327,7 @@ class StepLoop:
         update = settlement.gradients, settlement.history_hash, counted
         self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
         if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
-            if settlement.gradients:  # otherwise it came with the state
-                await self._device_thread.run(
-                    Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients)
-                )
+            await self._device_thread.run(Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients))
             await self._state_server.keep_complete()
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
