@@ -144,12 +144,16 @@ class RecordPlaces:
             InvalidMessage: it is shown again after its time; or its author's clock is ahead, or it is to be found after
                 its author has gone
         """
-        place = self._place(key)
-        longest_s = LONGEST_LIFETIME_S if place is None else place.longest_s
+        longest_s = self.longest_s(key)
         if lifetime_s <= 0.0:
             raise InvalidMessage("its time is over")
         if not lifetime_s <= longest_s:
             raise InvalidMessage(f"to be kept for {lifetime_s:.0f} s; at most {longest_s:.0f} s go")
+
+    def longest_s(self, key: bytes) -> float:
+        """How long a record under a key may last from now on."""
+        place = self._place(key)
+        return LONGEST_LIFETIME_S if place is None else place.longest_s
 
     def _place(self, key: bytes) -> _Place | None:
         found = (places[key] for places in (self._of_run, *self._of_manifests.values()) if key in places)

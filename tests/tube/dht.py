@@ -97,7 +97,7 @@ class TubeNode:
 
     def keep(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:
         """Store a record here, if it is valid and newer than the one that is here."""
-        known = self._records.setdefault(key, {})
+        known = self._records[key] = self.kept(key)
         if not self._is_valid(key, author, value, expiration):
             return False
         if author in known and known[author][1] >= expiration:
@@ -110,9 +110,9 @@ class TubeNode:
         return self._validator.validate(DHTRecord(key, packed(author), packed(value), expiration))
 
     def kept(self, key: bytes) -> dict[str, tuple[list[bytes], float]]:
-        """The records under a key that are here and have not expired."""
-        now = self._host.clock.unix_s()
-        return {author: entry for author, entry in self._records.get(key, {}).items() if entry[1] > now}
+        """The records under a key that are here, have not expired and do not last too long, as RecordStorage has it."""
+        now, latest = self._host.clock.unix_s(), self._validator.latest_expiration(key)
+        return {author: entry for author, entry in self._records.get(key, {}).items() if now < entry[1] <= latest}
 
     async def get(self, key: str, *, latest: bool, beam_size: int) -> Any:
         key_bytes = DHTID.generate(source=key).to_bytes()

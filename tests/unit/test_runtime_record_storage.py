@@ -96,6 +96,17 @@ async def test_nodes_take_and_give_records():
     assert set(await given(another)) == {ME.peer_id, OTHER.peer_id}
 
 
+async def test_a_record_of_a_clock_ahead_hides_nothing_once_the_run_is_known():
+    """A node takes it before it knows its run, and all that its author stores later expires earlier."""
+    node = await make_node()
+    assert await store(node, stored(lifetime_s=3600.0)) == [True]
+    places = node.record_validator.places
+    places.longest_s = lambda key: 60.0
+    assert await given(node) == {}
+    assert await store(node, stored(lifetime_s=30.0)) == [True]
+    assert set(await given(node)) == {ME.peer_id}
+
+
 async def test_no_answer_ends_a_search():
     """A search for the latest records would end with one that never expires."""
     for latest, expiration in ((math.inf, math.inf), (None, math.inf), (math.nan, math.inf)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgpack
@@ -80,13 +80,41 @@ def _dictionary(code: int, data: bytes) -> RecordDictionary:
 
 
 class RecordStorage(DHTLocalStorage):  # type: ignore[misc]
-    """The records that a node keeps, by key."""
+    """The records that a node keeps, by key.
+
+    Args:
+        latest_expiration: when a record under a key's id may expire at the latest, as of now
+    """
+
+    def __init__(self, latest_expiration: Callable[[bytes], float]):
+        super().__init__()
+        self._latest_expiration = latest_expiration
+
+    def get(self, key: DHTID) -> ValueWithExpiration | None:
+        """Give the records of a key, and forget those that would last too long.
+
+        Before it knew its run, or while its own clock was wrong, this node may have taken records of a clock that is
+        ahead. They would hide all that their author stores until they expire.
+        """
+        found = super().get(key)
+        if found is None:
+            return None
+        latest = self._latest_expiration(bytes(key.to_bytes()))
+        with found.value.freeze():
+            for author, (_, expiration) in list(found.value.items()):
+                if expiration > latest:
+                    del found.value[author]
+        if not found.value:
+            del self[key]
+            return None
+        return found
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         """Keep a record; see RecordDictionary."""
-        if self.get(key) is None:
-            self.store(key, RecordDictionary(), expiration_time)
-        return bool(super().store_subkey(key, subkey, value, expiration_time))
+        if self.get(key) is not None:
+            return bool(super().store_subkey(key, subkey, value, expiration_time))
+        records = RecordDictionary()
+        return records.store(subkey, value, expiration_time) and bool(self.store(key, records, expiration_time))
 
 
 class NoCache(DHTLocalStorage):  # type: ignore[misc]
@@ -106,7 +134,7 @@ def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> Non
     judge_one_by_one(protocol, validator)
     protocol.serializer = RecordSerializer
     protocol.cache = NoCache()
-    early, protocol.storage = protocol.storage, RecordStorage()
+    early, protocol.storage = protocol.storage, RecordStorage(validator.latest_expiration)
     for key_id, (records, _) in early.items():
         for author, (value, expiration) in records.items():
             protocol.storage.store_subkey(key_id, author, value, expiration)

@@ -48,6 +48,10 @@ class SignedRecordValidator(RecordValidatorBase):
             return False
         return True
 
+    def latest_expiration(self, key: bytes) -> float:
+        """When a record under a key may expire at the latest, in unix time."""
+        return self._clock.unix_s() + self.places.longest_s(key)
+
 
 def judge_one_by_one(protocol: DHTProtocol, validator: SignedRecordValidator) -> None:
     """Have a node drop the invalid ones of the records that it is given for a key, where hivemind drops all of them.
