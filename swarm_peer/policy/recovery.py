@@ -126,20 +126,27 @@ class SnapshotRef(NamedTuple):
 
 
 def find_standing_by_snapshots(
-    first: Timeline, snapshots: Collection[tuple[SnapshotRef, Timeline]], interval: int
+    first: Timeline,
+    snapshots: Collection[tuple[SnapshotRef, Timeline]],
+    interval: int,
+    round_seen: int = 0,
+    optimizer_step_seen: int = 0,
 ) -> Standing:
     """How far the run can have come, by the snapshots that are left, if no peer serves any stage.
 
     Args:
         snapshots: each with its timeline
         interval: optimizer steps between snapshots; some snapshots may have been missed
+        round_seen, optimizer_step_seen: of a peer that has served; it may have died, or be out of reach
     """
-    left = [(known, timeline) for known, timeline in snapshots if known.created_at_round > first.first_round]
-    if not left:
-        return Standing(first, first.first_round, first.first_optimizer_step)
-    timeline = max(first, *(timeline for _, timeline in left))
-    newest = max(known.created_at_round for known, _ in left) + SNAPSHOTS_MISSED * interval
-    return Standing(timeline, min(newest, MAX_ROUND - MIN_ROUNDS_LEFT), max(known.optimizer_step for known, _ in left))
+    timeline, newest, optimizer_step = first, first.first_round, first.first_optimizer_step
+    if left := [(known, timeline) for known, timeline in snapshots if known.created_at_round > first.first_round]:
+        timeline = max(first, *(timeline for _, timeline in left))
+        newest = max(known.created_at_round for known, _ in left) + SNAPSHOTS_MISSED * interval
+        optimizer_step = max(known.optimizer_step for known, _ in left)
+    if round_seen > newest:
+        newest, optimizer_step = round_seen, max(optimizer_step, optimizer_step_seen)
+    return Standing(timeline, min(newest, MAX_ROUND - MIN_ROUNDS_LEFT), optimizer_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ class Assembly:
             snapshots=self.peer.snapshots,
             first_timeline=self._first_timeline,
             unreached=directory.unreached,
+            furthest=lambda: directory.furthest,
         )
         snapshot_keeper = SnapshotKeeper(
             context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.peer.snapshots

@@ -110,6 +110,7 @@ class Peer:
             snapshots=self.donor.store,
             first_timeline=swarm.first_timeline,
             unreached=swarm.unreached,
+            furthest=lambda: swarm.furthest,
         )
         self.keeper = SnapshotKeeper(
             context=context, stage=stage, swarm=access, state_server=self.donor.server, snapshots=self.donor.store
@@ -178,6 +179,7 @@ class Swarm:
         self.made = []  # also those that were removed, or whose id another one has taken
         self.dropped = set()
         self.timeline = FIRST_TIMELINE
+        self.furthest = 0, 0
         self.looks = 0
 
     async def add(self, peer_id, stage, round_number=0, **options):
@@ -301,6 +303,19 @@ async def test_a_fresh_run_begins_with_its_initial_weights(swarm):
     start = await peer.recovery.find_start()
     assert (start.timeline, start.state, start.rewound) == (FIRST_TIMELINE, None, False)
     assert start.reason == "nothing was computed since the run's beginning"
+
+
+@pytest.mark.parametrize("seen", [(2 * INTERVALS_FROM_SCRATCH * EVERY, 2 * INTERVALS_FROM_SCRATCH * EVERY), (7, 7)])
+async def test_who_has_heard_of_later_rounds_does_not_take_the_run_for_new(swarm, seen):
+    """The peers that it has heard of may only be out of its reach."""
+    swarm.furthest = seen
+    peer = await swarm.newcomer()
+    if seen[1] > INTERVALS_FROM_SCRATCH * EVERY:
+        with pytest.raises(CallError, match="no snapshot of stage 1 exists"):
+            await peer.recovery.find_start()
+    else:
+        start = await peer.recovery.find_start()
+        assert start.timeline == Timeline(seen[0] + ROUNDS_BETWEEN_TIMELINES, 0, 0)
 
 
 async def test_others_that_have_not_computed_anything_either_change_nothing(swarm):
@@ -1105,6 +1120,32 @@ async def test_a_stage_that_is_not_lost_rewinds_nothing(follower):
 async def test_rounds_that_are_over_are_no_news(follower):
     assert await follower.rewind(caller="stranger", round_number=3) == 3
     assert follower.target is None
+
+
+async def test_a_rewind_that_is_told_twice_at_once_is_one(follower):
+    """What the peer has launched since the first one would be launched anew in the same round."""
+    looked, look = asyncio.Event(), follower.look
+
+    async def look_slowly(stages):
+        await looked.wait()
+        return await look(stages)
+
+    follower.steps._look_again = look_slowly
+    again = asyncio.ensure_future(follower.rewind(optimizer_step=0))
+    await anyio.wait_all_tasks_blocked()
+    follower.steps._look_again = look
+    await follower.rewind(optimizer_step=0)
+    await follower.steps._rewind()
+    looked.set()
+    assert await again == 38
+    assert follower.target is None
+
+
+async def test_who_is_told_to_go_back_to_more_updates_than_it_has_made_looks_where_the_run_is(follower):
+    """It may have begun the run anew while it was cut off from all others."""
+    with pytest.raises(InvalidMessage, match="the run has made 3 updates"):
+        await follower.rewind(optimizer_step=4)
+    assert follower.admission.is_behind
 
 
 async def test_of_two_rewinds_the_newer_one_counts(follower):

@@ -45,6 +45,7 @@ class Directory:
     Attributes:
         serial: serial number of this peer's last announcement
         view: the swarm as this peer knows it now
+        furthest: the latest round that any announcement has told of, and its optimizer step
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Directory:
         self._has_left = False  # the stage, as it has announced
         self.serial = 0
         self.view = SwarmView(manifest.stages.count)
+        self.furthest = 0, 0
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
         """Look up the peers that announce these stages; the rest of the view stays as it was.
@@ -110,6 +112,7 @@ class Directory:
         known = self._peers.get(peer_id)
         if known is None or announcement.serial > known[0].serial:
             self._peers[peer_id] = self._remembered[peer_id] = (announcement, now_s)
+            self.furthest = max(self.furthest, (announcement.round_number, announcement.optimizer_step))
             if stage == 0:
                 self._authors.pop(peer_id, None)
                 self._authors[peer_id] = None

@@ -109,6 +109,7 @@ class Recovery:
         snapshots: SnapshotStore,
         first_timeline: Callable[[], Awaitable[Timeline]],
         unreached: Callable[[], Sequence[PeerView]],
+        furthest: Callable[[], tuple[int, int]],
     ):
         """Make a recovery for one stage.
 
@@ -117,6 +118,7 @@ class Recovery:
             first_timeline: the run's first timeline, signed by the run key
             unreached: peers with a recent announcement that could not be reached, and are not in the view for that
                 reason
+            furthest: the latest round that any announcement has told of, and its optimizer step
         """
         manifest = context.resolved.manifest
         self._context = context
@@ -134,6 +136,7 @@ class Recovery:
         )
         self._first_timeline = first_timeline
         self._unreached = unreached
+        self._furthest = furthest
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
         self._for_unreached = _Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
 
@@ -177,12 +180,12 @@ class Recovery:
     def _find_standing(
         self, first: Timeline, claims: Mapping[str, Claim], replies: Mapping[str, ListSnapshotsReply]
     ) -> Standing:
-        """How far the run has come: by the claims of serving peers, or without any by the snapshots that are left."""
+        """How far the run has come: by the claims of serving peers, or without any by what they have left."""
         if claims:
             return find_standing(first, claims.values())
         left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
         left += self._snapshots.snapshots()
-        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every)
+        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every, *self._furthest())
 
     def _snapshots_on(
         self, timeline: Timeline, replies: Mapping[str, ListSnapshotsReply]

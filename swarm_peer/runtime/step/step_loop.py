@@ -253,14 +253,16 @@ class StepLoop:
                 )
             made = self.step.optimizer_step
             if call.first_optimizer_step > made or not target.allows_round(call.first_round):  # nobody could join then
+                self._admission.saw_round(call.first_round)  # or this stage was begun anew by one who was cut off
                 raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
             if not call.asks_only:
                 self.go_back(target)
         return Reply(RewindReply(round_number=self.step.round_number).model_dump())
 
     def go_back(self, timeline: Timeline) -> None:
-        """Have `run` rewind to a newer timeline."""
-        if self._rewind_to is None or timeline.first_round > self._rewind_to.first_round:
+        """Have `run` rewind to a newer timeline, if it has not done so already."""
+        newest = self.step.round_number if self._rewind_to is None else self._rewind_to.first_round
+        if timeline.first_round > newest:
             self._rewind_to = timeline
             self._changed.notify()
 
