@@ -139,7 +139,9 @@ class StageTrainer:
             _weights_version=self.weights_version,
         )
 
-    def backward(self, forward_pass: ForwardPass, grad_BTD: Tensor | None = None) -> Tensor | None:
+    def backward(
+        self, forward_pass: ForwardPass, grad_BTD: Tensor | None = None, *, counts: bool = True
+    ) -> Tensor | None:
         """Add the gradients of a pass to the accumulator, and count its samples. Once for each pass.
 
         Accumulated is the sum over samples of the gradients of each sample's mean loss. Gradients that travel
@@ -149,6 +151,7 @@ class StageTrainer:
 
         Args:
             grad_BTD: gradient of `forward_pass.output`; None for the last stage
+            counts: whether anything is added; the accumulator may hold the same microbatch already
 
         Returns:
             gradient of the pass's hidden_BTD, at most as large as the stage before accepts; None for the first stage
@@ -172,18 +175,21 @@ class StageTrainer:
             check_float(grad_BTD, result.shape, "gradient")
             check_norm(grad_BTD, largest_norm)
             root_gradient = grad_BTD.detach().to(self.device, result.dtype)
-        forward_pass._result = None
-        try:
-            torch.autograd.backward(result, root_gradient)
-        except Exception:
-            # Some parameters may have got their share and others not (out of memory): what is left is no gradient.
-            self.discard_gradients()
-            raise
-        self.num_samples += len(result)
-        if forward_pass._hidden_BTD is None:
+        hidden_BTD, forward_pass._result = forward_pass._hidden_BTD, None
+        if counts:
+            try:
+                torch.autograd.backward(result, root_gradient)
+            except Exception:
+                # Some parameters may have got their share and others not (out of memory): what is left is no gradient.
+                self.discard_gradients()
+                raise
+            self.num_samples += len(result)
+        elif hidden_BTD is not None:
+            torch.autograd.backward(result, root_gradient, inputs=[hidden_BTD])
+        if hidden_BTD is None:
             return None
-        assert forward_pass._hidden_BTD.grad is not None
-        return limit_norm(forward_pass._hidden_BTD.grad, largest_norm)
+        assert hidden_BTD.grad is not None
+        return limit_norm(hidden_BTD.grad, largest_norm)
 
     @torch.no_grad()
     def evaluate(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> Tensor:

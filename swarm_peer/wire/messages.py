@@ -262,6 +262,7 @@ class CommitGradientCall(RoundCall):
         sha256: of the history hash of the caller's weights, and of the gradients
         counted: the microbatches in the gradient of the present round, by id, with their samples; the callee does not
             count them again
+        counts: how many samples have counted; those of a peer of stage 0 may not be known to anybody yet
     """
 
     op: Literal["commit_gradient"] = "commit_gradient"
@@ -271,6 +272,7 @@ class CommitGradientCall(RoundCall):
     counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(
         max_length=MAX_COUNTED_IDS, fail_fast=True
     )
+    counts: SignedCounts = ()
 
 
 class StateIndexCall(Call):

@@ -24,7 +24,7 @@ from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import PeerState
+from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.step.handover import GradientHandover
@@ -64,7 +64,7 @@ class Records:
     """What was seen.
 
     Attributes:
-        microbatches: tokens (B, T+1), names of samples and the launcher's host, by id
+        microbatches: tokens (B, T+1), names of samples and the launcher's life, by id
         counted: the samples that a life of a peer has counted, by (timeline, round, life)
         brought: the microbatches that a peer had counted as it settled a round, by (stage, timeline, round, peer)
         shares: those whose gradient was finite; twice, if a leaving peer had counted one, too
@@ -78,7 +78,7 @@ class Records:
         givers: who has given each transfer
     """
 
-    microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], str]] = field(default_factory=dict)
+    microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], Life]] = field(default_factory=dict)
     counted: dict[tuple[int, int, Any], set[SampleId]] = field(default_factory=dict)
     brought: dict[tuple[int, int, int, str], dict[bytes, int]] = field(default_factory=dict)
     shares: dict[tuple[int, int, int, str], list[bytes]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Invariants:
     # --- what is seen
 
     def _claimed(self, launcher: Any, batch: Any, present: Any) -> None:
-        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples, HOST.get().name))
+        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples, launcher._me))
 
     def _counted(
         self,

@@ -340,7 +340,7 @@ class Tube:
                     entry[1].set_result(callee)
 
     async def _strike(self, event: Event) -> None:
-        await anyio.sleep(event.at_s - self.world.loop.time())
+        await anyio.sleep(max(event.at_s - self.world.loop.time(), 0.0))  # many peers take a while to start
         try:
             await KINDS[event.kind][0](self, self.world.rng(f"event {event.number}"))
         except Unstruck:

@@ -110,17 +110,13 @@ class StageExecutor:
             self._next_stage.stop_waiting()
 
     def counted_reply(self, entered: Round, microbatch_id: bytes) -> HopResult | None:
-        """The result of a microbatch that is counted in a round already; None if it is not.
+        """The result of a microbatch that is counted in a round already.
 
-        Raises:
-            HopFailed: it is counted, but its gradient is not kept any more
+        None if it is not, or if its result is not kept any more: it is computed again then, and not counted.
         """
-        if microbatch_id not in entered.counted:
-            return None
         reply = entered.replies.get(microbatch_id)
-        self._metrics.duplicates.labels("answered" if reply else "forgotten").inc()
-        if reply is None:
-            raise HopFailed("this microbatch is counted here already, and its gradient is gone")
+        if microbatch_id in entered.counted:
+            self._metrics.duplicates.labels("answered" if reply else "computed").inc()
         return reply
 
     async def run(
@@ -229,7 +225,9 @@ class StageExecutor:
         return _Pass(graph, loss_sum=loss_sum)
 
     def _backward(self, entered: Round, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
-        """Compute the gradient of the stage's input, and count the microbatch.
+        """Compute the gradient of the stage's input, and count the microbatch, if it is not counted already.
+
+        A stage-mate that has left may have counted it, and given its gradient to this peer.
 
         Raises:
             InvalidMessage: the gradient that came back from the next stage cannot be used
@@ -240,20 +238,21 @@ class StageExecutor:
         if not trainer.spec.is_last:
             assert result.grad is not None
             grad_BTD = decode(result.grad, microbatch.hidden_shape(self._resolved), codec)
-        held = trainer.num_samples
+        counts, held = microbatch.id not in entered.counted, trainer.num_samples
         try:
             with out_of_memory_fails_hop():
-                input_grad_BTD = trainer.backward(passed.graph, grad_BTD)
+                input_grad_BTD = trainer.backward(passed.graph, grad_BTD, counts=counts)
                 seed = rounding_seed(microbatch.id, trainer.spec.index)
                 encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec, seed)
         except (InvalidMessage, RoundClosed):
             raise  # nothing has been added
         except Exception as error:
-            # The accumulator may hold a part of the gradient, all of it uncounted, or what is not finite.
-            self.lose(entered, held, error)
+            if counts:  # the accumulator may hold a part of the gradient, all of it uncounted, or what is not finite
+                self.lose(entered, held, error)
             raise
         # The accumulator holds the microbatch now, so nothing may fail before it is counted.
-        entered.counted[microbatch.id] = microbatch.num_samples
+        if counts:
+            entered.counted[microbatch.id] = microbatch.num_samples
         reply = HopResult(result.loss_sum, encoded)
         if encoded is not None:
             entered.replies[microbatch.id] = reply

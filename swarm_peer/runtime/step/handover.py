@@ -192,6 +192,7 @@ class GradientHandover:
             samples=samples,
             sha256=sha256,
             counted=tuple(given.counted.items())[:MAX_COUNTED_IDS],
+            counts=self._swarm.progress.signed_counts(),
         )
         reason = ""
         for _ in range(COMMIT_TRIES):
@@ -255,6 +256,8 @@ class GradientHandover:
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
         async with self._admission.enter(call.round_number, always=True) as entered:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
+            # From here on the round cannot end without this gradient, though its samples may be the last ones.
+            self._swarm.progress.merge(call.counts)
             await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, sum(call.samples))
 
