@@ -23,8 +23,9 @@ import torch
 
 from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import stage_costs
+from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import ForwardPass, StageTrainer
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.wire.codecs import decode, encode
 
 MMAP_THRESHOLD = 64 * 1024

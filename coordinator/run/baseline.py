@@ -16,8 +16,9 @@ import torch
 
 from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
 from swarm_peer.config import Codec, RunManifest
+from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import ForwardPass, StageTrainer
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.data.slices import sample_stream, validation_samples
 from swarm_peer.wire.codecs import decode, encode, rounding_seed
 

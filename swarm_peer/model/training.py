@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
+from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_GRADIENT_NORM, check_norm, limit_norm, total_norm
 from swarm_peer.model.optimizer import (
     learning_rate,
@@ -35,22 +35,6 @@ from swarm_peer.model.strategies import strategy_of
 # Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
 # power of two changes no digits; a larger one would leave too little below fp16's end at 65504.
 FP16_LOSS_SCALE = 2.0**10
-
-
-@dataclass(eq=False)
-class ForwardPass:
-    """One forward pass, with all that its backward pass needs.
-
-    Attributes:
-        output: hidden_BTD for the next stage; on the last stage losses_B, each sample's loss
-        optimizer_step: that of the weights that computed it
-    """
-
-    output: Tensor
-    optimizer_step: int
-    _result: Tensor | None  # with its graph; None once it has gone backward
-    _hidden_BTD: Tensor | None  # the leaf whose gradient the stage before wants
-    _weights_version: int
 
 
 class StageTrainer:

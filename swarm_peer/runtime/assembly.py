@@ -139,15 +139,6 @@ class Assembly:
             handover=handover,
             leases=leases,
         )
-        recovery = Recovery(
-            context=context,
-            stage=spec.index,
-            swarm=swarm,
-            snapshots=self.peer.snapshots,
-            first_timeline=self._first_timeline,
-            unreached=directory.unreached,
-            furthest=lambda: directory.furthest,
-        )
         snapshot_keeper = SnapshotKeeper(
             context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.peer.snapshots
         )
@@ -160,11 +151,23 @@ class Assembly:
             core=core,
             swarm=swarm,
             step_loop=step_loop,
-            recovery=recovery,
+            recovery=self._make_recovery(swarm),
             snapshot_keeper=snapshot_keeper,
             state_server=state_server,
             launcher=None if leases is None else self._make_launcher(core, swarm, leases),
             calls=calls,
+        )
+
+    def _make_recovery(self, swarm: SwarmAccess) -> Recovery:
+        directory = self.peer.directory
+        return Recovery(
+            context=self.peer.context,
+            stage=self.trainer.spec.index,
+            swarm=swarm,
+            snapshots=self.peer.snapshots,
+            first_timeline=self._first_timeline,
+            unreached=directory.unreached,
+            furthest=lambda: directory.furthest,
         )
 
     async def _first_timeline(self) -> Timeline:

@@ -17,7 +17,8 @@ import torch
 
 from swarm_peer.config import Codec
 from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed, first_line
-from swarm_peer.model.training import ForwardPass, StageTrainer
+from swarm_peer.model.forward_pass import ForwardPass
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
