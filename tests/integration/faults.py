@@ -207,9 +207,9 @@ def _slow(number: int, seconds: float, strike: Strike, die: Strike) -> None:
         last_until(self, begin, 1 / 3, len(tokens_BS))
         return result
 
-    def slow_backward(self: Any, forward_pass: Any, *args: Any) -> Any:
+    def slow_backward(self: Any, forward_pass: Any, *args: Any, **options: Any) -> Any:
         begin, num_samples = time.perf_counter(), len(forward_pass._result)
-        result = backward(self, forward_pass, *args)
+        result = backward(self, forward_pass, *args, **options)
         last_until(self, begin, 2 / 3, num_samples)
         return result
 

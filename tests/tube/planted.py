@@ -191,9 +191,9 @@ def weights_not_compared() -> Any:
         stale = SimpleNamespace(step=SimpleNamespace(weights_version=version), number=entered.number)
         return original(executor, stale, *args)
 
-    def backward(original: Any, trainer: Any, forward_pass: Any, *args: Any) -> Any:
+    def backward(original: Any, trainer: Any, forward_pass: Any, *args: Any, **options: Any) -> Any:
         forward_pass._weights_version = trainer.weights_version
-        return original(trainer, forward_pass, *args)
+        return original(trainer, forward_pass, *args, **options)
 
     return _all(_wrapped(StageExecutor, "_forward", forward), _wrapped(StageTrainer, "backward", backward))
 
