@@ -252,8 +252,8 @@ class StepLoop:
                     f"the run is in round {self.step.round_number} and cannot go on in {call.first_round}"
                 )
             made = self.step.optimizer_step
-            # No newcomer could join a timeline that cannot be. If the run has made more updates than this peer, its stage
-            # was begun anew by a peer that was cut off: so it looks where the run is.
+            # No newcomer could join a timeline that cannot be. If the run has made more updates than this peer, a peer
+            # that was cut off has begun its stage anew: so it looks where the run is.
             if call.first_optimizer_step > made or not target.allows_round(call.first_round):
                 self._admission.saw_round(call.first_round)
                 raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
