@@ -134,13 +134,18 @@ class RoutedBaseline(Baseline):
     def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
         """One optimizer step, as Baseline.train_step."""
         assert ids is None, "no swarm trains like this"
-        return self._replicated.train_step(zip(microbatches, self._routes(), strict=False))
+        batch = list(microbatches)
+        orders: list[list[list[int]]] = [[[] for _ in replicas] for replicas in self._replicated.stages]
+        for number, route in zip(range(len(batch)), self._routes(), strict=False):
+            for stage, index in enumerate(route):
+                orders[stage][index].append(number)
+        return self._replicated.train_step(batch, orders)
 
     def _routes(self) -> Iterator[list[int]]:
         """Endless routes, on which all replicas of a stage get as many microbatches."""
         while True:
-            orders = [self._rng.sample(range(len(replicas)), len(replicas)) for replicas in self._replicated.stages]
-            yield from map(list, zip(*orders, strict=True))
+            turns = [self._rng.sample(range(len(replicas)), len(replicas)) for replicas in self._replicated.stages]
+            yield from map(list, zip(*turns, strict=True))
 
 
 def last_loss(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> float:

@@ -74,8 +74,8 @@ class Baseline:
 class ReplicatedBaseline:
     """All stages of a run in one process, with several replicas of each, as in a swarm.
 
-    Where stage-mates average every step, this gives what Baseline gives. Where they average periodically, the routes of
-    the microbatches matter, and this is what a swarm with the same routes is held to.
+    Where stage-mates average every step, this gives what Baseline gives. Elsewhere it matters which replica computes a
+    microbatch, and this is what a swarm is held to.
     """
 
     def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int]):
@@ -89,21 +89,41 @@ class ReplicatedBaseline:
             for spec, count in zip(resolved.specs, num_replicas, strict=True)
         ]
 
-    def train_step(self, routed: Iterable[tuple[torch.Tensor, Sequence[int]]]) -> tuple[float, int]:
+    def train_step(
+        self, microbatches: Sequence[torch.Tensor], orders: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[float, int]:
         """One optimizer step. Returns the mean loss and the number of samples.
 
         Args:
-            routed: token tensors of shape (B, T+1), each with the replica of each stage that computes it
+            microbatches: token tensors of shape (B, T+1)
+            orders: for each stage, for each of its replicas: the numbers of the microbatches that it computes, in the
+                order in which it adds their gradients. A sum's last digits depend on it
         """
-        loss_sum, num_samples = 0.0, 0
-        optimizer_step = self.stages[0][0].optimizer_step
-        for number, (tokens_BS, route) in enumerate(routed):
-            trainers = [replicas[index] for replicas, index in zip(self.stages, route, strict=True)]
-            loss_sum += accumulate(trainers, tokens_BS, f"{optimizer_step}/{number}".encode())
-            num_samples += len(tokens_BS)
+        wire, optimizer_step = self.stages[0][0].manifest.wire, self.stages[0][0].optimizer_step
+        passes: list[dict[int, ForwardPass]] = []
+        received: dict[int, torch.Tensor] = {}
+        for replicas, order in zip(self.stages, orders, strict=True):
+            passes.append(
+                {
+                    number: trainer.forward(microbatches[number], received.get(number))
+                    for trainer, numbers in zip(replicas, order, strict=True)
+                    for number in numbers
+                }
+            )
+            received = {number: _received(each.output, wire.activations) for number, each in passes[-1].items()}
+        outputs = {number: each.output for number, each in passes[-1].items()}
+        received = {}
+        for stage in reversed(range(len(self.stages))):
+            for trainer, numbers in zip(self.stages[stage], orders[stage], strict=True):
+                for number in numbers:
+                    grad_BTD = trainer.backward(passes[stage][number], received.pop(number, None))
+                    if grad_BTD is not None:
+                        seed = rounding_seed(f"{optimizer_step}/{number}".encode(), stage)
+                        received[number] = _received(grad_BTD, wire.gradients, seed)
         for replicas in self.stages:
             end_round(replicas)
-        return loss_sum / num_samples, num_samples
+        num_samples = sum(len(output) for output in outputs.values())
+        return sum(float(outputs[number].sum()) for number in sorted(outputs)) / num_samples, num_samples
 
 
 def accumulate(trainers: Sequence[StageTrainer], tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,16 @@ from swarm_peer.model.round_strategy import is_weight
 pytestmark = pytest.mark.timeout(150)
 
 
-def routes_of(run: SwarmRun, folder: Path, num_stages: int) -> dict[int, list[tuple[torch.Tensor, list[int]]]]:
-    """By optimizer step: each microbatch, and the replica of each stage that computed it."""
-    replicas: list[list[str]] = [[] for _ in range(num_stages)]
-    routes: dict[bytes, list[int]] = defaultdict(lambda: [-1] * num_stages)
+def orders_of(run: SwarmRun, folder: Path, num_stages: int) -> dict[int, list[list[list[int]]]]:
+    """By optimizer step, stage and replica: the counted microbatches, in the order of the backward passes."""
+    numbers = {each: number for counted in run.ids.values() for number, each in enumerate(counted)}
+    orders: dict[int, list[list[list[int]]]] = {step: [[] for _ in range(num_stages)] for step in run.ids}
     for path in sorted(folder.glob("*.route")):
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            known = replicas[entry["stage"]]
-            if path.name not in known:
-                known.append(path.name)
-            routes[bytes.fromhex(entry["id"])][entry["stage"]] = known.index(path.name)
-    return {
-        step: [(tokens, routes[each]) for tokens, each in zip(counted, run.ids[step], strict=True)]
-        for step, counted in run.counted.items()
-    }
+        entries = [json.loads(line) for line in path.read_text().splitlines()]
+        for step, stages in orders.items():
+            own = [entry for entry in entries if entry["optimizer_step"] == step]
+            stages[entries[0]["stage"]].append([numbers[bytes.fromhex(entry["id"])] for entry in own])
+    return orders
 
 
 PERIODIC = {"mode": "periodic", "inner_steps": 4}
@@ -76,10 +70,10 @@ def test_a_swarm_equals_a_process_with_as_many_replicas(
 
     check_counts(run, manifest)
     check_nothing_lost(run)
-    routes = routes_of(run, tmp_path / "records", num_stages)
+    orders = orders_of(run, tmp_path / "records", num_stages)
     reference = ReplicatedBaseline(ResolvedManifest.of(manifest), [num_peers] * num_stages)
     for step in range(manifest.training.steps):
-        loss, samples = reference.train_step(routes[step])
+        loss, samples = reference.train_step(run.counted[step], orders[step])
         assert samples == run.lines[step]["samples"]
         assert run.lines[step]["loss"] == pytest.approx(loss, rel=1e-5 if optimizer == "sgd" else 1e-4)
     for replicas, states in zip(reference.stages, run.states, strict=True):

@@ -267,15 +267,15 @@ def test_one_replica_of_each_stage_is_what_one_process_computes():
     baseline, replicated = Baseline(resolved), ReplicatedBaseline(resolved, [1, 1])
     for step in range(2 * PERIOD):
         batch = [tokens(step), tokens(50 + step)]
-        assert baseline.train_step(batch) == replicated.train_step((each, (0, 0)) for each in batch)
+        assert baseline.train_step(batch) == replicated.train_step(batch, [[[0, 1]], [[0, 1]]])
 
 
-def test_the_route_of_a_microbatch_matters():
+def test_it_matters_which_replica_computes_a_microbatch():
     losses = []
-    for route in ((0, 0), (0, 1)):
+    for shared in ([[0, 1], []], [[0], [1]]):
         replicated = ReplicatedBaseline(resolved_of(stages={"count": 2}), [1, 2])
         for step in range(PERIOD):
-            loss, _ = replicated.train_step([(tokens(step), (0, 0)), (tokens(50 + step), route)])
+            loss, _ = replicated.train_step([tokens(step), tokens(50 + step)], [[[0, 1]], shared])
         losses.append(loss)
     assert losses[0] != losses[1]
 
