@@ -23,13 +23,14 @@ from recording_peer import app
 from wan_timeline import FORWARD_SHARE, SpanWriter, sleeping
 
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 
 # Waits of the end of a round, in their order; "end" is all of them.
 WAITS: dict[str, tuple[type, str]] = {
     "end": (StepLoop, "_end"),
-    "barrier": (StageGroup, "_gather_ready"),
+    "barrier": (Barrier, "gather"),
     "averaging": (StageGroup, "_average"),
     "vote": (StageGroup, "_gather_votes"),
     "commit": (StepLoop, "_commit"),

@@ -40,6 +40,7 @@ from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.averaging import GradientAverager
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
@@ -124,11 +125,19 @@ class Assembly:
             shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
             transport=self.peer.transport,
         )
-        group = self._make_group(rounds, progress, averager)
+        barrier = Barrier(
+            context=context,
+            stage=spec.index,
+            rounds=rounds,
+            transport=self.peer.transport,
+            progress=progress,
+            view=lambda: directory.view,
+        )
+        group = self._make_group(rounds, averager, barrier)
         leases = self._make_leases(progress) if spec.is_first else None
-        swarm = self._make_swarm_access(progress, group, leases)
+        swarm = self._make_swarm_access(progress, barrier, leases)
         state_server = StateServer(context=context, core=core)
-        handover = GradientHandover(context=context, core=core, swarm=swarm, is_mate=group.is_mate)
+        handover = GradientHandover(context=context, core=core, swarm=swarm, is_mate=barrier.is_mate)
         step_loop = StepLoop(
             context=context,
             core=core,
@@ -145,7 +154,7 @@ class Assembly:
         server = StageServer(
             context=context, core=core, progress=progress, view=lambda: directory.view, serves=directory.serves
         )
-        calls = server.calls | group.calls | averager.calls | swarm.gossip.calls
+        calls = server.calls | barrier.calls | group.calls | averager.calls | swarm.gossip.calls
         calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)
         return ReplicaParts(
             core=core,
@@ -217,15 +226,14 @@ class Assembly:
             time=time,
         )
 
-    def _make_group(self, rounds: RoundBook, progress: ProgressBook, averager: GradientAverager) -> StageGroup:
+    def _make_group(self, rounds: RoundBook, averager: GradientAverager, barrier: Barrier) -> StageGroup:
         return StageGroup(
             context=self.peer.context,
             stage=self.trainer.spec.index,
             rounds=rounds,
             transport=self.peer.transport,
             averager=averager,
-            progress=progress,
-            view=lambda: self.peer.directory.view,
+            barrier=barrier,
             digest_weights=lambda: self.peer.device_thread.run(
                 Priority.STEP, lambda: digest_weights(self.trainer.strategy.shared_weights())
             ),
@@ -243,11 +251,11 @@ class Assembly:
             view=lambda: self.peer.directory.view,
         )
 
-    def _make_swarm_access(self, progress: ProgressBook, group: StageGroup, leases: SliceLeases | None) -> SwarmAccess:
+    def _make_swarm_access(self, progress: ProgressBook, barrier: Barrier, leases: SliceLeases | None) -> SwarmAccess:
         directory = self.peer.directory
 
         def welcome(peer_id: str) -> None:
-            group.welcome(peer_id)
+            barrier.welcome(peer_id)
             if leases is not None:
                 leases.welcome(peer_id)
 

@@ -211,7 +211,7 @@ class Invariants:
         if names and max(names.values()) > 1:
             self._tube.violation(f"{HOST.get()} brings samples to round {ending.number} under two names")
         if group._stage == 0:
-            counted = self.records.counted.get((*place[1:3], group._progress.author), set())
+            counted = self.records.counted.get((*place[1:3], group._barrier._progress.author), set())
             if lost := counted - {name for _, name in names}:
                 self._tube.violation(f"{HOST.get()} has counted {len(lost)} samples that its gradient does not hold")
 

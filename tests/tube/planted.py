@@ -40,6 +40,7 @@ from swarm_peer.runtime.state.joining import StateDownloads
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
@@ -212,12 +213,12 @@ def barrier_does_not_wait() -> Any:
 def history_not_compared() -> Any:
     """At the barrier, a peer takes all stage-mates to hold its own weights."""
 
-    async def gather_ready(original: Any, group: Any, ending: Any, attempt: int) -> Any:
-        members = await original(group, ending, attempt)
+    async def gather(original: Any, barrier: Any, ending: Any, attempt: int) -> Any:
+        members = await original(barrier, ending, attempt)
         own = {"history_hash": ending.step.history_hash, "weights_digest": ending.weights_digest}
         return {peer: reply.model_copy(update=own) for peer, reply in members.items()}
 
-    return _wrapped(StageGroup, "_gather_ready", gather_ready)
+    return _wrapped(Barrier, "gather", gather)
 
 
 @defect

@@ -38,8 +38,8 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.identity import Identity
@@ -122,15 +122,13 @@ class Peer:
             executor=self.executor,
             time=None,
         )
-        group = StageGroup(
+        barrier = Barrier(
             context=context,
             stage=stage,
             rounds=self.rounds,
             transport=self.transport,
-            averager=None,
             progress=self.progress,
             view=swarm.view,
-            digest_weights=None,
         )
         handler = StageServer(
             context=context, core=core, progress=self.progress, view=swarm.view, serves=lambda *who: swarm.serves(*who)
@@ -139,14 +137,14 @@ class Peer:
             manifest_hash=manifest.hash,
             transport=self.transport,
             progress=self.progress,
-            welcome=group.welcome,
+            welcome=barrier.welcome,
             drop=lambda peer, serial: None,
         )
         access = SwarmAccess(
             transport=self.transport, progress=self.progress, gossip=gossip, view=swarm.view, look=None
         )
-        self.handover = GradientHandover(context=context, core=core, swarm=access, is_mate=group.is_mate)
-        calls = handler.calls | group.calls | gossip.calls | self.handover.calls
+        self.handover = GradientHandover(context=context, core=core, swarm=access, is_mate=barrier.is_mate)
+        calls = handler.calls | barrier.calls | gossip.calls | self.handover.calls
         self.dispatcher = dispatcher(manifest.hash, stage, calls)
         self.open(0)
 

@@ -42,6 +42,7 @@ from swarm_peer.runtime.state.recovery import (
 )
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
 from swarm_peer.runtime.step import step_loop as steps
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
 from swarm_peer.wire.identity import Identity
@@ -969,22 +970,24 @@ class Follower:
             on_stranger=lambda author: None,
             step=lambda: self.rounds.step,
         )
+        barrier = Barrier(
+            context=context, stage=0, rounds=self.rounds, transport=transport, progress=progress, view=self.view
+        )
         group = StageGroup(
             context=context,
             stage=0,
             rounds=self.rounds,
             transport=transport,
             averager=AveragerOfEqualGradients(),
-            progress=progress,
-            view=self.view,
+            barrier=barrier,
             digest_weights=self.digest_weights,
         )
-        self.calls = group.calls
+        self.calls = barrier.calls | group.calls
         gossip = Gossip(
             manifest_hash=MANIFEST.hash,
             transport=transport,
             progress=progress,
-            welcome=group.welcome,
+            welcome=barrier.welcome,
             drop=lambda peer, serial: None,
         )
         core = ReplicaCore(

@@ -22,6 +22,7 @@ from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.averaging import AveragingFailed
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import GreetCall, ReadyCall, VoteCall
@@ -106,21 +107,28 @@ class Member:
             on_stranger=group.strangers.add,
             step=lambda: self.rounds_of.step,
         )
+        self.barrier = Barrier(
+            context=context,
+            stage=0,
+            rounds=self.rounds_of,
+            transport=self.transport,
+            progress=self.progress,
+            view=lambda: group.view(self),
+        )
         self.group = StageGroup(
             context=context,
             stage=0,
             rounds=self.rounds_of,
             transport=self.transport,
             averager=self,
-            progress=self.progress,
-            view=lambda: group.view(self),
+            barrier=self.barrier,
             digest_weights=self.digest_weights,
         )
         self.gossip = Gossip(
             manifest_hash=MANIFEST.hash,
             transport=self.transport,
             progress=self.progress,
-            welcome=self.group.welcome,
+            welcome=self.barrier.welcome,
             drop=lambda peer, serial: None,
         )
         self.enter(round_number, history_hash)
@@ -145,7 +153,7 @@ class Member:
         if op == "greet":
             return await self.gossip.calls[GreetCall](caller, check_body(GreetCall, body), tensors)
         if op == "ready":
-            return await self.group.handle_ready(caller, check_body(ReadyCall, body), tensors)
+            return await self.barrier.handle_ready(caller, check_body(ReadyCall, body), tensors)
         return await self.group.handle_vote(caller, check_body(VoteCall, body), tensors)
 
     async def average(self, gradients, *, round_number, attempt, shares):
@@ -267,10 +275,22 @@ async def test_the_group_waits_for_those_that_still_compute(group):
     assert_committed([await early, await late], mean([first, second], [2, 2]), 4)
 
 
+async def test_who_says_at_once_that_it_is_not_ready_is_asked_after_a_pause(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.0)
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.PAUSE_S", 3600.0)
+    first, second = await group.add("ab")
+    waiting = first.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    for _ in range(100):
+        await anyio.lowlevel.checkpoint()
+    assert group.network.num_calls("ready", second.peer_id) == 1
+    waiting.cancel()
+
+
 async def test_a_newcomer_that_has_greeted_is_expected_before_its_mates_see_that_it_serves(group):
     members = await group.add("ab")
     group.joining = {"b"}
-    members[0].group.welcome(members[1].peer_id)
+    members[0].barrier.welcome(members[1].peer_id)
     assert_committed((await group.settle(a=2, b=2)).values(), mean(members, [2, 2]), 4)
 
 
@@ -284,8 +304,8 @@ async def test_a_newcomer_greets_until_its_announcement_is_seen(group, monkeypat
     assert await newcomer.gossip.greet(0, [member.peer_id for member in members]) == 4
     assert fault.fired == min(times, GREET_TRIES)
     assert group.network.num_calls("greet", second.peer_id) == 1, "it knows the newcomer"
-    assert newcomer.peer_id in second.group._mates.expected()
-    assert (newcomer.peer_id in first.group._mates.expected()) == (times == 2), "nobody waits for ever"
+    assert newcomer.peer_id in second.barrier._mates.expected()
+    assert (newcomer.peer_id in first.barrier._mates.expected()) == (times == 2), "nobody waits for ever"
 
 
 async def test_a_stage_mate_that_is_ready_makes_itself_known(group):
@@ -299,7 +319,7 @@ async def test_a_stage_mate_that_is_ready_makes_itself_known(group):
 
 async def test_a_peer_that_leaves_the_view_for_a_moment_is_still_a_stage_mate(group):
     members = first, second = await group.add("ab")
-    first.group._mates.refresh()
+    first.barrier._mates.refresh()
     group.unseen = {"b"}
     early = second.settle(2)
     await anyio.wait_all_tasks_blocked()
@@ -312,7 +332,7 @@ async def test_a_stranger_is_not_welcome(group):
     group.unseen = {"c"}
     members = await group.add("abc")
     with pytest.raises(NotServing, match="no announcement of this peer"):
-        members[0].group.welcome(members[2].peer_id)
+        members[0].barrier.welcome(members[2].peer_id)
     stranger = members[2].settle(2)  # it asks the others, and does not answer
     await anyio.wait_all_tasks_blocked()
     assert members[2].peer_id in group.strangers, "they have the directory look"
@@ -404,7 +424,7 @@ async def test_a_round_without_an_average_ends_when_all_are_ready(periodic):
 
 async def test_who_asks_late_is_told_that_all_were_ready(periodic):
     fast, slow = await periodic.add("ab")
-    slow.group._transport = asker = SlowAsker(slow.transport)
+    slow.barrier._transport = asker = SlowAsker(slow.transport)
     early, late = fast.settle(2), slow.settle(4)
     settlement = await early
     fast.enter(4, settlement.history_hash)
@@ -655,11 +675,11 @@ async def hold_up_a_round(group):
     """The last of three is not ready until the others go on without it. Returns them, in the next round."""
     *members, late = await group.add("abc")
     for member in members:
-        member.group._barrier_timeout_s, patience_s = 0.1, member.group._barrier_timeout_s
+        member.barrier.timeout_s, patience_s = 0.1, member.barrier.timeout_s
     settled = await group.settle(a=2, b=2)
     assert_committed(settled.values(), mean(members, [2, 2]), 4)
     for member in members:
-        member.group._barrier_timeout_s = patience_s
+        member.barrier.timeout_s = patience_s
     for member in (*members, late):
         member.enter(4, settled["a"].history_hash)
     return members, late
@@ -859,7 +879,7 @@ async def test_a_vote_that_is_not_cast_yet_is_waited_for(group):
 
 @pytest.mark.parametrize("op", ["ready", "vote"])
 async def test_a_peer_that_is_not_there_yet_says_so(group, monkeypatch, op):
-    monkeypatch.setattr("swarm_peer.runtime.step.settlement.POLL_S", 0.0)
+    monkeypatch.setattr(f"swarm_peer.runtime.step.{'barrier' if op == 'ready' else 'settlement'}.POLL_S", 0.0)
     first, second = await group.add("ab")
     fields = {"manifest": MANIFEST.hash, "stage": 0, "round_number": 3, "attempt": 0}
     call = ReadyCall(**fields, counts=()) if op == "ready" else VoteCall(**fields)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from swarm_peer.errors import RoundClosed
 from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
@@ -118,3 +119,11 @@ class RoundBook:
         """The present round or the previous one, if it has this number."""
         known = (self.current, self.previous)
         return next((known for known in known if known is not None and known.number == round_number), None)
+
+    def is_past(self, round_number: int) -> bool:
+        """Whether a round is over here."""
+        return round_number < self.step.round_number
+
+    def refusal(self, round_number: int) -> RoundClosed:
+        """The error that refuses a call of a round that is over here."""
+        return RoundClosed(f"round {round_number} is over in this stage", self.step.round_number)

@@ -1,15 +1,8 @@
 """The end of a round in one stage: stage-mates wait for each other, average their gradients, and vote on the result.
 
-Owns three exchanges among stage-mates, the first and the last of them over our own transport:
-
-1. ready: each peer asks its stage-mates until they, too, have finished their microbatches of the round. This is the
-   barrier. It also spreads the progress counts, and shows which stage-mates are alive and hold the same weights: by the
-   history hash, and every `averaging.compare_weights_every` optimizer steps by a digest of the weights themselves.
-2. the averaging round, over hivemind, among the peers that are ready.
-3. vote: each peer asks the others for their result; policy/agreement.py decides what follows from the votes.
-
-Each call is short: a callee that is not ready yet says so, and its caller asks again. So a caller can tell a stage-mate
-that has stalled from one that still computes.
+1. The barrier: barrier.py.
+2. The averaging round, with hivemind's all-reduce, among the peers that are ready.
+3. The vote: each peer asks the others for their result; policy/agreement.py decides what follows from the votes.
 
 Must not know where the gradients come from, or how they are applied: step_loop.py does.
 """
@@ -23,28 +16,20 @@ from dataclasses import asdict
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict, Vote, agree
-from swarm_peer.policy.step_state import Phase
-from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.ahead import AveragingAhead
-from swarm_peer.runtime.step.averaging import START_TIMEOUT_S, AveragingFailed, GradientAverager
-from swarm_peer.runtime.step.membership import StageMates
+from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
+from swarm_peer.runtime.step.barrier import PAUSE_S, POLL_S, STALL_S, Barrier
 from swarm_peer.runtime.step.outcome import LeftBehind, Settlement, resync, resync_weights
-from swarm_peer.wire.messages import Body, ReadyCall, ReadyReply, VoteCall, VoteReply
+from swarm_peer.wire.messages import Body, ReadyReply, VoteCall, VoteReply
 
 log = logging.getLogger(__name__)
-
-# A callee that is not ready keeps a call for so long before it says that it is not.
-POLL_S = 2.0
-# A stage-mate whose answer takes this much longer has stalled, and is left out.
-STALL_S = 8.0
 
 
 class StageGroup:
@@ -62,11 +47,10 @@ class StageGroup:
         rounds: RoundBook,
         transport: Transport,
         averager: GradientAverager,
-        progress: ProgressBook,
-        view: Callable[[], SwarmView],
+        barrier: Barrier,
         digest_weights: Callable[[], Awaitable[str]],
     ):
-        """Make a group that waits for the stage-mates in the view.
+        """Make a group.
 
         Args:
             digest_weights: computes a digest of this peer's weights
@@ -81,43 +65,16 @@ class StageGroup:
         self._me = transport.peer_id
         self._transport = transport
         self._averager = averager
+        self._barrier = barrier
         self.ahead = AveragingAhead(context=context, averager=averager)
-        self._progress = progress
         self._metrics = context.metrics
         self._changed = context.changed
         self._digest_weights = digest_weights
-        limits, averaging = manifest.limits, manifest.averaging
-        self._barrier_timeout_s = (
-            limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
-        )
-        self._mates = StageMates(
-            clock=context.clock,
-            stage=stage,
-            announcement_s=limits.announcement_s,
-            barrier_timeout_s=self._barrier_timeout_s,
-            view=view,
-        )
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
         """The calls that this part answers."""
-        return {ReadyCall: self.handle_ready, VoteCall: self.handle_vote}
-
-    def is_mate(self, peer_id: str) -> bool:
-        """Whether a peer announces this stage, or has announced it a short time ago."""
-        self._mates.refresh()
-        return self._mates.is_known(peer_id)
-
-    def welcome(self, peer_id: str) -> None:
-        """Expect a stage-mate that has made itself known, until its announcement is sure to be in the view.
-
-        Raises:
-            NotServing: this peer has seen no announcement of it for this stage; it may ask again soon
-        """
-        if not self.is_mate(peer_id):
-            self._progress.saw_stranger(peer_id)
-            raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
-        self._mates.welcome(peer_id)
+        return {VoteCall: self.handle_vote}
 
     async def settle(
         self, ending: Round, gradients: Sequence[torch.Tensor], samples: int, upcoming: Work | None = None
@@ -134,7 +91,6 @@ class StageGroup:
         ending.next_samples = 0 if upcoming is None else upcoming[1]
         if self._manifest.averaging.compares_weights_at(ending.step.optimizer_step):
             ending.weights_digest = await self._digest_weights()
-        self._mates.refresh()
         members: dict[str, ReadyReply] = {}
         settlement = await self._settle(ending, gradients, members)
         # A newcomer, too: the others expect its part, though it took none in the average that ended this round.
@@ -155,7 +111,7 @@ class StageGroup:
             ending.attempt = attempt
             self._changed.notify()
             try:
-                members = await self._gather_ready(ending, attempt)
+                members = await self._barrier.gather(ending, attempt)
             except LeftBehind as behind:
                 return resync(ending, behind.holders, f"{len(behind.holders)} stage-mates have left it behind")
             held = {peer: Vote(0, f"{reply.history_hash} {reply.weights_digest}") for peer, reply in members.items()}
@@ -236,84 +192,11 @@ class StageGroup:
         digest = await self._threads.run(extend_history, history_hash, averages)
         return Vote(attempt, digest, sum(members.values())), averages
 
-    async def _gather_ready(self, ending: Round, attempt: int) -> dict[str, ReadyReply]:
-        """Wait until all stage-mates are ready for an averaging round.
-
-        Returns:
-            the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out
-
-        Raises:
-            LeftBehind: this peer has to follow stage-mates that are in a later round
-        """
-        own = ReadyReply(
-            attempt=attempt,
-            history_hash=ending.step.history_hash,
-            weights_digest=ending.weights_digest,
-            samples=ending.samples,
-            next_samples=ending.next_samples,
-            counts=(),
-        )
-        members = {self._me: own}
-        ahead: list[str] = []
-        asked = {self._me}
-        while to_ask := self._mates.expected() - asked:
-            asked |= to_ask
-            async with anyio.create_task_group() as tasks:
-                # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
-                tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
-                for peer_id in sorted(to_ask):
-                    tasks.start_soon(self._ask_ready, peer_id, ending.number, attempt, members, ahead)
-            if tasks.cancel_scope.cancelled_caught:
-                log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
-                for peer_id in to_ask - members.keys():
-                    self._mates.was_late(peer_id, ending.number)
-        # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
-        # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
-        # other.
-        if len(ahead) >= len(members):
-            raise LeftBehind(sorted(ahead))
-        if ahead:
-            log.warning("some_are_ahead round=%d ready=%d ahead=%d", ending.number, len(members), len(ahead))
-        return members
-
-    async def _ask_ready(
-        self, peer_id: str, round_number: int, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
-    ) -> None:
-        on_trial = self._mates.begin_trial(peer_id, round_number)
-        while True:
-            body = ReadyCall(
-                manifest=self._hash,
-                stage=self._stage,
-                round_number=round_number,
-                attempt=attempt,
-                counts=self._progress.signed_counts(),
-            )
-            try:
-                reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
-                answer = check_body(ReadyReply, reply.body)
-                num_left_out = self._progress.merge(answer.counts, vouched=True)
-            except RoundClosed:
-                ahead.append(peer_id)
-                return
-            except CallError as error:
-                log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
-                if isinstance(error, PeerUnreachable):
-                    self._mates.was_unreachable(peer_id)
-                return
-            # All counts of the round must be known before it is settled: ask for those that were left out.
-            if answer.attempt is not None and not num_left_out:
-                members[peer_id] = answer
-                self._mates.was_ready(peer_id)
-                return
-            if on_trial:
-                log.warning("stage_mate_left_out peer=%s reason=it says that it is ready, and is not", peer_id)
-                return
-
     async def _gather_votes(self, ending: Round, attempt: int, peers: set[str]) -> dict[str, Vote]:
         assert ending.vote is not None
         votes = {self._me: ending.vote}
         async with anyio.create_task_group() as tasks:
-            tasks.cancel_scope.deadline = anyio.current_time() + self._barrier_timeout_s
+            tasks.cancel_scope.deadline = anyio.current_time() + self._barrier.timeout_s
             for peer_id in sorted(peers - {self._me}):
                 tasks.start_soon(self._ask_vote, peer_id, ending.number, attempt, votes)
         return votes
@@ -321,6 +204,7 @@ class StageGroup:
     async def _ask_vote(self, peer_id: str, round_number: int, attempt: int, votes: dict[str, Vote]) -> None:
         body = VoteCall(manifest=self._hash, stage=self._stage, round_number=round_number, attempt=attempt)
         while True:
+            begin = anyio.current_time()
             try:
                 reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
                 answer = check_body(VoteReply, reply.body)
@@ -330,56 +214,7 @@ class StageGroup:
             if answer.attempt is not None:
                 votes[peer_id] = Vote(answer.attempt, answer.checksum, answer.samples, answer.abstains)
                 return
-
-    async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
-        """Say whether this peer is ready for the caller's averaging round, after a short wait for it."""
-        is_mate = self.is_mate(caller)
-        self._progress.merge(call.counts, vouched=is_mate)
-        if is_mate:
-            # One round ahead is enough for this peer to look for itself; a false number does not last beyond that.
-            self._progress.saw_round(min(call.round_number, self._rounds.step.round_number + 1))
-        else:
-            self._progress.saw_stranger(caller)
-        if is_mate and not self._is_past(call.round_number):
-            # Before the wait, since this peer may become ready during it and must not go on without the caller.
-            self._mates.welcome(caller)
-            self._mates.says_ready(caller, call.round_number)
-
-        def is_ready() -> bool:
-            # A peer that this barrier does without would average with members that do not expect it: it asks again.
-            present = self._rounds.current
-            has_come = present.attempt is not None and present.attempt >= call.attempt
-            is_expected = is_mate and not self._mates.is_left_out(caller)
-            return is_expected and present.number == call.round_number and has_come
-
-        def has_left() -> bool:
-            return self._rounds.step.phase is Phase.LEFT
-
-        with anyio.move_on_after(POLL_S):
-            await self._changed.wait_for(lambda: has_left() or self._is_past(call.round_number) or is_ready())
-        if has_left():
-            raise NotServing("this peer has left")
-        asked = self._rounds.find(call.round_number)
-        # A round without an average ends for a peer as soon as it knows that all are ready, and others still ask.
-        has_settled = asked is not None and caller in asked.settled_with
-        if self._is_past(call.round_number) and not has_settled:
-            raise self._over(call.round_number)
-        told = asked if asked is not None and has_settled else self._rounds.current
-        reply = ReadyReply(
-            attempt=told.attempt if has_settled or is_ready() else None,
-            history_hash=told.step.history_hash,
-            weights_digest=told.weights_digest,
-            samples=told.samples,
-            next_samples=told.next_samples,
-            counts=self._progress.signed_counts(),
-        )
-        return Reply(reply.model_dump())
-
-    def _is_past(self, round_number: int) -> bool:
-        return round_number < self._rounds.step.round_number
-
-    def _over(self, round_number: int) -> RoundClosed:
-        return RoundClosed(f"round {round_number} is over in this stage", self._rounds.step.round_number)
+            await anyio.sleep_until(begin + PAUSE_S)
 
     async def handle_vote(self, caller: str, call: VoteCall, tensors: Sequence[memoryview]) -> Reply:
         """Give this peer's vote on an averaging round, after a short wait for it."""
@@ -390,11 +225,11 @@ class StageGroup:
             return vote if vote is not None and vote.attempt >= call.attempt else None
 
         with anyio.move_on_after(POLL_S):
-            await self._changed.wait_for(lambda: known() is not None or self._is_past(call.round_number))
+            await self._changed.wait_for(lambda: known() is not None or self._rounds.is_past(call.round_number))
         vote = known()
         if vote is not None:
             reply = VoteReply.model_validate(asdict(vote))
             return Reply(reply.model_dump())
-        if self._is_past(call.round_number):
-            raise self._over(call.round_number)
+        if self._rounds.is_past(call.round_number):
+            raise self._rounds.refusal(call.round_number)
         return Reply(VoteReply(attempt=None).model_dump())

@@ -1,0 +1,215 @@
+"""The barrier at the end of a round in one stage: stage-mates wait until all are ready to average.
+
+Each peer asks its stage-mates until they, too, have finished their microbatches of the round. That also spreads the
+progress counts, and shows which stage-mates are alive, what each brings, and whether they hold the same weights: by the
+history hash, and every `averaging.compare_weights_every` optimizer steps by a digest of the weights themselves.
+
+Each call is short: a callee that is not ready yet says so, and its caller asks again. So a caller can tell a stage-mate
+that has stalled from one that still computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import anyio
+
+from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.view import SwarmView
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
+from swarm_peer.runtime.stage.rounds import Round, RoundBook
+from swarm_peer.runtime.step.averaging import START_TIMEOUT_S
+from swarm_peer.runtime.step.membership import StageMates
+from swarm_peer.runtime.step.outcome import LeftBehind
+from swarm_peer.wire.messages import Body, ReadyCall, ReadyReply
+
+log = logging.getLogger(__name__)
+
+# A callee that is not ready keeps a call for so long before it says that it is not.
+POLL_S = 2.0
+# A stage-mate whose answer takes this much longer has stalled, and is left out.
+STALL_S = 8.0
+# Between two calls of a peer: one that says at once that it is not ready must not keep its caller busy.
+PAUSE_S = 0.05
+
+
+class Barrier:
+    """Waits for this peer's stage-mates, and tells them when this peer is ready. Belongs to the event loop's thread.
+
+    Attributes:
+        timeout_s: how long a stage-mate that is not ready is waited for
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        rounds: RoundBook,
+        transport: Transport,
+        progress: ProgressBook,
+        view: Callable[[], SwarmView],
+    ):
+        """Make a barrier for the stage-mates in the view."""
+        manifest = context.resolved.manifest
+        limits, averaging = manifest.limits, manifest.averaging
+        self._hash = context.resolved.hash
+        self._stage = stage
+        self._rounds = rounds
+        self._me = transport.peer_id
+        self._transport = transport
+        self._progress = progress
+        self._changed = context.changed
+        self.timeout_s = limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
+        self._mates = StageMates(
+            clock=context.clock,
+            stage=stage,
+            announcement_s=limits.announcement_s,
+            barrier_timeout_s=self.timeout_s,
+            view=view,
+        )
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        """The calls that this part answers."""
+        return {ReadyCall: self.handle_ready}
+
+    def is_mate(self, peer_id: str) -> bool:
+        """Whether a peer announces this stage, or has announced it a short time ago."""
+        self._mates.refresh()
+        return self._mates.is_known(peer_id)
+
+    def welcome(self, peer_id: str) -> None:
+        """Expect a stage-mate that has made itself known, until its announcement is sure to be in the view.
+
+        Raises:
+            NotServing: this peer has seen no announcement of it for this stage; it may ask again soon
+        """
+        if not self.is_mate(peer_id):
+            self._progress.saw_stranger(peer_id)
+            raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
+        self._mates.welcome(peer_id)
+
+    async def gather(self, ending: Round, attempt: int) -> dict[str, ReadyReply]:
+        """Wait until all stage-mates are ready for an averaging round.
+
+        Returns:
+            the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out
+
+        Raises:
+            LeftBehind: this peer has to follow stage-mates that are in a later round
+        """
+        own = ReadyReply(
+            attempt=attempt,
+            history_hash=ending.step.history_hash,
+            weights_digest=ending.weights_digest,
+            samples=ending.samples,
+            next_samples=ending.next_samples,
+            counts=(),
+        )
+        self._mates.refresh()
+        members = {self._me: own}
+        ahead: list[str] = []
+        asked = {self._me}
+        while to_ask := self._mates.expected() - asked:
+            asked |= to_ask
+            async with anyio.create_task_group() as tasks:
+                # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
+                tasks.cancel_scope.deadline = anyio.current_time() + self.timeout_s
+                for peer_id in sorted(to_ask):
+                    tasks.start_soon(self._ask_ready, peer_id, ending.number, attempt, members, ahead)
+            if tasks.cancel_scope.cancelled_caught:
+                log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
+                for peer_id in to_ask - members.keys():
+                    self._mates.was_late(peer_id, ending.number)
+        # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
+        # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
+        # other.
+        if len(ahead) >= len(members):
+            raise LeftBehind(sorted(ahead))
+        if ahead:
+            log.warning("some_are_ahead round=%d ready=%d ahead=%d", ending.number, len(members), len(ahead))
+        return members
+
+    async def _ask_ready(
+        self, peer_id: str, round_number: int, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
+    ) -> None:
+        on_trial = self._mates.begin_trial(peer_id, round_number)
+        while True:
+            begin = anyio.current_time()
+            body = ReadyCall(
+                manifest=self._hash,
+                stage=self._stage,
+                round_number=round_number,
+                attempt=attempt,
+                counts=self._progress.signed_counts(),
+            )
+            try:
+                reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
+                answer = check_body(ReadyReply, reply.body)
+                num_left_out = self._progress.merge(answer.counts, vouched=True)
+            except RoundClosed:
+                ahead.append(peer_id)
+                return
+            except CallError as error:
+                log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
+                if isinstance(error, PeerUnreachable):
+                    self._mates.was_unreachable(peer_id)
+                return
+            # All counts of the round must be known before it is settled: ask for those that were left out.
+            if answer.attempt is not None and not num_left_out:
+                members[peer_id] = answer
+                self._mates.was_ready(peer_id)
+                return
+            if on_trial:
+                log.warning("stage_mate_left_out peer=%s reason=it says that it is ready, and is not", peer_id)
+                return
+            await anyio.sleep_until(begin + PAUSE_S)
+
+    async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
+        """Say whether this peer is ready for the caller's averaging round, after a short wait for it."""
+        is_mate = self.is_mate(caller)
+        self._progress.merge(call.counts, vouched=is_mate)
+        if is_mate:
+            # One round ahead is enough for this peer to look for itself; a false number does not last beyond that.
+            self._progress.saw_round(min(call.round_number, self._rounds.step.round_number + 1))
+        else:
+            self._progress.saw_stranger(caller)
+        if is_mate and not self._rounds.is_past(call.round_number):
+            # Before the wait, since this peer may become ready during it and must not go on without the caller.
+            self._mates.welcome(caller)
+            self._mates.says_ready(caller, call.round_number)
+
+        def is_ready() -> bool:
+            # A peer that this barrier does without would average with members that do not expect it: it asks again.
+            present = self._rounds.current
+            has_come = present.attempt is not None and present.attempt >= call.attempt
+            is_expected = is_mate and not self._mates.is_left_out(caller)
+            return is_expected and present.number == call.round_number and has_come
+
+        def has_left() -> bool:
+            return self._rounds.step.phase is Phase.LEFT
+
+        with anyio.move_on_after(POLL_S):
+            await self._changed.wait_for(lambda: has_left() or self._rounds.is_past(call.round_number) or is_ready())
+        if has_left():
+            raise NotServing("this peer has left")
+        asked = self._rounds.find(call.round_number)
+        # A round without an average ends for a peer as soon as it knows that all are ready, and others still ask.
+        has_settled = asked is not None and caller in asked.settled_with
+        if self._rounds.is_past(call.round_number) and not has_settled:
+            raise self._rounds.refusal(call.round_number)
+        told = asked if asked is not None and has_settled else self._rounds.current
+        reply = ReadyReply(
+            attempt=told.attempt if has_settled or is_ready() else None,
+            history_hash=told.step.history_hash,
+            weights_digest=told.weights_digest,
+            samples=told.samples,
+            next_samples=told.next_samples,
+            counts=self._progress.signed_counts(),
+        )
+        return Reply(reply.model_dump())
