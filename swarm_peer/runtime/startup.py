@@ -10,7 +10,7 @@ import anyio
 import torch
 
 from swarm_peer.config import PeerOptions
-from swarm_peer.errors import UserError
+from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops, safe_stage_memory
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
@@ -52,6 +52,7 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
 
     Raises:
         UserError: the options, the run or this machine do not fit together; the message says what to change
+        SwarmError: the device ran out of memory outside of a pass
     """
     metrics = PeerMetrics()
     if options.metrics_port is not None:
@@ -66,7 +67,14 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         spare_imports()
         show_disk(metrics.registry, "swarm", folder)
         identity_path = options.identity_path or opened.enter_context(free_identity(state_folder(), folder))
-        run_loop(_run, options, metrics, device, entrance, folder, identity_path, counted)
+        try:
+            run_loop(_run, options, metrics, device, entrance, folder, identity_path, counted)
+        except torch.OutOfMemoryError as error:
+            # Elsewhere than in a pass, which fails alone: weights may be half updated.
+            raise SwarmError(
+                "the device ran out of memory, and this peer cannot go on: lower --max-memory, or end what else uses "
+                f"the device, and start the peer again ({first_line(error)})"
+            ) from error
 
 
 async def _run(

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from coordinator.config_files import load_manifest
-from swarm_peer.errors import UserError
+from swarm_peer.config import PeerOptions
+from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime import startup
 from swarm_peer.runtime.host.preparation import UNCHECKED_IN_FLIGHT, has_room_beside, microbatch_capacity
+from swarm_peer.wire.identity import Identity
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -67,3 +70,17 @@ def test_without_a_limit_a_second_replica_needs_what_the_machine_has_free(monkey
     assert has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
     pages["SC_AVPHYS_PAGES"] = 10
     assert not has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
+
+
+def test_a_peer_whose_device_runs_out_of_memory_in_an_update_ends_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_loop(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has ...")
+
+    monkeypatch.setattr(startup, "run_loop", run_loop)
+    monkeypatch.setattr(startup, "spare_imports", lambda: None)
+    address = f"/ip4/127.0.0.1/tcp/31337/p2p/{Identity.generate().peer_id}"
+    options = PeerOptions(initial_peers=(address,), identity_path=tmp_path / "identity", device="cpu")
+    with pytest.raises(SwarmError, match=r"lower --max-memory.*Tried to allocate 2 GiB\)$"):
+        startup.run_peer(options)
