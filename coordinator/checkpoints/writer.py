@@ -101,6 +101,12 @@ def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:
                 f"--resume {checkpoint.path}: its run has {setting} {its} and this configuration {chosen}; peers keep "
                 f"other states then: resume with --set {setting}={its}"
             )
+    momentum = checkpoint.manifest.optimizer.momentum
+    if manifest.optimizer.name == "sgd" and momentum and not manifest.optimizer.momentum:
+        raise UserError(
+            f"--resume {checkpoint.path}: its states hold a momentum, and peers keep none with optimizer.momentum 0: "
+            f"resume with --set optimizer.momentum={momentum}"
+        )
     if checkpoint.optimizer_step >= manifest.training.steps:
         raise UserError(
             f"--resume {checkpoint.path}: it has {checkpoint.optimizer_step} optimizer steps, and training.steps is "

@@ -689,6 +689,19 @@ def test_a_run_goes_on_with_the_settings_that_its_states_are_of(tmp_path, sectio
         plan_checkpoints(changed, tmp_path, options)
 
 
+def test_a_momentum_may_change_when_a_run_goes_on_but_not_end(tmp_path):
+    def with_momentum(momentum):
+        optimizer = MANIFEST.optimizer.model_copy(update={"name": "sgd", "momentum": momentum})
+        return MANIFEST.model_copy(update={"optimizer": optimizer})
+
+    url = str(tmp_path / "checkpoints")
+    CheckpointStore(url).save(3, with_momentum(0.9), states_of(3))
+    options = CheckpointOptions(resume=url)
+    assert plan_checkpoints(with_momentum(0.5), tmp_path, options).resume.optimizer_step == 3
+    with pytest.raises(UserError, match=r"resume with --set optimizer\.momentum=0\.9$"):
+        plan_checkpoints(with_momentum(0.0), tmp_path, options)
+
+
 @pytest.fixture
 async def run(tmp_path):
     run = Run(tmp_path)
