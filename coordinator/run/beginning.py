@@ -56,7 +56,7 @@ class Beginning:
         return begun_s > self.begun_s
 
     def record(self) -> TimelineRecord:
-        """What to publish."""
+        """The record that this coordinator publishes."""
         return TimelineRecord(
             first_round=self.timeline.first_round,
             first_optimizer_step=self.timeline.first_optimizer_step,

@@ -292,11 +292,13 @@ class RunService:
 
     @contextmanager
     def _going_on(self, work: str) -> Iterator[None]:
-        """Count and log a defect of this program, and go on: what one look meets would end each standby as well."""
+        """Log what fails, count a defect of this program, and go on: what one look meets would end standbys, too."""
         try:
             yield
-        except (SwarmError, OSError):
+        except SwarmError:
             raise
+        except OSError as error:  # a full disk: the run needs nothing of what is written down here
+            log.warning("look_incomplete work=%s reason=%s", work, error)
         except Exception:
             self.metrics.look_defects.labels(work).inc()
             log.exception("look_failed work=%s", work)

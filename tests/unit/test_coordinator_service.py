@@ -206,6 +206,13 @@ async def test_no_look_ends_a_coordinator(tmp_path, monkeypatch):
     counted = {work: run.metrics.look_defects.labels(work)._value.get() for work in ("observe", "rebalance", "show")}
     assert counted == {"observe": 2, "rebalance": 2, "show": 1}
 
+    async def fill_disk(*_):
+        raise OSError(28, "No space left on device", "members.json")
+
+    monkeypatch.setattr(run, "_rebalance", fill_disk)
+    await run._look_at_run(None, coordination)
+    assert run.metrics.look_defects.labels("rebalance")._value.get() == 2, "no defect of this program"
+
     async def end(*_):
         raise SwarmError("libp2p's daemon has died")
 
