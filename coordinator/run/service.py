@@ -67,6 +67,8 @@ RUN_LOOK_S = 2.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
+# How often the end of the run is told if the DHT does not take it. Peers that have not heard of it wait for ever.
+END_TRIES = 5
 
 
 def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> ResolvedManifest:
@@ -342,8 +344,12 @@ class RunService:
         self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
 
     async def end(self, reason: str) -> None:
-        """Tell the peers, and other coordinators, that they may go."""
-        await end_run_for(self._dht, self._run_key, self.begun_s, reason)
+        """Tell the peers, and other coordinators, that they may go; again if the DHT does not take it."""
+        for _ in range(END_TRIES):
+            if await end_run_for(self._dht, self._run_key, self.begun_s, reason):
+                return
+            await anyio.sleep(RUN_LOOK_S)
+        log.error("run_not_ended reason=the DHT does not take it: have the peers leave with swarm-coordinator end")
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""

@@ -119,6 +119,23 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
     assert standby.begun_s == resumed.begun
 
 
+@pytest.mark.parametrize("num_failures", [0, 2, service.END_TRIES])
+async def test_the_end_is_told_until_the_dht_takes_it(tmp_path, monkeypatch, caplog, num_failures):
+    monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)
+    board, answers = Board(tmp_path, {}), [False] * num_failures + [True]
+    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+
+    async def store(key, record, *_, **__):
+        board.held |= {key: record} if answers[0] else {}
+        return answers.pop(0)
+
+    monkeypatch.setattr(board, "store", store)
+    await run.end("all steps are done")
+    is_told = num_failures < service.END_TRIES
+    assert [record.reason for record in board.held.values()] == ["all steps are done"] * is_told
+    assert ("run_not_ended" in caplog.text) != is_told
+
+
 @pytest.mark.parametrize(
     ("own", "known", "is_taken"),
     [
