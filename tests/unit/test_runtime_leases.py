@@ -622,6 +622,24 @@ async def test_one_stage_mate_of_several_cannot_end_a_pass(swarm: Swarm) -> None
     assert a.ledger.current_pass > 0
 
 
+async def test_a_stage_mate_cannot_fill_memory_with_facts(swarm: Swarm) -> None:
+    begins = iter(range(0, 10**9, 4 * MAX_FACTS))
+
+    def tell_more(reply):  # type: ignore[no-untyped-def]
+        first = next(begins)
+        reply.body["facts"] = tuple((0, 5, first + 2 * n, first + 2 * n + 1, False) for n in range(MAX_FACTS // 2))
+        reply.body["refused"] = ()
+        return reply
+
+    a, b = [await swarm.add(name, *[500] * 40) for name in "ab"]
+    await a.has_leased(8)
+    a.leases._told = ()
+    swarm.network.fault(op="lease", to=b.peer_id, tamper=tell_more, times=10**6)
+    answers = [await a.leases._ask({b.peer_id}, [SliceId(0, 5)]) for _ in range(4)]
+    assert answers == [[SliceId(0, 5)]] * 2 + [[]] * 2, "without all facts, samples that have counted would be read"
+    assert len(a.leases._told) == MAX_FACTS
+
+
 async def test_what_nobody_has_asked_for_is_not_believed(swarm: Swarm) -> None:
     def tell_more(reply):  # type: ignore[no-untyped-def]
         reply.body["facts"] = tuple((0, index, 0, 0, True) for index in range(40))

@@ -294,7 +294,12 @@ class SliceLeases:
                 if slice_id in wanted and owner is not None and owner != self._me and owner in self._live():
                     ledger.note_lease(slice_id, owner)
             if ledger is self._ledger:
-                self._told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
+                told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
+                if len(told) > MAX_FACTS:  # more than good stage-mates tell in a round: without them, nothing is read
+                    log.warning("lease_facts_refused peer=%s facts=%d", peer_id, len(told))
+                    refused.update(wanted)
+                else:
+                    self._told = told
 
         async with anyio.create_task_group() as tasks:
             for peer_id in sorted(mates):
