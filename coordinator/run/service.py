@@ -22,6 +22,7 @@ from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
+from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
 from coordinator.run.events import NO_EVENTS, RunEvents
@@ -41,7 +42,7 @@ from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.host.machine import FolderStorage
@@ -57,7 +58,6 @@ from swarm_peer.wire.records import (
     MAX_MANIFEST_BYTES,
     ManifestRecord,
     Record,
-    TimelineRecord,
     timeline_key,
 )
 
@@ -67,6 +67,8 @@ RUN_LOOK_S = 2.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
+# How often the end of the run is told if the DHT does not take it. Peers that have not heard of it wait for ever.
+END_TRIES = 5
 
 
 def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> ResolvedManifest:
@@ -159,7 +161,7 @@ class RunService:
         self._run_id = self._run_key.peer_id
         self._rebalancer: Rebalancer | None = None
         self._rebalancer_term: Term | None = None
-        self._timeline, self._begun = FIRST_TIMELINE, int(self._context.clock.unix_s())
+        self._beginning = Beginning(dht, self._run_id, self._context.clock.unix_s())
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
@@ -169,7 +171,7 @@ class RunService:
     @property
     def begun_s(self) -> int:
         """Unix seconds at which the run began, or was resumed."""
-        return self._begun
+        return self._beginning.begun_s
 
     @property
     def model_folder(self) -> Path:
@@ -198,9 +200,10 @@ class RunService:
             ):
                 tasks.start_soon(self._dht.watch)
                 if (checkpoint := self._options.plan.resume) is not None:
-                    self._timeline = await self._resume(checkpoint, transport, files.round_number, Path(scratch))
+                    known_round = files.round_number
+                    self._beginning.timeline = await self._resume(checkpoint, transport, known_round, Path(scratch))
                 else:
-                    await self._find_timeline()
+                    await self._beginning.find()
                 coordination = await self._begin(transport, tasks, files)
                 saved = False
                 while not saved and self.ended is None:
@@ -291,11 +294,13 @@ class RunService:
 
     @contextmanager
     def _going_on(self, work: str) -> Iterator[None]:
-        """Count and log a defect of this program, and go on: what one look meets would end each standby as well."""
+        """Log what fails, count a defect of this program, and go on: what one look meets would end standbys, too."""
         try:
             yield
-        except (SwarmError, OSError):
+        except SwarmError:
             raise
+        except OSError as error:  # a full disk: the run needs nothing of what is written down here
+            log.warning("look_incomplete work=%s reason=%s", work, error)
         except Exception:
             self.metrics.look_defects.labels(work).inc()
             log.exception("look_failed work=%s", work)
@@ -339,29 +344,16 @@ class RunService:
         self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
 
     async def end(self, reason: str) -> None:
-        """Tell the peers, and other coordinators, that they may go."""
-        await end_run_for(self._dht, self._run_key, self._begun, reason)
-
-    async def _find_timeline(self) -> None:
-        """Find out where and when the run began, if another coordinator began it."""
-        while True:
-            try:
-                records = await self._dht.fetch(timeline_key(self._run_id), TimelineRecord, self._run_id)
-            except CallError:
-                await anyio.sleep(RUN_LOOK_S)
-                continue
-            if (record := records.get(self._run_id)) is not None:
-                self._timeline, self._begun = record.timeline(), record.begun
-            return
+        """Tell the peers, and other coordinators, that they may go; again if the DHT does not take it."""
+        for _ in range(END_TRIES):
+            if await end_run_for(self._dht, self._run_key, self.begun_s, reason):
+                return
+            await anyio.sleep(RUN_LOOK_S)
+        log.error("run_not_ended reason=the DHT does not take it: have the peers leave with swarm-coordinator end")
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""
-        timeline = TimelineRecord(
-            first_round=self._timeline.first_round,
-            first_optimizer_step=self._timeline.first_optimizer_step,
-            begun=self._begun,
-        )
-        await self._store_for_run(timeline_key(self._run_id), timeline)
+        await self._store_for_run(timeline_key(self._run_id), self._beginning.record())
         manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
         await self._store_for_run(MANIFESTS_KEY, manifest)
         await self._tell_revocations()
@@ -377,7 +369,8 @@ class RunService:
         while True:
             await anyio.sleep(PUBLISH_RUN_S)
             await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
-            await self._publish_run()
+            if await self._beginning.learn():
+                await self._publish_run()
 
     async def _export(self, transport: Transport) -> bool:
         """Save the model, if peers give their states; returns whether it is saved. The next look tries again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing_extensions import NotRequired
 
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import SwarmView
+
+log = logging.getLogger(__name__)
 
 # Without these, no run can be gone on with and no curve be drawn.
 NEEDED = frozenset({"optimizer_step", "round", "loss", "seconds", "tokens_per_s"})
@@ -99,19 +102,28 @@ def metrics_line(
 
 
 class MetricsFile:
-    """metrics.jsonl of a run: one line for each optimizer step, flushed at once.
+    """metrics.jsonl of a run: one line for each optimizer step, written at once.
+
+    Lines that the disk does not take are written with the next line that it takes.
 
     Args:
         resume: keep the lines that are there, and add only later steps
         unix_s: tells the time of a line
+
+    Raises:
+        UserError: the file cannot be written
     """
 
     def __init__(self, folder: Path, resume: bool = False, unix_s: Callable[[], float] = time.time):
         self._unix_s = unix_s
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
-        self._lines = whole_lines(self._path) if resume and self._path.exists() else []
-        self._rewrite()
+        self._is_whole = True  # the file has all lines, and no others
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lines = whole_lines(self._path) if resume and self._path.exists() else []
+            self._rewrite()
+        except OSError as error:
+            raise UserError(f"cannot write {self._path} ({error.strerror}): check space and permissions") from error
 
     @property
     def round_number(self) -> int:
@@ -133,24 +145,34 @@ class MetricsFile:
             return False
         line = MetricsLine(**line, time=round(self._unix_s(), 2))
         kept = [known for known in self._lines if known["optimizer_step"] < line["optimizer_step"]]
-        if len(kept) < len(self._lines):
-            self._file.close()
-            self._lines = kept
-            self._rewrite()
-        self._lines.append(line)
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        is_next = len(kept) == len(self._lines)
+        self._lines = [*kept, line]
+        self._save(line if is_next and self._is_whole else None)
         return True
 
     def close(self) -> None:
-        """Close the file; all lines are in it already."""
-        self._file.close()
+        """Write the lines that the disk has not taken so far, if it takes them now."""
+        if not self._is_whole:
+            self._save(None)
+
+    def _save(self, line: MetricsLine | None) -> None:
+        """Append a line that is new, or write all lines anew."""
+        was_whole, self._is_whole = self._is_whole, False
+        try:
+            if line is None:
+                self._rewrite()
+            else:
+                with self._path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            self._is_whole = True
+        except OSError as error:
+            if was_whole:  # a full disk fails at each line
+                log.error("metrics_not_written path=%s reason=%s", self._path, error.strerror)
 
     def _rewrite(self) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")
         partial.write_text("".join(json.dumps(known) + "\n" for known in self._lines))
         partial.replace(self._path)
-        self._file = self._path.open("a")
 
 
 def whole_lines(path: Path) -> list[MetricsLine]:

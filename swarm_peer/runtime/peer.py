@@ -17,7 +17,7 @@ from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capa
 from swarm_peer.runtime.host.processes import free_memory
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.addresses import metrics_address
-from swarm_peer.runtime.network.assignments import wait_for_assignment, wait_for_end
+from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment, wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -100,6 +100,7 @@ class Peer:
         self._replica: StageReplica | None = None  # the one that serves, or is to serve next
         self._prepared: StageReplica | None = None  # of the stage that this peer moves to
         self._moved_from = UNDECIDED
+        self._newest_term = NewestTerm()
         # Where its stage-mates are left behind as well, it must not take their state and serve on.
         self._min_round = 0
 
@@ -260,6 +261,7 @@ class Peer:
                 me=self._me,
                 stage=replica.stage,
                 fetch=lambda: self._dht.fetch_coordination(self._context.run_id),
+                newest_term=self._newest_term,
                 view=lambda: self._directory.view,
                 serial=lambda: self._directory.serial,
             )

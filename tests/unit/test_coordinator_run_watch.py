@@ -2,6 +2,7 @@ import io
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -552,6 +553,46 @@ def test_a_rewind_removes_lines_from_the_file(tmp_path):
     assert written(tmp_path) == [make_line(1), make_line(2), *rewound]
     metrics.close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A function that has files be cut off, until it is called again."""
+    real = Path.open
+
+    def cut_off(path, *_, **__):
+        with real(path, "a") as file:
+            file.write('{"optimizer_st')
+        raise OSError(28, "No space left on device")
+
+    def switch():
+        if Path.open is real:
+            monkeypatch.setattr(Path, "open", cut_off)
+            monkeypatch.setattr(Path, "write_text", cut_off)
+        else:
+            monkeypatch.undo()
+
+    return switch
+
+
+@pytest.mark.parametrize("ends_there", [False, True])
+def test_lines_that_a_full_disk_does_not_take_are_written_when_there_is_room(tmp_path, full_disk, caplog, ends_there):
+    metrics = MetricsFile(tmp_path)
+    metrics.write(make_line(1))
+    full_disk()
+    assert all(metrics.write(make_line(step)) for step in (2, 3))
+    assert caplog.messages == [f"metrics_not_written path={tmp_path / 'metrics.jsonl'} reason=No space left on device"]
+    full_disk()
+    if not ends_there:
+        metrics.write(make_line(4))
+    metrics.close()
+    assert written(tmp_path) == [make_line(step) for step in range(1, 4 if ends_there else 5)]
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_told_in_one_line(tmp_path, full_disk):
+    full_disk()
+    with pytest.raises(UserError, match=r"No space left on device.*: check space"):
+        MetricsFile(tmp_path)
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path):

@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from coordinator.run import service
+from coordinator.run.beginning import Beginning
 from coordinator.run.events import RunEvents
 from coordinator.run.service import RunOptions, RunService
 from swarm_peer.config import RunManifest
@@ -18,7 +19,7 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import Assignment
+from swarm_peer.wire.records import Assignment, TimelineRecord, timeline_key
 
 CONFIG = {
     "model_type": "gpt2",
@@ -82,6 +83,77 @@ async def test_a_look_without_an_answer_ends_nothing(tmp_path):
         await run._look_for_end()
     assert scope.cancelled_caught, "asked again"
     assert run.ended is None
+
+
+class Board(FakeDHT):
+    """A DHT that holds the newest record under each key."""
+
+    def __init__(self, folder, held):
+        super().__init__(folder)
+        self.held = held
+
+    async def fetch(self, key, record_type, run):
+        return {run: self.held[key]} if key in self.held else {}
+
+    async def store(self, key, record, run, lifetime_s, signer=None):
+        self.held[key] = record
+        return True
+
+    async def learn_revocations(self, run_id):
+        pass
+
+
+async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path, monkeypatch):
+    """Newcomers would begin with the initial weights, and not with the checkpoint's."""
+    monkeypatch.setattr(service, "PUBLISH_RUN_S", 0.01)
+    board = Board(tmp_path, {})
+    key = timeline_key(board.identity.peer_id)
+    standby = RunService(RESOLVED, board, RunOptions(output=tmp_path, standby=True))
+    board.held[key] = TimelineRecord(first_round=0, first_optimizer_step=0, begun=standby.begun_s - 100)
+    await standby._beginning.find()
+    assert standby.begun_s == board.held[key].begun
+    resumed = board.held[key] = TimelineRecord(first_round=153, first_optimizer_step=100, begun=standby.begun_s + 50)
+    with anyio.move_on_after(0.1):
+        await standby._keep_published()
+    assert board.held[key] == resumed
+    assert standby.begun_s == resumed.begun
+
+
+@pytest.mark.parametrize("num_failures", [0, 2, service.END_TRIES])
+async def test_the_end_is_told_until_the_dht_takes_it(tmp_path, monkeypatch, caplog, num_failures):
+    monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)
+    board, answers = Board(tmp_path, {}), [False] * num_failures + [True]
+    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+
+    async def store(key, record, *_, **__):
+        board.held |= {key: record} if answers[0] else {}
+        return answers.pop(0)
+
+    monkeypatch.setattr(board, "store", store)
+    await run.end("all steps are done")
+    is_told = num_failures < service.END_TRIES
+    assert [record.reason for record in board.held.values()] == ["all steps are done"] * is_told
+    assert ("run_not_ended" in caplog.text) != is_told
+
+
+@pytest.mark.parametrize(
+    ("own", "known", "is_taken"),
+    [
+        (((0, 0), 100), ((0, 0), 40), True),
+        (((0, 0), 100), ((0, 0), 140), False),
+        (((0, 0), 100), ((9, 5), 40), True),
+        (((9, 5), 40), ((0, 0), 100), False),
+        (((9, 5), 40), ((30, 20), 100), True),
+        (((30, 20), 100), ((9, 5), 40), False),
+    ],
+    ids=["begun earlier", "begun later", "resumed", "not found", "resumed again", "of the time before"],
+)
+async def test_which_beginning_of_a_run_is_believed(tmp_path, own, known, is_taken):
+    records = [TimelineRecord(first_round=of[0], first_optimizer_step=of[1], begun=at) for of, at in (own, known)]
+    beginning = Beginning(Board(tmp_path, {timeline_key("run"): records[1]}), "run", records[0].begun)
+    beginning.timeline = records[0].timeline()
+    assert await beginning.learn()
+    assert beginning.record() == records[is_taken]
 
 
 class Coordination:
@@ -150,6 +222,13 @@ async def test_no_look_ends_a_coordinator(tmp_path, monkeypatch):
     await run._look_at_run(None, coordination)
     counted = {work: run.metrics.look_defects.labels(work)._value.get() for work in ("observe", "rebalance", "show")}
     assert counted == {"observe": 2, "rebalance": 2, "show": 1}
+
+    async def fill_disk(*_):
+        raise OSError(28, "No space left on device", "members.json")
+
+    monkeypatch.setattr(run, "_rebalance", fill_disk)
+    await run._look_at_run(None, coordination)
+    assert run.metrics.look_defects.labels("rebalance")._value.get() == 2, "no defect of this program"
 
     async def end(*_):
         raise SwarmError("libp2p's daemon has died")

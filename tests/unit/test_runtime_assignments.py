@@ -12,7 +12,7 @@ from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network import assignments
-from swarm_peer.runtime.network.assignments import find_end, wait_for_assignment, wait_for_end
+from swarm_peer.runtime.network.assignments import NewestTerm, find_end, wait_for_assignment, wait_for_end
 from swarm_peer.wire.records import Assignment, CoordinationRecord, EndRecord, TimelineRecord
 
 ASSIGNMENT = Assignment(peer="me", announced=10, from_stage=0, to_stage=1, reason="stage 1 is slow")
@@ -25,6 +25,7 @@ class World:
     serial: int = 10
     looks: int = 0
     hidden_after: int = 100  # looks after which the newest term is not found any more
+    newest_term: NewestTerm = field(default_factory=NewestTerm)
 
     async def fetch(self) -> dict[Term, CoordinationRecord]:
         self.looks += 1
@@ -37,7 +38,12 @@ class World:
     async def wait(self) -> Assignment:
         view = SwarmView(2, (PeerView(peer_id="me", stage=0, state=PeerState.SERVING), *self.mates))
         return await wait_for_assignment(
-            me="me", stage=0, fetch=self.fetch, view=lambda: view, serial=lambda: self.serial
+            me="me",
+            stage=0,
+            fetch=self.fetch,
+            newest_term=self.newest_term,
+            view=lambda: view,
+            serial=lambda: self.serial,
         )
 
     async def is_refused(self) -> bool:
@@ -76,6 +82,15 @@ async def test_a_newer_term_is_remembered_where_it_cannot_be_found_any_more(worl
     world.assign(ASSIGNMENT, term=1)
     world.assign(term=2)
     world.hidden_after = 1
+    assert await world.is_refused()
+
+
+async def test_a_newer_term_is_remembered_after_a_move(world: World) -> None:
+    world.assign(ASSIGNMENT, term=2)
+    await world.wait()
+    world.said.clear()
+    world.assign(ASSIGNMENT, term=1)
+    world.looks = 0
     assert await world.is_refused()
 
 

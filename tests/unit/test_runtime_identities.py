@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-from swarm_peer.runtime.host.identities import free_identity
+from swarm_peer.runtime.host.identities import KeptFile, free_identity
 
 HOLD = """
 import sys
@@ -38,3 +39,17 @@ def test_where_nothing_can_be_kept_a_peer_has_an_identity_for_one_start(tmp_path
     with free_identity(tmp_path / "file" / "state", tmp_path) as path:
         assert path == tmp_path / "identity"
     assert "identity_not_kept" in caplog.text
+
+
+def test_what_a_full_disk_does_not_take_leaves_what_was_kept(tmp_path, monkeypatch, caplog):
+    kept, real = KeptFile(tmp_path / "contributions.json"), Path.write_bytes
+    kept.write(b"a week's work")
+
+    def cut_off(path, data):
+        real(path, data[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", cut_off)
+    kept.write(b"a week's work, and a minute's")
+    assert kept.read() == b"a week's work"
+    assert "not_kept" in caplog.text

@@ -382,6 +382,29 @@ async def test_what_fails_each_time_gives_its_place_to_another(monkeypatch):
         assert world.count == RoundCount(8, 8, 4.0, (WindowRange(0, 0, 2, 10),)), "the place that it had claimed"
 
 
+async def test_what_has_not_failed_is_not_dropped_however_often_its_round_was_closed(monkeypatch):
+    monkeypatch.setattr(launcher, "MAX_LAUNCHES", 3)
+    async with World() as world:
+        [first] = await world.executor.launched()
+        for round_number in range(1, 4):
+            world.rounds.enter(Phase.ENDING)
+            first.fail(RoundClosed("over", round_number))
+            await settle()
+            drain(world)
+            await settle()
+            world.enter(round_number)
+            await until(lambda: any(item.windows == [0, 1] for item in world.executor.running))
+            first = next(item for item in world.executor.running if item.windows == [0, 1])
+            world.executor.running.remove(first)
+        first.fail(HopFailed("for the first time"))
+        await until(lambda: any(item.windows == [0, 1] for item in world.executor.running))
+        assert world.leases.given_up == []
+        assert world.metrics.lost_samples._value.get() == 0
+        while not world.progress.counter.is_full(3):
+            drain(world)
+            await settle()
+
+
 async def test_what_comes_too_late_belongs_to_the_next_round():
     async with World() as world:
         first, second = await world.executor.launched(2)

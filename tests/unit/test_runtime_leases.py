@@ -378,6 +378,70 @@ async def test_samples_given_up_pass_for_counted(swarm: Swarm) -> None:
     assert peer.progress.counter.count_of(0, peer.progress.author).samples == 4
 
 
+async def test_however_many_samples_are_given_up_others_take_the_count(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL_BATCH", 8)
+    a, b = [await swarm.add(name, *[30] * 8) for name in "ab"]
+    given_up, counted = await a.draw(20), await a.draw(8)
+    a.leases.give_up(given_up)
+    for sample in counted:
+        a.count([sample])
+    a.tell(b)
+    for _ in range(2):
+        swarm.end_round()
+        a.count(await a.draw(1))
+    swarm.end_round()
+    for peer in (a, b):
+        entered = {SampleId(*r.slice_id, w) for r in peer.ledger.facts() for w in range(r.start, r.end)}
+        assert {*given_up, *counted} <= entered
+
+
+async def test_a_count_that_comes_while_the_next_round_is_settled_is_entered(swarm: Swarm) -> None:
+    a, b = [await swarm.add(name, *[10] * 20) for name in "ab"]
+    late = await b.draw(4)
+    b.count(late)
+    a.leases.end_round(0)
+    begin_counting(a.progress, 1)
+    a.leases.end_round(1)
+    b.tell(a)
+    assert set(late) <= {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
+    assert a.repeated == 0
+
+
+async def test_what_has_counted_and_the_giver_of_a_state_has_not_heard_of_is_not_read_again(swarm: Swarm) -> None:
+    a, b = [await swarm.add(name, *[30] * 4) for name in "ab"]
+    counted = await a.draw(12)
+    a.count(counted)
+    not_heard = b.leases.end_round(0)
+    swarm.kill(b)
+    await a.leases.begin(1, FIRST_TIMELINE, not_heard)
+    begin_counting(a.progress, 1)
+    a.changed.notify()
+    assert not set(counted) & set(await a.draw(60))
+    assert a.repeated == 0
+
+
+async def test_who_has_gone_back_does_not_hear_the_pass_of_the_timeline_that_was_given_up(swarm: Swarm) -> None:
+    a, *mates = [await swarm.add(name, *[500] * 40) for name in "abc"]
+    await a.has_leased(8)
+    answered = anyio.Event()
+
+    def of_a_later_pass(reply):  # type: ignore[no-untyped-def]
+        reply.body["current_pass"] = 1
+        return reply
+
+    faults = [
+        swarm.network.fault(op="lease", to=peer.peer_id, after=answered, tamper=of_a_later_pass) for peer in mates
+    ]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(a.leases._ask, {peer.peer_id for peer in mates}, [SliceId(0, 5)])
+        await until(lambda: sum(fault.fired for fault in faults) == 2)
+        await a.leases.begin(6, Timeline(6, 0, 0), b"")
+        answered.set()
+    assert a.leases._passes == {}
+
+
 async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
     a = await swarm.add("a", *[10] * 20)
     b = await swarm.add("b", *[10] * 20)
@@ -556,6 +620,24 @@ async def test_one_stage_mate_of_several_cannot_end_a_pass(swarm: Swarm) -> None
     swarm.network.fault(op="lease", to=c.peer_id, tamper=exaggerate, times=10**6)
     await a.leases._ask({b.peer_id, c.peer_id}, slices)
     assert a.ledger.current_pass > 0
+
+
+async def test_a_stage_mate_cannot_fill_memory_with_facts(swarm: Swarm) -> None:
+    begins = iter(range(0, 10**9, 4 * MAX_FACTS))
+
+    def tell_more(reply):  # type: ignore[no-untyped-def]
+        first = next(begins)
+        reply.body["facts"] = tuple((0, 5, first + 2 * n, first + 2 * n + 1, False) for n in range(MAX_FACTS // 2))
+        reply.body["refused"] = ()
+        return reply
+
+    a, b = [await swarm.add(name, *[500] * 40) for name in "ab"]
+    await a.has_leased(8)
+    a.leases._told = ()
+    swarm.network.fault(op="lease", to=b.peer_id, tamper=tell_more, times=10**6)
+    answers = [await a.leases._ask({b.peer_id}, [SliceId(0, 5)]) for _ in range(4)]
+    assert answers == [[SliceId(0, 5)]] * 2 + [[]] * 2, "without all facts, samples that have counted would be read"
+    assert len(a.leases._told) == MAX_FACTS
 
 
 async def test_what_nobody_has_asked_for_is_not_believed(swarm: Swarm) -> None:

@@ -52,6 +52,7 @@ class _Batch:
         generation: the generation of the leases in which the samples were drawn
         claimed: the round whose global batch has room reserved for the batch
         id: the same in all launches within a round, so that a peer which has counted the batch recognises it
+        failures: how many launches have failed; those for which the round closed have not
     """
 
     tokens_BS: torch.Tensor
@@ -59,7 +60,7 @@ class _Batch:
     generation: int
     claimed: Round | None = None
     id: bytes = b""
-    launches: int = 0
+    failures: int = 0
 
 
 class MicrobatchLauncher:
@@ -242,7 +243,6 @@ class MicrobatchLauncher:
 
     def _claim(self, batch: _Batch, present: Round) -> None:
         """Give a batch a place in the global batch of the round, unless it has one already."""
-        batch.launches += 1
         if batch.claimed is not present:
             batch.claimed = present
             batch.id = self._context.random.token(16)
@@ -298,10 +298,11 @@ class MicrobatchLauncher:
 
     async def _launch_again(self, batch: _Batch, present: Round, error: CallError) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
-        log.warning("microbatch_failed launches=%d reason=%s: %s", batch.launches, error.code, error)
-        if batch.launches >= MAX_LAUNCHES:
+        batch.failures += 1
+        log.warning("microbatch_failed failures=%d reason=%s: %s", batch.failures, error.code, error)
+        if batch.failures >= MAX_LAUNCHES:
             self._context.metrics.lost_samples.inc(len(batch.tokens_BS))
-            log.error("microbatch_dropped launches=%d reason=%s", batch.launches, error)
+            log.error("microbatch_dropped failures=%d reason=%s", batch.failures, error)
             if batch.generation == self._leases.generation:
                 self._leases.give_up(batch.samples)
             # Another batch takes its place. Otherwise the global batch would never be full.

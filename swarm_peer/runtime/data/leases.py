@@ -106,6 +106,7 @@ class SliceLeases:
         ledger = SampleLedger(num_slices)
         if data:
             ledger = await self._context.threads.run(decode_ledger, data, num_slices)
+        goes_on = self._ledger is not None and timeline.first_round == self._timeline_first_round
         for slice_id in self._held:
             self._pool.drop(slice_id)
         self._held.clear()
@@ -117,6 +118,9 @@ class SliceLeases:
         self._passes.clear()
         self._ledger = ledger
         self._began, self._ended = round_number, round_number - 1
+        if goes_on:  # whoever gave the state may not have heard of all that this peer knows to have counted
+            for author, count in self._progress.counter.counts(self._ended):
+                ledger.add(self._credible(author, count.ranges))
         self._timeline_first_round = timeline.first_round
         self.generation += 1
         self._context.changed.notify()
@@ -139,7 +143,8 @@ class SliceLeases:
         if self._ledger is None:
             return
         ranges = self._progress.counter.count_of(round_number, author).ranges
-        if round_number == self._ended:
+        # Those of the round before come while this round's update is applied; earlier ones may be of another timeline.
+        if self._began - 1 <= round_number <= self._ended:
             # One author may send many counts of a round. Each could otherwise have more slices believed empty.
             news = self._credible(author, ranges, max_empty=0)
             repeated = self._ledger.add(news) - sum(item.end - item.start for item in before.ranges)
@@ -198,8 +203,11 @@ class SliceLeases:
         Returns:
             the ranges of its count from now on: also the samples given up and the ends of slices found meanwhile
         """
-        counted = [*samples, *self._given_up]
-        self._given_up.clear()
+        # A peer counts no more samples than a global batch has, and others take no count with twice as many windows.
+        num_given_up = sum(item.end - item.start for item in before.ranges) - before.samples
+        room = max(0, self._progress.counter.global_batch_size - num_given_up)
+        counted = [*samples, *self._given_up[:room]]
+        del self._given_up[:room]
         self._drawn.difference_update(counted)
         self._release_contested()
         return merge_ranges([*before.ranges, *ranges_of(counted), *self._pool.take_ends()])
@@ -278,14 +286,20 @@ class SliceLeases:
                 refused.update(wanted)
                 return
             self._note_present()
-            self._note_pass(ledger, peer_id, answer.current_pass)
+            if ledger is self._ledger:  # otherwise the answer is of a timeline that was given up
+                self._note_pass(ledger, peer_id, answer.current_pass)
             ledger.release(peer_id, answer.corrections)
             for slice_id, owner in answer.refused:
                 refused.add(slice_id)
                 if slice_id in wanted and owner is not None and owner != self._me and owner in self._live():
                     ledger.note_lease(slice_id, owner)
             if ledger is self._ledger:
-                self._told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
+                told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
+                if len(told) > MAX_FACTS:  # more than good stage-mates tell in a round: without them, nothing is read
+                    log.warning("lease_facts_refused peer=%s facts=%d", peer_id, len(told))
+                    refused.update(wanted)
+                else:
+                    self._told = told
 
         async with anyio.create_task_group() as tasks:
             for peer_id in sorted(mates):

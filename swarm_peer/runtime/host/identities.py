@@ -52,10 +52,12 @@ class KeptFile:
             return b""
 
     def write(self, data: bytes) -> None:
-        """Replace the content, if possible."""
+        """Replace the content at once, if possible; otherwise the former content stays."""
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._path.write_bytes(data)
+            partial.write_bytes(data)
+            partial.replace(self._path)
         except OSError as error:
             log.warning("not_kept path=%s reason=%s", self._path, error.strerror)
 

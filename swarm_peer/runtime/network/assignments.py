@@ -29,11 +29,24 @@ LOOK_FOR_END_S = 5.0
 LOOK_FOR_DUE_END_S = 1.0
 
 
+class NewestTerm:
+    """The newest term that a peer has heard of, in whatever stage it was then."""
+
+    def __init__(self) -> None:
+        self._term: Term | None = None
+
+    def record(self, known: Mapping[Term, CoordinationRecord]) -> CoordinationRecord | None:
+        """The newest term's record; None if it is not among those that are known now."""
+        self._term = max((*known, *([self._term] if self._term else [])), default=None)
+        return known.get(self._term) if self._term else None
+
+
 async def wait_for_assignment(
     *,
     me: str,
     stage: int,
     fetch: Callable[[], Awaitable[Mapping[Term, CoordinationRecord]]],
+    newest_term: NewestTerm,
     view: Callable[[], SwarmView],
     serial: Callable[[], int],
 ) -> Assignment:
@@ -47,19 +60,18 @@ async def wait_for_assignment(
         me: id of this peer
         stage: the stage that this peer serves
         fetch: fetches the records of all coordinators; may raise CallError
+        newest_term: of this peer, for as long as its process lives
         view: the swarm as this peer knows it now
         serial: serial number of this peer's last announcement
     """
     began, refused = serial(), None
-    newest: Term | None = None
     while True:
         await anyio.sleep(POLL_S)
         try:
             known = await fetch()
         except CallError:  # the DHT has logged that it does not answer
             continue
-        newest = max((*known, *([newest] if newest else [])), default=None)
-        record = known.get(newest) if newest else None
+        record = newest_term.record(known)
         for assignment in record.assignments if record is not None else ():
             if (assignment.peer, assignment.from_stage) != (me, stage) or not began <= assignment.announced <= serial():
                 continue

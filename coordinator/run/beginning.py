@@ -1,0 +1,64 @@
+"""Where and when a run began, as its coordinators publish it: peers begin there if nothing was computed since."""
+
+from __future__ import annotations
+
+import anyio
+
+from swarm_peer.errors import CallError
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.wire.records import TimelineRecord, timeline_key
+
+LOOK_S = 2.0
+
+
+class Beginning:
+    """The beginning of one run, as one of its coordinators knows it. Belongs to the event loop's thread.
+
+    Args:
+        now_s: Unix time, at which the run begins if no other coordinator began it earlier
+
+    Attributes:
+        timeline: the run's first timeline
+        begun_s: Unix seconds at which the run began, or was resumed
+    """
+
+    def __init__(self, dht: SwarmDHT, run_id: str, now_s: float):
+        self._dht = dht
+        self._run_id = run_id
+        self.timeline = FIRST_TIMELINE
+        self.begun_s = int(now_s)
+
+    async def find(self) -> None:
+        """Find out what another coordinator has published, if the run is under way; wait until the DHT answers."""
+        while not await self.learn():  # noqa: ASYNC110 (nobody tells when the DHT answers again)
+            await anyio.sleep(LOOK_S)
+
+    async def learn(self) -> bool:
+        """Take over what another coordinator has published, if that one knows better; returns whether the DHT answers.
+
+        The run may have been resumed since this coordinator began to watch it.
+        """
+        try:
+            records = await self._dht.fetch(timeline_key(self._run_id), TimelineRecord, self._run_id)
+        except CallError:
+            return False
+        known = records.get(self._run_id)
+        if known is not None and self._is_better(known.timeline(), known.begun):
+            self.timeline, self.begun_s = known.timeline(), known.begun
+        return True
+
+    def _is_better(self, timeline: Timeline, begun_s: int) -> bool:
+        if timeline == self.timeline:
+            return begun_s < self.begun_s  # a coordinator that found no record takes the run for new
+        if FIRST_TIMELINE in (timeline, self.timeline):
+            return self.timeline == FIRST_TIMELINE
+        return begun_s > self.begun_s
+
+    def record(self) -> TimelineRecord:
+        """The record that this coordinator publishes."""
+        return TimelineRecord(
+            first_round=self.timeline.first_round,
+            first_optimizer_step=self.timeline.first_optimizer_step,
+            begun=self.begun_s,
+        )
