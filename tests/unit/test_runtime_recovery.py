@@ -543,7 +543,7 @@ async def test_after_two_rewinds_snapshots_of_the_first_timeline_are_told_from_t
     start = await peer.recovery.find_start()
     assert start.timeline == third
     assert start.state.created_at_round == 44
-    assert late.donor.load_snapshot(0, 44) is None
+    assert await late.donor.load_snapshot(SnapshotRef(0, 44, 20)) is None
     late.enter(62, third)
     state = await late.recovery._fetch(SnapshotRef(0, third.created_at_round, third.first_optimizer_step), ["b"])
     assert state.created_at_round == 44, "not its own one of as many updates"
@@ -763,9 +763,7 @@ async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
     assert [peer.snapshots for peer in peers] == [[(0, 10), (1, 10)], [(1, 10), (2, 10)], [(0, 10), (2, 10)]]
     for peer in peers:
         for known in peer.donor._snapshots:
-            assert_state(
-                peer.donor.load_snapshot(known.stage, known.created_at_round), known.stage, known.optimizer_step
-            )
+            assert_state(await peer.donor.load_snapshot(known), known.stage, known.optimizer_step)
     for round_number in range(11, 21):
         for peer in peers:
             peer.enter(round_number)
@@ -835,8 +833,8 @@ async def test_after_a_rewind_a_snapshot_of_the_same_optimizer_step_is_kept_anew
     assert peer.snapshots == []
     peer.enter(40)
     await until(lambda: peer.snapshots == [(0, 20)])
-    assert peer.donor.load_snapshot(0, 20) is None
-    assert peer.donor.load_snapshot(0, 40).optimizer_step == 20
+    assert await peer.donor.load_snapshot(SnapshotRef(0, 20, 20)) is None
+    assert (await peer.donor.load_snapshot(SnapshotRef(0, 40, 20))).optimizer_step == 20
     running.cancel()
 
 
@@ -1293,6 +1291,16 @@ async def test_the_list_of_snapshots_says_where_a_peer_stands(follower):
         timeline_created_at_round=0,
         snapshots=((0, 3, 3),),
     )
+
+
+async def test_a_snapshot_of_another_optimizer_step_is_not_gone_back_to(follower):
+    """The run was cut in two, and both parts have gone through rounds of the same numbers."""
+    tensors, other_part = state_of(follower.trainer), Timeline(12, 8, 8)
+    await follower.donor.store_snapshot(0, StageState(16, "history_hash of 12", tensors, other_part))
+    assert [known for known, _ in follower.donor.snapshots()] == [SnapshotRef(0, 16, 12)]
+    with pytest.raises(CallError, match="no donor gave the state of stage 0"):
+        await follower.steps._downloads.snapshot_of(Timeline(30, 16, 16))
+    assert (await follower.steps._downloads.snapshot_of(Timeline(30, 12, 16))).optimizer_step == 12
 
 
 async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):

@@ -139,7 +139,9 @@ class StateDownloads:
         Raises:
             CallError: no peer gave it
         """
-        own = await self._context.threads.run(self._snapshots.load_snapshot, self._stage, timeline.created_at_round)
+        # With the optimizer step: after the run was cut in two, its parts go through rounds of the same numbers.
+        wanted = SnapshotRef(self._stage, timeline.created_at_round, timeline.first_optimizer_step)
+        own = await self._snapshots.load_snapshot(wanted)
         if own is not None:
             return own
         # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
@@ -174,7 +176,7 @@ async def fetch_snapshot(
     Raises:
         CallError: no peer gave it
     """
-    own = await context.threads.run(snapshots.load_snapshot, wanted.stage, wanted.created_at_round)
+    own = await snapshots.load_snapshot(wanted)
     if own is not None:
         return own
     manifest = context.resolved.hash
