@@ -466,6 +466,16 @@ async def test_a_coordinator_that_does_not_give_the_checkpoint_is_waited_for(swa
         await peer.recovery.find_start()
 
 
+async def test_a_run_that_went_on_from_a_checkpoint_does_not_begin_without_it(swarm):
+    """What the checkpoint holds was computed in another run, and is not in the few updates of this one."""
+    swarm.timeline = Timeline(34, EVERY + 2, created_at_round=34)
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await swarm.add(peer_id, stage, round_number=37, timeline=swarm.timeline)
+    peer = await swarm.newcomer()
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await peer.recovery.find_start()
+
+
 async def test_a_run_that_begins_anew_asks_no_coordinator(swarm):
     await swarm.newcomer()
     await swarm.peers["n"].recovery.find_start()
