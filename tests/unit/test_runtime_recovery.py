@@ -1328,6 +1328,27 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
     running.cancel()
 
 
+async def test_a_peer_that_reaches_later_rounds_as_it_is_told_to_go_back_goes_on(follower, monkeypatch):
+    """A stage-mate that has gone back already gave it its state."""
+    taken = asyncio.get_running_loop().create_future()
+
+    async def end(ending):
+        follower.rounds.enter(Phase.ENDING)
+        await taken
+        follower.steps._begin_round(38, "new timeline", Timeline(38, 0, 0), b"")
+
+    monkeypatch.setattr(follower.steps, "_end", end)
+    follower.steps._progress.saw_round(4)
+    running = asyncio.ensure_future(follower.steps.run())
+    await anyio.wait_all_tasks_blocked()
+    follower.steps.go_back(Timeline(38, 0, 0))
+    taken.set_result(None)
+    await anyio.wait_all_tasks_blocked()
+    assert not running.done()
+    assert (follower.steps.step.history_hash, follower.admission.is_open) == ("new timeline", True)
+    running.cancel()
+
+
 async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
     await follower.rewind(optimizer_step=0)
     follower.steps._begin_round(45, "new timeline", Timeline(38, 0, 0), b"")
