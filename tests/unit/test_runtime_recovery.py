@@ -1231,12 +1231,12 @@ async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(fol
     ]
     asked = []
 
-    async def fetch(transport, donors, call, *, max_bytes, max_round, rng):
+    async def fetch(transport, donors, call, *, max_bytes, max_round, rng, take):
         asked.append((sorted(donors), max_round))
         if len(asked) == 1:
             follower.peers.append(PeerView(peer_id="c", stage=2, state=PeerState.SERVING, round_number=110))
             raise NotServing("not yet")
-        return StageState(111, "history_hash of 111", state_of(follower.trainer), FIRST_TIMELINE)
+        await take(StageState(111, "history_hash of 111", state_of(follower.trainer), FIRST_TIMELINE))
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
     await follower.steps._catch_up_by_state(["a"], min_round=4)
@@ -1250,8 +1250,8 @@ async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypat
     good = state_of(follower.trainer)
     offers = [dict(list(good.items())[1:]), good]
 
-    async def fetch(transport, donors, call, **options):
-        return StageState(7, "history_hash of 7", offers.pop(0), FIRST_TIMELINE)
+    async def fetch(transport, donors, call, *, take, **options):
+        await take(StageState(7, "history_hash of 7", offers.pop(0), FIRST_TIMELINE))
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
     await follower.steps._catch_up_by_state(["a"], min_round=4)
@@ -1633,6 +1633,19 @@ async def test_a_newcomer_has_the_weights_that_are_compared_and_replays_updates_
     await mates.end_round(*mates.members)
     assert_alike(mates.members, 5)
     assert num_resyncs(newcomer, "other_weights") == 0
+
+
+async def test_a_stage_mate_whose_state_does_not_load_keeps_no_newcomer_out(mates):
+    """Its device is broken, or it lies; and it is a round ahead of the others."""
+    present = list(mates.members)
+    await mates.end_round(*present)
+    broken = present[1]
+    next(broken.trainer.strategy.weights()).fill_(torch.nan)
+    broken.steps._begin_round(2, "history_hash of its own", FIRST_TIMELINE, b"")
+    newcomer = await mates.add("d")
+    await newcomer.steps.join([member.peer_id for member in present])
+    assert_alike([present[0], newcomer, present[2]], 1)
+    assert newcomer.steps.download_bytes_per_s > 0
 
 
 async def test_a_newcomer_that_replays_to_other_weights_downloads_at_the_next_comparison(mates):
