@@ -9,10 +9,12 @@ import logging
 import random
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from statistics import median_low
 
 import anyio
 
+from coordinator.checkpoints.state_check import Check
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
@@ -47,6 +49,7 @@ async def fetch_states(
     transport: Transport,
     directory: Directory,
     resolved: ResolvedManifest,
+    check: Check,
     min_round: int = 0,
     rng: random.Random | None = None,
 ) -> list[StageState]:
@@ -57,6 +60,7 @@ async def fetch_states(
     of them wait for it, and copy their state as it begins.
 
     Args:
+        check: refuses states that do not fit their stage
         rng: chooses among the peers of a stage
 
     Raises:
@@ -66,7 +70,7 @@ async def fetch_states(
     rng = rng or random.Random()
 
     async def fetch(stage: int, target: int) -> None:
-        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target, rng)
+        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target, rng, check)
 
     for number in range(MODEL_TRIES):
         view = await directory.refresh(range(resolved.num_stages))
@@ -158,13 +162,15 @@ async def _fetch_stage(
     stage: int,
     min_round: int,
     rng: random.Random,
+    check: Check,
 ) -> StageState:
     call = StateIndexCall(manifest=resolved.hash, of_stage=stage, min_round=min_round)
+    max_bytes, take = max_state_bytes(resolved, stage), partial(check, stage)
     for _ in range(STAGE_TRIES):
         try:
             view = await directory.refresh([stage])
             donors = [peer.peer_id for peer in view.serving(stage)]
-            return await fetch_state(transport, donors, call, max_bytes=max_state_bytes(resolved, stage), rng=rng)
+            return await fetch_state(transport, donors, call, max_bytes=max_bytes, rng=rng, take=take)
         except CallError as error:
             log.warning("stage_not_fetched stage=%d round=%d reason=%s", stage, min_round, error)
             await anyio.sleep(1.0)

@@ -10,11 +10,13 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import anyio
 
 from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
 from coordinator.watch.run_watch import RunWatch
@@ -146,6 +148,7 @@ class CheckpointWriter:
         self._watch = watch
         self._directory = directory
         self._acts = acts
+        self._check = StateCheck(resolved, threads).check
         self._threads = threads
         self._rng = rng
         self._tell = tell
@@ -204,7 +207,13 @@ class CheckpointWriter:
         call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
         optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
         state = await fetch_state(
-            transport, donors, call, max_bytes=max_bytes, optimizer_step=optimizer_step, rng=self._rng
+            transport,
+            donors,
+            call,
+            max_bytes=max_bytes,
+            optimizer_step=optimizer_step,
+            rng=self._rng,
+            take=partial(self._check, stage),
         )
         # A peer that took it after the run had gone back to these weights has it under a later round and timeline.
         return replace(state, round_number=weights.first_round, timeline=weights)

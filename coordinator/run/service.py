@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup
 from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.beginning import Beginning
@@ -376,7 +377,8 @@ class RunService:
         """Save the model, if peers give their states; returns whether it is saved. The next look tries again."""
         try:
             min_round, rng = self.watch.round_number + 1, self._context.random.stream("states")
-            states = await fetch_states(transport, self._directory, self.resolved, min_round, rng)
+            check = StateCheck(self.resolved, self._context.threads).check
+            states = await fetch_states(transport, self._directory, self.resolved, check, min_round, rng)
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)
             return False

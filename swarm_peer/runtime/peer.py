@@ -7,7 +7,7 @@ import logging
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, NotAdmitted, UserError
+from swarm_peer.errors import CallError, NotAdmitted, UserError, first_line
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
@@ -323,8 +323,13 @@ class Peer:
             reason = "there is no memory for both stages" if view.serving(stage) else "nobody there gives its state"
             log.info("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, reason)
             return None
-        prepared = await StageReplica.open(self._parts, stage, self._counted)
-        await prepared.parts.step_loop.join(prepared.stage_mates())
+        try:
+            prepared = await StageReplica.open(self._parts, stage, self._counted)
+            await prepared.parts.step_loop.join(prepared.stage_mates())
+        except torch.OutOfMemoryError as error:
+            # `has_room_beside` estimates. The present replica is as it was.
+            log.warning("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, first_line(error))
+            return None
         return prepared
 
     async def _may_leave(self, replica: StageReplica) -> bool:

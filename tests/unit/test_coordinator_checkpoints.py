@@ -21,12 +21,14 @@ from coordinator.checkpoints import files as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
+from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, plan_checkpoints
 from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
@@ -636,8 +638,13 @@ class Run:
         self.store = CheckpointStore(str(folder / "checkpoints"))
         self.saved = []
 
-    async def add(self, peer_id, stage, round_number, timeline):
+    async def check(self, stage, state):
+        """States are made up here, but where a test says otherwise."""
+
+    async def add(self, peer_id, stage, round_number, timeline, tensors=None):
         state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
+        if tensors is not None:
+            state = dataclasses.replace(state, tensors=tensors)
         store = SnapshotStore(
             clock=SystemClock(),
             threads=SystemThreads(),
@@ -672,6 +679,7 @@ class Run:
             threads=SystemThreads(),
             rng=random.Random(0),
         )
+        writer._check = self.check
         await writer._save(self.network.transport("coordinator"), 60)
 
 
@@ -748,3 +756,32 @@ async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypat
     await run.save()
     [state] = expected
     assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda state: {}, "the state lacks"),
+        (lambda state: state | {"__metadata__": torch.ones(2)}, "the state has 1 tensors that this stage lacks"),
+        (lambda state: state | {name: value + torch.nan for name, value in list(state.items())[:1]}, "not finite"),
+    ],
+)
+async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, monkeypatch, caplog, damage, reason):
+    """One peer gives another one, and is not the only one that has any."""
+    caplog.set_level(logging.INFO)
+    resolved = ResolvedManifest.of(run.manifest)
+    run.check = StateCheck(resolved, SystemThreads()).check
+    tensors = [StageTrainer(resolved, spec, blank=True).state() for spec in resolved.specs]
+    await run.add("a", 0, 60, FIRST_TIMELINE, tensors[0])
+    await run.add("liar", 1, 60, FIRST_TIMELINE, damage(tensors[1]))
+
+    async def sleep(seconds):
+        assert not run.saved
+        await run.add("b", 1, 60, FIRST_TIMELINE, tensors[1])
+
+    monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
+    await run.save()
+    assert reason in caplog.text
+    loaded = run.store.newest().load_stage(1).tensors
+    assert loaded.keys() == tensors[1].keys()
+    assert all(bool(tensor.isfinite().all()) for tensor in loaded.values())

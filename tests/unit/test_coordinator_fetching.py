@@ -7,12 +7,14 @@ from memory_transport import MemoryNetwork
 
 from coordinator.checkpoints import fetching
 from coordinator.checkpoints.fetching import aim, fetch_states
+from coordinator.checkpoints.state_check import StateCheck
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import NotServing, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields
 from swarm_peer.runtime.state.index import StageState, make_index
 from swarm_peer.wire.messages import StateChunkCall, StateIndexCall
@@ -77,13 +79,17 @@ class Directory:
         return SwarmView(MANIFEST.stages.count, tuple(known))
 
 
-async def fetch(peers, announced=20, min_round=0):
+async def believe(stage, state):
+    pass
+
+
+async def fetch(peers, announced=20, min_round=0, check=believe):
     network = MemoryNetwork()
     async with network:
         for peer in peers:
             await network.transport(f"peer{peer.stage}").serve(peer)
         return await fetch_states(
-            network.transport("me"), Directory(peers, announced), ResolvedManifest.of(MANIFEST), min_round
+            network.transport("me"), Directory(peers, announced), ResolvedManifest.of(MANIFEST), check, min_round
         )
 
 
@@ -91,6 +97,14 @@ def assert_states_of(states, round_number):
     assert [state.round_number for state in states] == [round_number] * 3
     for stage, state in enumerate(states):
         assert torch.equal(state.tensors[f"weight{stage}"], torch.full((3,), float(round_number)))
+
+
+async def test_a_state_that_does_not_fit_its_stage_is_none(no_pauses, monkeypatch):
+    """Whoever saved it would have no model."""
+    monkeypatch.setattr(fetching, "STAGE_TRIES", 2)
+    check = StateCheck(ResolvedManifest.of(MANIFEST), SystemThreads()).check
+    with pytest.raises(SwarmError, match=r"no peer of stage \d gave its state of round 20"):
+        await fetch([Peer(stage, 20) for stage in range(3)], check=check)
 
 
 @pytest.fixture

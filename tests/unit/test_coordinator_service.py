@@ -63,7 +63,7 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
     saved = []
     given = [SwarmError("no peer of stage 0"), StageState(9, "x", {}, Timeline(7, 0, 0)), StageState(3, "x", {})]
 
-    async def fetch_states(transport, directory, manifest, min_round, rng):
+    async def fetch_states(transport, directory, manifest, check, min_round, rng):
         state = given.pop(0)
         if isinstance(state, SwarmError):
             raise state

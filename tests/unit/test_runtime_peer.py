@@ -2,12 +2,14 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+import torch
 from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import PeerState
+from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
 
@@ -69,6 +71,32 @@ async def test_a_download_that_fails_leaves_the_peer_where_it_is():
     assert not await mover._move(mover.replica, 0)
     assert (mover._lifecycle.state, mover._movable, mover._prepared) == (PeerState.SERVING, True, None)
     assert not mover._lifecycle.stop.is_set(), "it may be asked again"
+
+
+@pytest.mark.parametrize("fails", ["open", "join"])
+async def test_a_device_that_turns_out_too_small_for_both_stages_costs_the_present_one_nothing(monkeypatch, fails):
+    """What has room is a guess, and others may use the device, too."""
+
+    def run_out():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def open_replica(parts, stage, counted):
+        async def join(donors):
+            run_out()
+
+        if fails == "open":
+            run_out()
+        return SimpleNamespace(parts=SimpleNamespace(step_loop=SimpleNamespace(join=join)), stage_mates=lambda: ["m"])
+
+    async def look(stages):
+        return SimpleNamespace(serving=lambda stage: ["m"])
+
+    monkeypatch.setattr(peers, "has_room_beside", lambda *args: True)
+    monkeypatch.setattr(peers.StageReplica, "open", open_replica)
+    mover = Mover()
+    mover._directory.refresh_surely, mover._counted = look, None
+    assert await Peer._prepare(mover, mover.replica, 0) is None, "it closes the present one first"
+    assert mover._lifecycle.state is PeerState.SERVING
 
 
 async def test_the_last_peer_of_a_stage_stays_and_gives_up_what_it_has_prepared():

@@ -466,6 +466,16 @@ async def test_a_coordinator_that_does_not_give_the_checkpoint_is_waited_for(swa
         await peer.recovery.find_start()
 
 
+async def test_a_run_that_went_on_from_a_checkpoint_does_not_begin_without_it(swarm):
+    """What the checkpoint holds was computed in another run, and is not in the few updates of this one."""
+    swarm.timeline = Timeline(34, EVERY + 2, created_at_round=34)
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await swarm.add(peer_id, stage, round_number=37, timeline=swarm.timeline)
+    peer = await swarm.newcomer()
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await peer.recovery.find_start()
+
+
 async def test_a_run_that_begins_anew_asks_no_coordinator(swarm):
     await swarm.newcomer()
     await swarm.peers["n"].recovery.find_start()
@@ -543,7 +553,7 @@ async def test_after_two_rewinds_snapshots_of_the_first_timeline_are_told_from_t
     start = await peer.recovery.find_start()
     assert start.timeline == third
     assert start.state.created_at_round == 44
-    assert late.donor.load_snapshot(0, 44) is None
+    assert await late.donor.load_snapshot(SnapshotRef(0, 44, 20)) is None
     late.enter(62, third)
     state = await late.recovery._fetch(SnapshotRef(0, third.created_at_round, third.first_optimizer_step), ["b"])
     assert state.created_at_round == 44, "not its own one of as many updates"
@@ -763,9 +773,7 @@ async def test_peers_keep_their_own_snapshot_and_one_of_the_next_stage(swarm):
     assert [peer.snapshots for peer in peers] == [[(0, 10), (1, 10)], [(1, 10), (2, 10)], [(0, 10), (2, 10)]]
     for peer in peers:
         for known in peer.donor._snapshots:
-            assert_state(
-                peer.donor.load_snapshot(known.stage, known.created_at_round), known.stage, known.optimizer_step
-            )
+            assert_state(await peer.donor.load_snapshot(known), known.stage, known.optimizer_step)
     for round_number in range(11, 21):
         for peer in peers:
             peer.enter(round_number)
@@ -835,8 +843,8 @@ async def test_after_a_rewind_a_snapshot_of_the_same_optimizer_step_is_kept_anew
     assert peer.snapshots == []
     peer.enter(40)
     await until(lambda: peer.snapshots == [(0, 20)])
-    assert peer.donor.load_snapshot(0, 20) is None
-    assert peer.donor.load_snapshot(0, 40).optimizer_step == 20
+    assert await peer.donor.load_snapshot(SnapshotRef(0, 20, 20)) is None
+    assert (await peer.donor.load_snapshot(SnapshotRef(0, 40, 20))).optimizer_step == 20
     running.cancel()
 
 
@@ -1223,12 +1231,12 @@ async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(fol
     ]
     asked = []
 
-    async def fetch(transport, donors, call, *, max_bytes, max_round, rng):
+    async def fetch(transport, donors, call, *, max_bytes, max_round, rng, take):
         asked.append((sorted(donors), max_round))
         if len(asked) == 1:
             follower.peers.append(PeerView(peer_id="c", stage=2, state=PeerState.SERVING, round_number=110))
             raise NotServing("not yet")
-        return StageState(111, "history_hash of 111", state_of(follower.trainer), FIRST_TIMELINE)
+        await take(StageState(111, "history_hash of 111", state_of(follower.trainer), FIRST_TIMELINE))
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
     await follower.steps._catch_up_by_state(["a"], min_round=4)
@@ -1242,8 +1250,8 @@ async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypat
     good = state_of(follower.trainer)
     offers = [dict(list(good.items())[1:]), good]
 
-    async def fetch(transport, donors, call, **options):
-        return StageState(7, "history_hash of 7", offers.pop(0), FIRST_TIMELINE)
+    async def fetch(transport, donors, call, *, take, **options):
+        await take(StageState(7, "history_hash of 7", offers.pop(0), FIRST_TIMELINE))
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
     await follower.steps._catch_up_by_state(["a"], min_round=4)
@@ -1295,6 +1303,16 @@ async def test_the_list_of_snapshots_says_where_a_peer_stands(follower):
     )
 
 
+async def test_a_snapshot_of_another_optimizer_step_is_not_gone_back_to(follower):
+    """The run was cut in two, and both parts have gone through rounds of the same numbers."""
+    tensors, other_part = state_of(follower.trainer), Timeline(12, 8, 8)
+    await follower.donor.store_snapshot(0, StageState(16, "history_hash of 12", tensors, other_part))
+    assert [known for known, _ in follower.donor.snapshots()] == [SnapshotRef(0, 16, 12)]
+    with pytest.raises(CallError, match="no donor gave the state of stage 0"):
+        await follower.steps._downloads.snapshot_of(Timeline(30, 16, 16))
+    assert (await follower.steps._downloads.snapshot_of(Timeline(30, 12, 16))).optimizer_step == 12
+
+
 async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
     running = asyncio.ensure_future(follower.steps.run())
     taken = follower.steps.begin
@@ -1307,6 +1325,27 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
     follower.steps.begin = slow
     await follower.rewind(optimizer_step=0)
     await until(lambda: follower.steps.step.round_number == 42 and follower.admission.is_open)
+    running.cancel()
+
+
+async def test_a_peer_that_reaches_later_rounds_as_it_is_told_to_go_back_goes_on(follower, monkeypatch):
+    """A stage-mate that has gone back already gave it its state."""
+    taken = asyncio.get_running_loop().create_future()
+
+    async def end(ending):
+        follower.rounds.enter(Phase.ENDING)
+        await taken
+        follower.steps._begin_round(38, "new timeline", Timeline(38, 0, 0), b"")
+
+    monkeypatch.setattr(follower.steps, "_end", end)
+    follower.steps._progress.saw_round(4)
+    running = asyncio.ensure_future(follower.steps.run())
+    await anyio.wait_all_tasks_blocked()
+    follower.steps.go_back(Timeline(38, 0, 0))
+    taken.set_result(None)
+    await anyio.wait_all_tasks_blocked()
+    assert not running.done()
+    assert (follower.steps.step.history_hash, follower.admission.is_open) == ("new timeline", True)
     running.cancel()
 
 
@@ -1594,6 +1633,19 @@ async def test_a_newcomer_has_the_weights_that_are_compared_and_replays_updates_
     await mates.end_round(*mates.members)
     assert_alike(mates.members, 5)
     assert num_resyncs(newcomer, "other_weights") == 0
+
+
+async def test_a_stage_mate_whose_state_does_not_load_keeps_no_newcomer_out(mates):
+    """Its device is broken, or it lies; and it is a round ahead of the others."""
+    present = list(mates.members)
+    await mates.end_round(*present)
+    broken = present[1]
+    next(broken.trainer.strategy.weights()).fill_(torch.nan)
+    broken.steps._begin_round(2, "history_hash of its own", FIRST_TIMELINE, b"")
+    newcomer = await mates.add("d")
+    await newcomer.steps.join([member.peer_id for member in present])
+    assert_alike([present[0], newcomer, present[2]], 1)
+    assert newcomer.steps.download_bytes_per_s > 0
 
 
 async def test_a_newcomer_that_replays_to_other_weights_downloads_at_the_next_comparison(mates):

@@ -2,9 +2,11 @@ import asyncio
 import dataclasses
 import hashlib
 import random
+import threading
 from types import SimpleNamespace
 
 import anyio
+import anyio.from_thread
 import pytest
 import torch
 from contexts import MovedClock, make_context, unparsed
@@ -16,8 +18,9 @@ from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Vote
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.recovery import FIRST_TIMELINE, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
 from swarm_peer.runtime.state import index as state_index
@@ -25,6 +28,7 @@ from swarm_peer.runtime.state import state_server
 from swarm_peer.runtime.state import store as snapshots
 from swarm_peer.runtime.state import transfer as state_transfer
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.state_server import (
     LEASE_S,
     MAX_ROUNDS_BEHIND,
@@ -1002,15 +1006,40 @@ async def test_a_snapshot_of_other_updates_is_refused(world):
 
 async def test_a_kept_state_is_read_back(world):
     donor = await world.donor("a")
-    assert donor.donor.load_snapshot(STAGE, 3) is None
+    assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3)) is None
     assert await donor.donor.take_snapshot(3)
     before = donor.trainer.state()
     donor.goes_on(2.0)
-    state = donor.donor.load_snapshot(STAGE, 3)
+    state = await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))
     assert_equal(state.tensors, before)
     assert (state.round_number, state.optimizer_step, state.history_hash) == (3, 3, "history_hash of 1.0")
     state.tensors["weight"].zero_()
-    assert_equal(donor.donor.load_snapshot(STAGE, 3).tensors, before)
+    assert_equal((await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))).tensors, before)
+
+
+async def test_a_snapshot_is_found_while_another_one_is_stored(world):
+    donor = await world.donor("a")
+    await donor.donor.store_snapshot(2, donor.state_of(3))
+
+    class Source:
+        """Where a replica stands; while another thread asks for it, the event loop goes on."""
+
+        @property
+        def step(self):
+            if threading.current_thread() is not threading.main_thread():
+                anyio.from_thread.run(donor.donor.store_snapshot, 0, donor.state_of(4))
+            return StepState()
+
+    donor.donor.store.sources = {STAGE: Source()}
+    state = await fetch_snapshot(
+        SnapshotRef(2, 3, 3),
+        [],
+        context=donor.context,
+        transport=donor.transport,
+        snapshots=donor.donor.store,
+        rng=InOrder(),
+    )
+    assert_equal(state.tensors, donor.trainer.state())
 
 
 async def test_a_state_that_is_not_there_any_more_is_not_kept(world):
@@ -1030,7 +1059,7 @@ async def test_few_snapshots_of_each_stage_are_kept(world):
     assert reply.snapshots == ((1, 3, 3), (1, 4, 4), (2, 3, 3), (2, 4, 4))
     assert SNAPSHOTS_KEPT == 2
     assert donor.files() == ["stage-1-round-3", "stage-1-round-4", "stage-2-round-3", "stage-2-round-4"]
-    assert donor.donor.load_snapshot(STAGE, 2) is None
+    assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 2, 2)) is None
     assert len(donor.donor._snapshots) == 4
 
 
@@ -1126,5 +1155,5 @@ async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
     donor = await world.donor("a")
     for fill in (1, 2):
         await donor.donor.store_snapshot(STAGE, donor.state_of(3, fill=fill))
-    assert_equal(donor.donor.load_snapshot(STAGE, 3).tensors, FakeTrainer(2, 3).state())
+    assert_equal((await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))).tensors, FakeTrainer(2, 3).state())
     assert donor.files() == ["stage-1-round-3"]

@@ -77,27 +77,32 @@ class StateDownloads:
         Args:
             donors: peers to ask first; later tries ask the peers that serve the stage by then
             min_round: the earliest round whose state is of use
-            take: loads the state; if it raises InvalidMessage, the next try asks for another one
+            take: loads the state; if it raises InvalidMessage, another donor's is downloaded
 
         Raises:
             CallError: no peer gave such a state
         """
+
+        async def take_timed(state: StageState) -> None:
+            seconds = max(self._context.clock.monotonic_s() - began_s, 1e-9)
+            await take(state)
+            self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
+
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_round=min_round)
         view, donors = self._swarm.view(), list(donors)
         for attempt in range(1, tries + 1):
             serving = [peer.round_number for peer in view.peers if peer.state is PeerState.SERVING]
             began_s = self._context.clock.monotonic_s()
             try:
-                state = await fetch_state(
+                await fetch_state(
                     self._swarm.transport,
                     donors,
                     call,
                     max_bytes=self._max_state_bytes,
                     max_round=last_credible_round(serving),
                     rng=self._rng,
+                    take=take_timed,
                 )
-                seconds = max(self._context.clock.monotonic_s() - began_s, 1e-9)
-                await take(state)
             except CallError as error:
                 if attempt == tries:
                     raise
@@ -106,7 +111,6 @@ class StateDownloads:
                 view = await self._swarm.look(range(self._context.resolved.num_stages))
                 donors = self._swarm.stage_mates(self._stage) or donors
             else:
-                self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
                 return
 
     async def update_after(self, donors: Sequence[str], step: StepState) -> StageState:
@@ -139,7 +143,9 @@ class StateDownloads:
         Raises:
             CallError: no peer gave it
         """
-        own = await self._context.threads.run(self._snapshots.load_snapshot, self._stage, timeline.created_at_round)
+        # With the optimizer step: after the run was cut in two, its parts go through rounds of the same numbers.
+        wanted = SnapshotRef(self._stage, timeline.created_at_round, timeline.first_optimizer_step)
+        own = await self._snapshots.load_snapshot(wanted)
         if own is not None:
             return own
         # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
@@ -174,7 +180,7 @@ async def fetch_snapshot(
     Raises:
         CallError: no peer gave it
     """
-    own = await context.threads.run(snapshots.load_snapshot, wanted.stage, wanted.created_at_round)
+    own = await snapshots.load_snapshot(wanted)
     if own is not None:
         return own
     manifest = context.resolved.hash

@@ -168,7 +168,9 @@ class Recovery:
                 state = await self._fetch(wanted, holders) if beginning.first_optimizer_step else None
                 return Start(beginning, state, False, "nothing was computed since the run's beginning")
         self._wait_for_rivals(view, anybody_serves=bool(claims))
-        return await self._rewind(standing, snapshots)
+        # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
+        intervals = 0 if first.first_optimizer_step else INTERVALS_FROM_SCRATCH
+        return await self._rewind(standing, snapshots, intervals * self._manifest.recovery.snapshot_every)
 
     def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
         """Let peers with smaller ids go first."""
@@ -205,19 +207,19 @@ class Recovery:
         ]
         return snapshots
 
-    async def _rewind(self, standing: Standing, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> Start:
+    async def _rewind(
+        self, standing: Standing, snapshots: Mapping[str, Sequence[SnapshotRef]], from_scratch: int
+    ) -> Start:
         """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
+
+        Args:
+            from_scratch: without such a state, begin anew if the run has made at most this many optimizer steps
 
         Raises:
             CallError: there is no such state, no peer gave this stage's snapshot of it, or others see stage-mates
         """
-        rewind = choose_rewind(
-            snapshots,
-            self._context.resolved.num_stages,
-            self._stage,
-            standing.optimizer_step,
-            INTERVALS_FROM_SCRATCH * self._manifest.recovery.snapshot_every,
-        )
+        num_stages = self._context.resolved.num_stages
+        rewind = choose_rewind(snapshots, num_stages, self._stage, standing.optimizer_step, from_scratch)
         if rewind.optimizer_step is None:
             raise CallError(rewind.reason)
         first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES

@@ -142,12 +142,11 @@ class SnapshotStore:
         earlier = timeline_of(self._snapshots[ref].index)
         return self._newest_step.timeline.discarded(earlier, ref.created_at_round)
 
-    def load_snapshot(self, stage: int, created_at_round: int) -> StageState | None:
+    async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:
         """Copy a snapshot into memory; None if it is not kept here."""
-        stored = self._find_snapshot(stage, created_at_round)
-        if stored is None:
+        if ref not in self._snapshots or self._is_given_up(ref):
             return None
-        return assemble(stored.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors])
+        return await self._threads.run(_read_stored, self._snapshots[ref])
 
     def _forget_old(self) -> None:
         """Keep the newest snapshots of each stage.
@@ -248,6 +247,11 @@ def make_stored(stage: int, kind: Literal["state", "update"], state: StageState)
     index, tensors = make_index(stage, kind, state)
     packed = pack_fields(index)
     return StoredState(index, packed, hashlib.sha256(packed).digest(), tensors)
+
+
+def _read_stored(stored: StoredState) -> StageState:
+    """Copy a snapshot's tensors out of the file."""
+    return assemble(stored.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors])
 
 
 def _name_of(ref: SnapshotRef) -> str:

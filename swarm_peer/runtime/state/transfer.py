@@ -11,7 +11,7 @@ import hashlib
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,6 +51,7 @@ async def fetch_state(
     max_round: int = MAX_ROUND,
     optimizer_step: int | None = None,
     rng: random.Random,
+    take: Callable[[StageState], Awaitable[None]] | None = None,
 ) -> StageState:
     """Download the state or update that `call` asks for.
 
@@ -59,9 +60,10 @@ async def fetch_state(
         max_bytes: refuse an index of more bytes
         max_round: refuse an index of a later round
         optimizer_step: refuse an index of weights of another one, if given
+        take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
 
     Raises:
-        CallError: no donor gave it whole; the message has each donor's answer
+        CallError: no donor gave it whole, or none that could be taken over; the message has each donor's answer
     """
     check = partial(_check_index, call=call, max_bytes=max_bytes, max_round=max_round, optimizer_step=optimizer_step)
     waiting = list(donors)
@@ -81,7 +83,15 @@ async def fetch_state(
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
             state = await _download(transport, name, index, agreeing, call.manifest, failed)
-            if state is not None:
+            if state is None:
+                continue
+            try:
+                if take is not None:
+                    await take(state)
+            except InvalidMessage as error:
+                for donor in agreeing:
+                    failed(donor, error)
+            else:
                 return state
     what = f"{call.kind} of stage {call.of_stage}"
     raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")

@@ -270,14 +270,11 @@ class StepLoop:
 
     async def _rewind(self) -> None:
         target = self._rewind_to
-        assert target is not None
-        log.warning(
-            "run_rewound stage=%d optimizer_step=%d to=%d round=%d",
-            self._stage,
-            self.step.optimizer_step,
-            target.first_optimizer_step,
-            target.first_round,
-        )
+        if target is None:  # at that very moment a stage-mate's state has brought this peer to that round or beyond
+            self._rounds.enter(Phase.OPEN)
+            return
+        text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
+        log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
         self._metrics.rewinds.inc()
         self._rounds.enter(Phase.ENDING)
         async with self._ending:
