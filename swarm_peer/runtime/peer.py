@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # Pause between tries to join a stage.
 JOIN_PAUSE_S = 1.0
+# A peer that was left behind waits for stage-mates that were not, for so many lifetimes of an announcement.
+LEFT_BEHIND_PATIENCE = 8
 # Peers that one which nobody can dial keeps connections to.
 MOST_DIALLED = 256
 # A leaving peer has this long to tell others that it is gone.
@@ -101,8 +103,9 @@ class Peer:
         self._prepared: StageReplica | None = None  # of the stage that this peer moves to
         self._moved_from = UNDECIDED
         self._newest_term = NewestTerm()
-        # Where its stage-mates are left behind as well, it must not take their state and serve on.
-        self._min_round = 0
+        # Where its stage-mates are left behind as well, it must not take their state and serve on. They leave, too; but
+        # whoever has left them behind may die before they know, and then theirs is the only state.
+        self._min_round, self._holds_out_until_s = 0, 0.0
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
@@ -238,7 +241,8 @@ class Peer:
         while True:
             await self._directory.refresh_surely(range(self._manifest.stages.count))
             try:
-                return await replica.join(self._min_round)
+                holds_out = self._context.clock.monotonic_s() < self._holds_out_until_s
+                return await replica.join(self._min_round if holds_out else 0)
             except CallError as error:
                 note = f"waits to join stage {replica.stage}: {error}"
                 if note != self._lifecycle.note:
@@ -252,6 +256,8 @@ class Peer:
         """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""
         log.error("joining_anew stage=%d reason=%s", replica.stage, error)
         self._min_round = replica.step.round_number + 1
+        patience_s = LEFT_BEHIND_PATIENCE * self._manifest.limits.announcement_s
+        self._holds_out_until_s = self._context.clock.monotonic_s() + patience_s
         self._lifecycle.move(replica.stage)
 
     async def _obey(self, replica: StageReplica) -> None:

@@ -352,3 +352,11 @@ async def not_ready(tube: Tube, rng: random.Random) -> None:
 def serving(host: Host) -> bool:
     """Whether a peer says that it serves a stage."""
     return host.peer is not None and host.peer._lifecycle.state is PeerState.SERVING
+
+
+def may_stay(host: Host) -> bool:
+    """Whether a peer serves, or drains and has still to look whether others do: it stays if nobody does."""
+    if host.peer is None:
+        return False
+    lifecycle = host.peer._lifecycle
+    return serving(host) or (lifecycle.state is PeerState.DRAINING and not lifecycle.stop.is_set())

@@ -22,7 +22,7 @@ import anyio.lowlevel
 import torch
 from delayed import DelayedInvariants
 from eager import EagerInvariants
-from faults import KINDS, serving
+from faults import KINDS, may_stay
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
@@ -148,6 +148,7 @@ class Tube:
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
         # When a peer of a stage was gone, or of any stage (None) out of reach.
         self._departures: list[tuple[float, int | None]] = []
+        self._is_over = False
 
     # --- what faults and invariants ask
 
@@ -201,10 +202,10 @@ class Tube:
 
     def check_not_emptied(self, stage: int, looked_s: float) -> None:
         """A peer that moves leaves others in its stage, unless one of them has gone a short time ago."""
-        others = [host for host in self.peers() if self.stage_of(host) == stage and serving(host)]
+        others = [host for host in self.peers() if self.stage_of(host) == stage and may_stay(host)]
         now = self.world.loop.time()
         gone = any(at_s > now - looked_s and of_stage in (None, stage) for at_s, of_stage in self._departures)
-        if not others and not gone:
+        if not others and not gone and not self._is_over:
             self.violation(f"a move has emptied stage {stage}")
 
     def gone(self, host: Host) -> None:
@@ -435,6 +436,7 @@ class Tube:
                 self.violation(f"{host}: {defects} handlers failed")
 
     async def _tell_end(self, operator: Host, dht: Any) -> None:
+        self._is_over = True  # everybody goes, and those that know it first do not ask who stays
         while True:
             begun = int(operator.clock.unix_s())
             await end_run_for(dht, self._run_key, begun, "its operator has ended it")

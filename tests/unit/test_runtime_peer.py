@@ -1,4 +1,6 @@
 import asyncio
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,7 @@ from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import CallError, UserError
+from swarm_peer.errors import CallError, NotServing, UserError
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime.lifecycle import Lifecycle
@@ -127,3 +129,32 @@ async def test_data_that_may_not_be_read_is_found_before_a_move():
     with pytest.raises(UserError, match="--data-dir"):
         await asyncio.to_thread(Peer._check_move, mover, 0)
     Peer._check_move(mover, 1)
+
+
+async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_that_were_not(monkeypatch):
+    """Who left it behind may have died since, and its stage-mates hold the only state that is left."""
+    monkeypatch.setattr(peers, "JOIN_PAUSE_S", 0.0)
+    clock, asked = MovedClock(now=1.0), []
+
+    async def nothing(*_):
+        pass
+
+    class Replica(SimpleNamespace):
+        def stage_mates(self):
+            return ["mate"]
+
+        async def join(self, min_round):
+            asked.append(min_round)
+            if min_round > 7:
+                clock.now += 100.0
+                raise NotServing("this peer is in round 7, not in 8")
+
+    mover = Mover()
+    mover._context = replace(mover._context, clock=clock)
+    mover._manifest = MANIFEST
+    mover._directory = SimpleNamespace(announce=nothing, refresh_surely=nothing)
+    replica = Replica(stage=1, step=SimpleNamespace(round_number=7))
+    mover._join_anew(replica, NotServing("the run has gone back without it"))
+    await mover._join(replica)
+    held_out = math.ceil(peers.LEFT_BEHIND_PATIENCE * MANIFEST.limits.announcement_s / 100.0)
+    assert asked == [8] * held_out + [0]
