@@ -8,7 +8,7 @@ codecs. Averaging has nobody to average with, so its codec is not used.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,8 @@ class Baseline:
 
     def accumulate(self, tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:
         """Add a microbatch's gradients to the accumulators of all stages. Returns the sum of its samples' losses."""
-        return accumulate(self.trainers, tokens_BS, microbatch_id)
+        stages = [[trainer] for trainer in self.trainers]
+        return accumulate(stages, {microbatch_id: tokens_BS}, [[[microbatch_id]] for _ in stages])
 
     def evaluate(self, samples: np.ndarray) -> float:
         """Mean loss of samples (N, T+1), in nats per token."""
@@ -99,50 +100,49 @@ class ReplicatedBaseline:
             orders: for each stage, for each of its replicas: the numbers of the microbatches that it computes, in the
                 order in which it adds their gradients. A sum's last digits depend on it
         """
-        wire, optimizer_step = self.stages[0][0].manifest.wire, self.stages[0][0].optimizer_step
-        passes: list[dict[int, ForwardPass]] = []
-        received: dict[int, torch.Tensor] = {}
-        for replicas, order in zip(self.stages, orders, strict=True):
-            passes.append(
-                {
-                    number: trainer.forward(microbatches[number], received.get(number))
-                    for trainer, numbers in zip(replicas, order, strict=True)
-                    for number in numbers
-                }
-            )
-            received = {number: _received(each.output, wire.activations) for number, each in passes[-1].items()}
-        outputs = {number: each.output for number, each in passes[-1].items()}
-        received = {}
-        for stage in reversed(range(len(self.stages))):
-            for trainer, numbers in zip(self.stages[stage], orders[stage], strict=True):
-                for number in numbers:
-                    grad_BTD = trainer.backward(passes[stage][number], received.pop(number, None))
-                    if grad_BTD is not None:
-                        seed = rounding_seed(f"{optimizer_step}/{number}".encode(), stage)
-                        received[number] = _received(grad_BTD, wire.gradients, seed)
+        ids = [f"{self.stages[0][0].optimizer_step}/{number}".encode() for number in range(len(microbatches))]
+        orders_of_ids = [[[ids[number] for number in numbers] for numbers in order] for order in orders]
+        loss_sum = accumulate(self.stages, dict(zip(ids, microbatches, strict=True)), orders_of_ids)
         for replicas in self.stages:
             end_round(replicas)
-        num_samples = sum(len(output) for output in outputs.values())
-        return sum(float(outputs[number].sum()) for number in sorted(outputs)) / num_samples, num_samples
+        num_samples = sum(map(len, microbatches))
+        return loss_sum / num_samples, num_samples
 
 
-def accumulate(trainers: Sequence[StageTrainer], tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:
-    """Add a microbatch's gradients to the accumulators of one trainer of each stage.
+def accumulate(
+    stages: Sequence[Sequence[StageTrainer]],
+    microbatches: Mapping[bytes, torch.Tensor],
+    orders: Sequence[Sequence[Sequence[bytes]]],
+) -> float:
+    """Add microbatches' gradients to the accumulators of the replicas that compute them.
+
+    Args:
+        stages: the replicas of each stage
+        microbatches: token tensors of shape (B, T+1), by id
+        orders: for each stage, for each of its replicas: ids, in the order in which it adds the gradients
 
     Returns:
-        the sum of its samples' losses
+        the sum of the samples' losses
     """
-    wire = trainers[0].manifest.wire
-    passes: list[ForwardPass] = []
-    for trainer in trainers:
-        hidden_BTD = None if trainer.spec.is_first else _received(passes[-1].output, wire.activations)
-        passes.append(trainer.forward(tokens_BS, hidden_BTD))
-    grad_BTD = None
-    for trainer, forward_pass in zip(reversed(trainers), reversed(passes), strict=True):
-        grad_BTD = trainer.backward(forward_pass, grad_BTD)
-        if grad_BTD is not None:
-            grad_BTD = _received(grad_BTD, wire.gradients, rounding_seed(microbatch_id, trainer.spec.index))
-    return float(passes[-1].output.sum())
+    wire = stages[0][0].manifest.wire
+    passes: list[dict[bytes, ForwardPass]] = []
+    received: dict[bytes, torch.Tensor] = {}
+    for replicas, order in zip(stages, orders, strict=True):
+        computed = {
+            each: trainer.forward(microbatches[each], received.get(each))
+            for trainer, ids in zip(replicas, order, strict=True)
+            for each in ids
+        }
+        received = {each: _received(computed[each].output, wire.activations) for each in computed}
+        passes.append(computed)
+    received = {}
+    for replicas, order, computed in reversed(list(zip(stages, orders, passes, strict=True))):
+        for trainer, ids in zip(replicas, order, strict=True):
+            for each in ids:
+                grad_BTD = trainer.backward(computed[each], received.pop(each, None))
+                if grad_BTD is not None:
+                    received[each] = _received(grad_BTD, wire.gradients, rounding_seed(each, trainer.spec.index))
+    return sum(float(passes[-1][each].output.sum()) for each in microbatches)
 
 
 def end_round(replicas: Sequence[StageTrainer]) -> None:

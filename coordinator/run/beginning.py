@@ -9,6 +9,7 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import TimelineRecord, timeline_key
 
+# Pause between looks while the DHT does not answer.
 LOOK_S = 2.0
 
 

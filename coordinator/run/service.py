@@ -301,6 +301,7 @@ class RunService:
         except SwarmError:
             raise
         except OSError as error:  # a full disk: the run needs nothing of what is written down here
+            self.metrics.looks_incomplete.labels(work).inc()
             log.warning("look_incomplete work=%s reason=%s", work, error)
         except Exception:
             self.metrics.look_defects.labels(work).inc()

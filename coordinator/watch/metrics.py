@@ -66,6 +66,12 @@ class CoordinatorMetrics:
         self.look_defects = Counter(
             "swarm_run_look_defects", "Looks that failed by a defect of this program", ["work"], registry=registry
         )
+        self.looks_incomplete = Counter(
+            "swarm_run_looks_incomplete",
+            "Looks that this machine cut short, as by a full disk",
+            ["work"],
+            registry=registry,
+        )
 
     def count_moves(self, num_moves: int) -> None:
         """Take in how many moves this coordinator has assigned in its term; a new term begins with none."""

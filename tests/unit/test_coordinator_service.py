@@ -229,6 +229,7 @@ async def test_no_look_ends_a_coordinator(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_rebalance", fill_disk)
     await run._look_at_run(None, coordination)
     assert run.metrics.look_defects.labels("rebalance")._value.get() == 2, "no defect of this program"
+    assert run.metrics.looks_incomplete.labels("rebalance")._value.get() == 1
 
     async def end(*_):
         raise SwarmError("libp2p's daemon has died")

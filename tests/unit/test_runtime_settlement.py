@@ -877,6 +877,18 @@ async def test_a_vote_that_is_not_cast_yet_is_waited_for(group):
     assert (await asking)["checksum"] == settled["a"].history_hash
 
 
+async def test_who_says_at_once_that_it_has_no_vote_is_asked_after_a_pause(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.settlement.POLL_S", 0.0)
+    monkeypatch.setattr("swarm_peer.runtime.step.settlement.PAUSE_S", 3600.0)
+    first, second = await group.add("ab")
+    asking = asyncio.ensure_future(first.group._ask_vote(second.peer_id, 3, 0, {}))
+    for _ in range(100):
+        await anyio.lowlevel.checkpoint()
+    assert group.network.num_calls("vote", second.peer_id) == 1
+    assert not asking.done()
+    asking.cancel()
+
+
 @pytest.mark.parametrize("op", ["ready", "vote"])
 async def test_a_peer_that_is_not_there_yet_says_so(group, monkeypatch, op):
     monkeypatch.setattr(f"swarm_peer.runtime.step.{'barrier' if op == 'ready' else 'settlement'}.POLL_S", 0.0)

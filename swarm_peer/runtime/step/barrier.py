@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 # A stage-mate whose answer takes this much longer has stalled, and is left out.
 STALL_S = 8.0
-# Between two calls of a peer: one that says at once that it is not ready must not keep its caller busy.
+# Least time from one call to a stage-mate to the next: one that says at once that it is not ready must not keep this
+# peer busy.
 PAUSE_S = 0.05
 
 
