@@ -146,11 +146,20 @@ def accumulate(
 
 
 def end_round(replicas: Sequence[StageTrainer]) -> None:
-    """End a round among the replicas of a stage."""
+    """End a round among the replicas of a stage.
+
+    Args:
+        replicas: in the order of their peers' ids, in which stage-mates add what they bring. The last digits of an
+            average depend on it
+    """
     brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples) for trainer in replicas]
     total = max(sum(samples for _, samples in brought), 1)
-    weighted = [[tensor * (samples / total) for tensor in tensors] for tensors, samples in brought]
-    averages = [torch.stack(same).sum(0) for same in zip(*weighted, strict=True)]
+    averages = [torch.zeros_like(tensor) for tensor in brought[0][0]]
+    for tensors, samples in brought:
+        for average, tensor in zip(averages, tensors, strict=True):
+            average.add_(tensor, alpha=samples)
+    for average in averages:
+        average.div_(total)
     for trainer in replicas:
         trainer.apply(averages)
 

@@ -23,6 +23,7 @@ from swarm_peer.runtime import startup
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import Microbatch
+from swarm_peer.wire.identity import Identity
 
 app = App()
 # The stage that a peer with `--stage auto` begins in.
@@ -68,7 +69,8 @@ def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(
             file.flush()
 
         if os.environ.get(RECORD_ROUTES):
-            record_routes(folder / f"{os.getpid()}.route")
+            assert options.identity_path is not None
+            record_routes(folder / f"{Identity.load_or_create(options.identity_path).peer_id}.route")
         if (stage := os.environ.get(FIRST_STAGE)) is not None:
             startup.choose_stage = lambda *_, **__: StageChoice(int(stage), "the test says so")
         startup.run_peer(options, counted=record)

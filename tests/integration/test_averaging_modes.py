@@ -1,4 +1,4 @@
-"""Other modes of averaging in live swarms: against a process with as many replicas; peers come and go.
+"""Modes of averaging in live swarms: bit by bit against a process with as many replicas; peers come and go.
 
 Delayed updates that all begin a round with the same weights are held to one process in test_keystone.py.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 from recording_peer import RECORD_ROUTES
 from swarm import LiveSwarm, SwarmRun, check_ledger, run_swarm, tiny_manifest
-from test_keystone import check_counts, check_nothing_lost, relative_difference
+from test_keystone import check_counts, check_nothing_lost
 
 from coordinator.run.baseline import ReplicatedBaseline
 from swarm_peer.model.resolved import ResolvedManifest
@@ -24,7 +24,10 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def orders_of(run: SwarmRun, folder: Path, num_stages: int) -> dict[int, list[list[list[int]]]]:
-    """By optimizer step, stage and replica: the counted microbatches, in the order of the backward passes."""
+    """By optimizer step, stage and replica: the counted microbatches, in the order of the backward passes.
+
+    Replicas are in the order of their peers' ids.
+    """
     numbers = {each: number for counted in run.ids.values() for number, each in enumerate(counted)}
     orders: dict[int, list[list[list[int]]]] = {step: [[] for _ in range(num_stages)] for step in run.ids}
     for path in sorted(folder.glob("*.route")):
@@ -35,11 +38,12 @@ def orders_of(run: SwarmRun, folder: Path, num_stages: int) -> dict[int, list[li
     return orders
 
 
+SYNCHRONOUS = {"mode": "synchronous"}
 PERIODIC = {"mode": "periodic", "inner_steps": 4}
 EAGER = {"mode": "delayed"}
 
 
-@pytest.mark.parametrize("averaging", [PERIODIC, EAGER], ids=lambda section: section["mode"])
+@pytest.mark.parametrize("averaging", [SYNCHRONOUS, PERIODIC, EAGER], ids=lambda section: section["mode"])
 @pytest.mark.parametrize(
     ("num_stages", "num_peers", "optimizer"),
     [
@@ -79,10 +83,9 @@ def test_a_swarm_equals_a_process_with_as_many_replicas(
     for replicas, states in zip(reference.stages, run.states, strict=True):
         assert len(states) == num_peers
         for name, expected in replicas[0].state().items():
-            if averaging == EAGER or is_weight(name) or name.startswith("round/"):
-                assert all(torch.equal(state.tensors[name], states[0].tensors[name]) for state in states), name
-                if optimizer == "sgd":
-                    assert relative_difference(states[0].tensors[name], expected) < 1e-5, name
+            # Between two averages, optimizers' states are each replica's own.
+            if averaging != PERIODIC or is_weight(name) or name.startswith("round/"):
+                assert all(torch.equal(state.tensors[name], expected) for state in states), name
 
 
 @pytest.mark.slow

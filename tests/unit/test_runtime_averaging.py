@@ -133,6 +133,25 @@ async def test_all_members_get_the_weighted_mean(
         check_equals_mean(await members.average(round_number, [0, 1, 2]), round_number, tolerance)
 
 
+async def test_members_are_added_in_the_order_of_their_ids_whoever_sends_first(members: Members) -> None:
+    shares = dict(zip(members.ids, (3, 7, 11), strict=True))
+    expected = [torch.zeros(shape) for shape in SHAPES]
+    for peer in sorted(shares):
+        for total, gradient in zip(expected, gradients_of(members.ids.index(peer), 0), strict=True):
+            total.add_(gradient, alpha=shares[peer])
+    outcomes: list[list[torch.Tensor] | str] = []
+
+    async def take_part(number: int) -> None:
+        outcomes.append(await members.take_part(number, shares=shares))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(take_part, number)
+    for averages in outcomes:
+        assert not isinstance(averages, str), averages
+        assert all(torch.equal(own, total / 21) for own, total in zip(averages, expected, strict=True))
+
+
 async def test_without_any_samples_the_average_is_the_plain_mean(members: Members) -> None:
     nothing = dict.fromkeys(members.ids, 0)
     outcomes: list[list[torch.Tensor] | str] = []

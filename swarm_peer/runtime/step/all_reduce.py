@@ -310,6 +310,7 @@ class _ExactReducer(TensorPartReducer):
         self._threads = threads
         self._encoded: dict[int, asyncio.Future[tuple[memoryview, torch.Tensor]]] = {}
         self._to_take = [num_members - 1] * len(lengths)
+        self._added = Condition()
 
     async def take(self, part: int) -> memoryview:
         """The average of a part that has been averaged, as it travels. Once for each other member."""
@@ -320,12 +321,19 @@ class _ExactReducer(TensorPartReducer):
         return encoded
 
     async def accumulate_part(self, sender_index: int, part_index: int, *args: Any, **kwargs: Any) -> _Average:
+        # In the members' order, whoever's part came first: the last digits of a sum depend on it.
+        turn = (part_index, sender_index)
+        await self._added.wait_for(lambda: (self.current_part_index, self.current_part_accumulated_from) == turn)
         average = await super().accumulate_part(sender_index, part_index, *args, **kwargs)
         if part_index not in self._encoded:
             self._encoded[part_index] = asyncio.ensure_future(self._encode(part_index, average))
         _, received = await self._encoded[part_index]
         # The others get theirs from `take`: it is encoded once for all of them.
         return _Average(received if sender_index == self._own_index else torch.empty(0))
+
+    def check_current_part_finished(self) -> None:
+        super().check_current_part_finished()
+        self._added.notify()
 
     async def _encode(self, part: int, average: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
         """An average as it travels, and as the others read it."""
