@@ -1,8 +1,9 @@
 """What do slow links cost? Swarms and torch's pipelines over links with latency, jitter and bandwidth, on one machine.
 
 Each peer is a process of its own, over real libp2p, on a machine of its own in a box of links (links.py). Its device
-takes a time of its own for a microbatch and sleeps for what it did not compute of it, so two cores emulate a dozen
-GPUs; the real machine must have a core to spare. Torch's GPipe and 1F1B run over gloo (wan_pipeline.py).
+takes a time of its own for a microbatch and sleeps for nearly all of it: layers have all their weights, which are
+averaged, but compute one product. So two cores emulate a dozen GPUs; the real machine must have a core to spare.
+Torch's GPipe and 1F1B run over gloo (wan_pipeline.py).
 
 An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; delayed
 and periodic, swarms that average in these modes, the latter every 50 optimizer steps; gpipe; and 1f1b. Arms alternate
@@ -26,6 +27,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -67,26 +69,43 @@ class Arm:
         return cls(text, match["system"], LinkOptions(latency_s, jitter_s))
 
 
-def measure(arm: Arm, workload: Workload, options: argparse.Namespace, repetition: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """What is measured, and how long.
+
+    Attributes:
+        num_rounds: that are counted
+        keep: folder for the peers' logs and timelines
+    """
+
+    arms: Sequence[Arm]
+    num_rounds: int
+    repeat: int = 1
+    bytes_per_s: float = 0.0
+    keep: Path | None = None
+
+
+def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int) -> dict[str, Any]:
     """Run an arm once."""
-    links = replace(arm.links, bytes_per_s=options.bytes_per_s)
+    links = replace(arm.links, bytes_per_s=measuring.bytes_per_s)
     if arm.system not in SWARMS:
-        return measure_pipeline(workload, links, options.rounds, repetition, arm.system)
-    keep = None if options.keep is None else options.keep / f"{arm.name}-{repetition}"
+        return measure_pipeline(workload, links, measuring.num_rounds, repetition, arm.system)
+    keep = None if measuring.keep is None else measuring.keep / f"{arm.name}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
-    figures = measure_swarm(workload, links, options.rounds, repetition, keep)
+    figures = measure_swarm(workload, links, measuring.num_rounds, repetition, keep)
     figures["predicted_round_s"] = round(predicted_round_s(workload, links), 2)
     return figures
 
 
-def run_arms(workload: Workload, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def run_arms(workload: Workload, measuring: Measuring) -> dict[str, list[dict[str, Any]]]:
     """Run all arms as often as asked for."""
-    results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in options.arms}
-    for repetition in range(options.repeat):
-        shift = repetition % len(options.arms)
-        for arm in options.arms[shift:] + options.arms[:shift]:
+    arms = list(measuring.arms)
+    results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    for repetition in range(measuring.repeat):
+        shift = repetition % len(arms)
+        for arm in arms[shift:] + arms[:shift]:
             begin, load = time.monotonic(), os.getloadavg()[0]
-            figures = measure(arm, workload, options, repetition)
+            figures = measure(arm, workload, measuring, repetition)
             figures["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
             results[arm.name].append(figures)
             print(f"{arm.name} ({time.monotonic() - begin:.0f} s, load {figures['load']}):", file=sys.stderr)
@@ -136,6 +155,15 @@ def shaped(workload: Workload, x_over_c: float, a_over_c: float) -> tuple[Worklo
     return workload, bytes_per_s
 
 
+def costs_of(workload: Workload, bytes_per_s: float) -> dict[str, float]:
+    """C, X and A of a round in seconds, the latter two if bandwidth has a limit."""
+    costs = {"C_s": workload.ideal_s, "bytes_per_s": round(bytes_per_s)}
+    if bytes_per_s:
+        costs["X_s"] = round(workload.activation_bytes() / bytes_per_s, 2)
+        costs["A_s"] = round(workload.averaging_bytes() / bytes_per_s, 2)
+    return costs
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -177,13 +205,17 @@ def main() -> None:
         averaging=options.averaging,
         wire=options.wire,
     )
-    workload, options.bytes_per_s = shaped(workload, options.x_over_c, options.a_over_c)
-    costs: dict[str, Any] = {"C_s": workload.ideal_s, "bytes_per_s": round(options.bytes_per_s)}
-    if options.bytes_per_s:
-        costs["X_s"] = round(workload.activation_bytes() / options.bytes_per_s, 2)
-        costs["A_s"] = round(workload.averaging_bytes() / options.bytes_per_s, 2)
+    workload, bytes_per_s = shaped(workload, options.x_over_c, options.a_over_c)
+    costs = costs_of(workload, bytes_per_s)
     print(" ".join(f"{name}={value}" for name, value in costs.items()), flush=True)
-    results = run_arms(workload, options)
+    measuring = Measuring(
+        arms=options.arms,
+        num_rounds=options.rounds,
+        repeat=options.repeat,
+        bytes_per_s=bytes_per_s,
+        keep=options.keep,
+    )
+    results = run_arms(workload, measuring)
     summary = summarise(results)
     print(table(results))
     for name, row in summary.items():

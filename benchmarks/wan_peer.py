@@ -1,6 +1,7 @@
 """A peer on a machine of a box of links, with a device that sleeps: `wan_peer.py NAMESPACE SECONDS FOLDER OPTIONS...`.
 
-The device takes SECONDS for each microbatch, a third of them forward, and sleeps for what it did not compute of them.
+The device takes SECONDS for each microbatch, a third of them forward, and sleeps for nearly all of them: its layers
+compute one product each.
 FOLDER gets PID.jsonl, the microbatches that a stage-0 peer counts (see recording_peer.py), and PID.timeline, a line for
 each thing that took time: what, stage, round, begin and end by the wall clock. No run rewinds here, so the round is the
 number of updates before it.
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 
 from links import enter_namespace
 from recording_peer import app
-from wan_timeline import FORWARD_SHARE, SpanWriter, sleeping
+from wan_timeline import FORWARD_SHARE, SpanWriter, compute_little, sleeping
 
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.step.barrier import Barrier
@@ -69,6 +70,7 @@ def main() -> None:
     """The command line."""
     namespace, seconds, folder, *options = sys.argv[1:]
     enter_namespace(namespace)
+    compute_little()
     shares = {"forward": FORWARD_SHARE, "backward": 1 - FORWARD_SHARE}
     for name, share in shares.items():
         setattr(StageTrainer, name, sleeping(share, float(seconds), getattr(StageTrainer, name)))

@@ -30,7 +30,7 @@ from links import Box, LinkOptions, box, enter_namespace
 from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from wan_timeline import FORWARD_SHARE, SpanWriter, read_spans, sleeping, summarise_stage
+from wan_timeline import FORWARD_SHARE, SpanWriter, compute_little, read_spans, sleeping, summarise_stage
 from wan_workload import Workload
 
 from coordinator.run.local_peers import Process
@@ -168,7 +168,11 @@ def train(workload: Workload, schedule_name: str, rank: int, spans: SpanWriter) 
 
 def average(trainer: StageTrainer, workload: Workload, mates: distributed.ProcessGroup) -> None:
     """Replace the gradients by their means over the pipelines, in fp16 if the swarm sends them in 16 bit or fewer."""
-    gradients = [parameter.grad for parameter in trainer.module.parameters() if parameter.grad is not None]
+    parameters = list(trainer.module.parameters())
+    for parameter in parameters:
+        if parameter.grad is None:  # compute_little() leaves most weights out, but their bytes count
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dtype = torch.float32 if workload.averaging == "none" else torch.float16
     sums_N = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
     distributed.all_reduce(sums_N, group=mates)
@@ -254,6 +258,7 @@ def main() -> None:
     workload = Workload(**arguments["workload"])
     enter_namespace(options.namespace)
     torch.set_num_threads(1)
+    compute_little()
     distributed.init_process_group(
         "gloo",
         init_method=f"tcp://{arguments['host']}:{PORT}",
