@@ -7,7 +7,7 @@ they announce, and which machines leave where a trace has counts only. Newcomers
 policies.
 
     python benchmarks/rebalancing.py --trace g4dn=traces/g4dn-trace.csv --stages 4 6 8 --seeds 10
-    python benchmarks/rebalancing.py --draw 40,12,9000 --stages 4 --figure swarm_peer/policy/rebalancing.png
+    python benchmarks/rebalancing.py --draw 40,12,9000 --stages 4 --figure swarm_peer/policy/placement/rebalancing.png
     python benchmarks/rebalancing.py --decision
 
 `--draw PEERS,HOURS,MEAN_LIFETIME_S` draws a trace per seed. `--decision` measures one decision for 1,000 peers.

@@ -148,14 +148,13 @@ class RoutedBaseline(Baseline):
             yield from map(list, zip(*turns, strict=True))
 
 
-def last_loss(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> float:
-    """The validation loss after the last step of a training."""
+def validation_losses(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> dict[int, float]:
+    """The validation losses of a training, by optimizer step; the last one comes last."""
     wire = f"wire={{activations: {arm.wires}, gradients: {arm.wires}}}"
     # The arm's own come first: a mode is one mapping, and `--set averaging.outer_momentum=0.8` changes a part of it.
     resolved = resolve_manifest(load_manifest(CONFIG, (wire, f"averaging={arm.mode}", *settings, f"seed={seed}")))
-    baseline = _baseline(resolved, arm, num_members)
-    *_, last = train(baseline)
-    return last["validation_loss"]
+    lines = train(_baseline(resolved, arm, num_members))
+    return {line["optimizer_step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
 
 
 def _baseline(resolved: ResolvedManifest, arm: Arm, num_members: int) -> Baseline:
@@ -273,7 +272,8 @@ def main() -> None:
             found = results.verdict(name)
             is_decided = name != REFERENCE and found is not None and found.of(ARMS[name].target) in ("within", "beyond")
             if (name, seed) not in results and not is_decided:
-                results.add(name, seed, last_loss(ARMS[name], seed, options.members, settings))
+                *_, loss = validation_losses(ARMS[name], seed, options.members, settings).values()
+                results.add(name, seed, loss)
     print("\n".join(table(results, options.arms)))
 
 
