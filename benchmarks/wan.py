@@ -71,7 +71,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measuring:
-    """What is measured, and how long.
+    """Which arms run over which links, how often and how long.
 
     Attributes:
         num_rounds: that are counted

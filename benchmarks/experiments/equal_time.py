@@ -1,8 +1,8 @@
 """Does periodic averaging with 4-bit wires learn faster over slow links? The demo's loss in equal time.
 
-What an optimizer step takes over given links is measured by slow_links.py, or by ../wan.py; what a step brings, in
-processes without a network (loss.py). Here both come together: the loss of each arm over time, and when `periodic` has
-come to the loss that `synchronous` ends with.
+slow_links.py and ../wan.py measure what an optimizer step takes over given links; loss.py, in processes without a
+network, what a step brings. Here both come together: the loss of each arm over time, and when `periodic` has come to
+the loss that `synchronous` ends with.
 
     python benchmarks/experiments/equal_time.py FOLDER --synchronous-s 50 --periodic-s 15 --steps 1000
 

@@ -1,11 +1,11 @@
 """What do slow links cost models of different shapes? Swarms and torch's pipelines, at 0 and at 100 +- 50 ms.
 
 The shapes are those of the SWARM paper's experiment with latency (16 layers in 4 stages, on V100 GPUs), and GPT-2 124M
-on T4 GPUs. What counts of a shape is the time of a microbatch, and how long its activations (X) and averages (A) take
-in relation to a stage's compute (C). For the paper's shapes the planner says that, with 256 microbatches in a global
+on T4 GPUs. A shape stands for the time of a microbatch, and for how long its activations (X) and averages (A) take in
+relation to a stage's compute (C). For the paper's shapes the planner says that, with 256 microbatches in a global
 batch, two peers in a stage, 8 bit everywhere, links of 500 Mb/s, and 0.4 of a data sheet's speed. Peers with these
 ratios and times then run in a box of links (../wan.py), with a smaller model and smaller bandwidth, and devices that
-sleep.
+sleep. Torch's pipelines have no codecs: they send fp32 from stage to stage, and average in fp16.
 
     python benchmarks/experiments/slow_links.py FOLDER
     python benchmarks/experiments/slow_links.py FOLDER --shapes d4096-b4 --arms swarm@0 swarm@100+-50 gpipe@100+-50
@@ -40,7 +40,7 @@ ARMS = ("swarm@0", "swarm@100+-50", "delayed@100+-50", "periodic@100+-50", "gpip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What of a model and its devices is emulated.
+    """The times of a model on its devices, which the box of links emulates.
 
     Attributes:
         microbatch_s: of one stage, forward and backward

@@ -717,6 +717,42 @@ async def test_a_member_that_was_late_once_is_back_when_it_is_ready(group):
     assert sorted(group.rounds.log[2:]) == [(name, number, 0, 3) for name in "abc" for number in (4, 5)]
 
 
+async def test_a_member_does_not_do_without_one_that_does_without_it(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
+    first, second = await group.add("ab")
+    first.barrier._mates.was_late(second.peer_id, 3)
+    first.rounds_of.current.attempt = second.rounds_of.current.attempt = 0
+    patience_s, second.barrier.timeout_s = second.barrier.timeout_s, 0.1
+    assert set(await second.barrier.gather(second.rounds_of.current, 0)) == {second.peer_id}
+    second.barrier.timeout_s = patience_s
+    for member in (first, second):
+        member.enter(4, member.history_hash)
+    own = second.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    settled = await asyncio.gather(own, first.settle(2))
+    assert {settlement.samples for settlement in settled} == {4}
+
+
+async def test_one_that_does_without_others_for_ever_holds_up_few_barriers(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
+    [member] = await group.add("a")
+    liar = (await group.add("b"))[0].peer_id
+
+    def does_without(reply):
+        reply.body["does_without"] = True
+        return reply
+
+    group.network.fault(op="ready", to=liar, tamper=does_without, times=10**6)
+    member.barrier.timeout_s = 0.1
+    asked = []
+    for round_number in range(3, 9):
+        before = group.network.num_calls("ready", liar)
+        await member.barrier.gather(member.rounds_of.current, 0)
+        asked.append(group.network.num_calls("ready", liar) > before)
+        member.enter(round_number + 1, member.history_hash)
+    assert asked == [True, True, True, True, False, False]
+
+
 async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):
     members = await group.add("abc")
     newcomer = members[2]

@@ -166,6 +166,8 @@ class Barrier:
                 members[peer_id] = answer
                 self._mates.was_ready(peer_id)
                 return
+            if answer.does_without:
+                self._mates.does_without(peer_id, round_number)
             if on_trial:
                 log.warning("stage_mate_left_out peer=%s reason=it says that it is ready, and is not", peer_id)
                 return
@@ -211,6 +213,7 @@ class Barrier:
             weights_digest=told.weights_digest,
             samples=told.samples,
             next_samples=told.next_samples,
+            does_without=is_mate and self._mates.is_left_out(caller),
             counts=self._progress.signed_counts(),
         )
         return Reply(reply.model_dump())

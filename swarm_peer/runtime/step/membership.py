@@ -48,6 +48,7 @@ class StageMates:
         self._backoff: PeerBackoff[str] = PeerBackoff(2 * barrier_timeout_s, 64 * barrier_timeout_s)
         self._waited_in_vain: dict[str, set[int]] = {}  # rounds, by the peers that are in a pause
         self._on_trial: set[str] = set()  # those of them that have said since that they are ready
+        self._doing_without: dict[str, set[int]] = {}  # rounds in which each did without this peer
 
     def refresh(self) -> None:
         """Take in the present view, and forget the peers that have been missing in it for long."""
@@ -99,10 +100,22 @@ class StageMates:
         """Note that a peer has completed a barrier: forget its delays."""
         self._backoff.succeeded(peer_id)
         self._waited_in_vain.pop(peer_id, None)
+        self._doing_without.pop(peer_id, None)
         self._on_trial.discard(peer_id)
 
+    def does_without(self, peer_id: str, round_number: int) -> None:
+        """Note that a peer does without this one in a round."""
+        self._doing_without.setdefault(peer_id, set()).add(round_number)
+
     def was_late(self, peer_id: str, round_number: int) -> None:
-        """Note that a peer held up the barrier of a round: this one and the next ones do without it."""
+        """Note that a peer held up the barrier of a round: this one and the next ones do without it.
+
+        Not so, for some rounds, where the peer does without this one. Two that did without each other would ask each
+        other no more, and until the pause of one is over nobody could average with both.
+        """
+        rounds = self._doing_without.get(peer_id, ())
+        if round_number in rounds and len(rounds) <= CHANCES:
+            return
         self._backoff.failed(peer_id, self._clock.monotonic_s())
         self._waited_in_vain.setdefault(peer_id, set()).add(round_number)
         self._on_trial.discard(peer_id)
