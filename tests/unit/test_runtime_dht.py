@@ -18,7 +18,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
-from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.dht import REJOIN_TRIES, SwarmDHT
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Ways
@@ -241,3 +241,63 @@ async def test_whoever_stores_a_record_that_no_node_keeps_is_told():
 def _of_run():
     expiration = get_dht_time() + 60.0
     return stored(value=pack([seal(END, ME.peer_id, ME, place_of(KEY, expiration)), b""]), expiration_time=expiration)
+
+
+class Cut(Exception):
+    """The last look is over."""
+
+
+async def calls_to_lost_peers(monkeypatch, *, present, num_looks, back_after=None):
+    """The looks at which a node calls each of two peers that it has met and lost, by what is left in its table.
+
+    Args:
+        present: another peer, which stays; none if the node itself is cut off
+        back_after: from this look on, the lost ones answer
+    """
+    lost = [PeerID.from_base58(Identity.generate().peer_id) for _ in range(2)]
+    table = dict.fromkeys([*lost, *present], 1)
+    called: dict[PeerID, list[int]] = {peer: [] for peer in lost}
+    look = 0
+
+    async def call_ping(peer):
+        called[peer].append(look)
+        if peer is lost[0]:
+            raise AssertionError("hivemind takes no such id of a node")
+        if back_after is not None and look >= back_after:
+            table[peer] = 1
+
+    async def sleep(_):
+        nonlocal look
+        look += 1
+        for peer in lost if look == 1 else ():
+            del table[peer]
+        if look > num_looks:
+            raise Cut
+
+    protocol = SimpleNamespace(routing_table=SimpleNamespace(peer_id_to_uid=table), call_ping=call_ping)
+    dht = SwarmDHT(
+        node=SimpleNamespace(p2p=None, protocol=protocol),
+        identity=ME,
+        metrics=PeerMetrics(),
+        ways=lambda: Ways(()),
+        clock=SystemClock(),
+        places=None,
+        passes=EVERYBODY,
+    )
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    with pytest.raises(Cut):
+        await dht._rejoin()
+    return [called[peer] for peer in lost]
+
+
+async def test_a_node_that_is_cut_off_looks_for_the_others_until_it_finds_them(monkeypatch):
+    night = 10 * REJOIN_TRIES
+    looks, until_back = await calls_to_lost_peers(monkeypatch, present=[], num_looks=night + 9, back_after=night)
+    assert until_back == list(range(1, night + 1))
+    assert looks[:night] == until_back, "one that answers nonsense ends nothing"
+
+
+async def test_a_peer_that_is_gone_while_others_are_there_is_called_more_and_more_rarely(monkeypatch):
+    other = PeerID.from_base58(OTHER.peer_id)
+    for looks in await calls_to_lost_peers(monkeypatch, present=[other], num_looks=4 * REJOIN_TRIES):
+        assert looks == [*range(1, REJOIN_TRIES + 1), 2 * REJOIN_TRIES, 3 * REJOIN_TRIES, 4 * REJOIN_TRIES]
