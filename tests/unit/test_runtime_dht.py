@@ -1,5 +1,6 @@
 """What each node of the DHT checks before it stores it, and addresses."""
 
+import asyncio
 import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ import anyio
 import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from test_wire_places import manifest
 
@@ -205,6 +208,28 @@ async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
     await p2p.dial(PeerID.from_base58(OTHER.peer_id))
     to = [str(address) for call in p2p._client.connect.await_args_list for address in call.args[1]]
     assert to == ["/ip4/127.0.0.1/tcp/22"] * dialled
+
+
+async def test_a_call_that_is_given_up_just_as_its_answer_comes_leaves_the_others_theirs(monkeypatch):
+    """hivemind's reader of all answers and requests would end, and this node be deaf and dumb in the DHT for good."""
+    control = ControlClient(None, _initialized_with_create=True)
+    started = SimpleNamespace(_client=SimpleNamespace(control=control))
+    monkeypatch.setattr(P2P, "create", AsyncMock(return_value=started))
+    assert await GuardedP2P.create(host_maddrs=[]) is started
+    answers = asyncio.StreamReader()
+    reading = asyncio.ensure_future(control._read_from_persistent_conn(answers))
+    peer = PeerID.from_base58(OTHER.peer_id)
+    given_up, other = (asyncio.ensure_future(control.call_unary_handler(peer, "ping", b"")) for _ in range(2))
+    await asyncio.sleep(0)
+    for call_id in control._pending_calls:
+        answer = p2pd_pb2.CallUnaryResponse(response=b"pong")
+        message = p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes, callUnaryResponse=answer)
+        answers.feed_data(bytes([message.ByteSize()]) + message.SerializeToString())
+    given_up.cancel()  # the answers have come, and the reader has not looked yet
+    answers.feed_eof()
+    await reading
+    assert await other == b"pong"
+    assert given_up.cancelled()
 
 
 @pytest.mark.parametrize("field", ["value", "subkey"])
