@@ -49,7 +49,8 @@ def parts_of(
     parts = {}
     for callee, (its_begin, its_end) in others.items():
         common = max(0.0, min(end, its_end) - max(begin, its_begin))
-        is_small = common < SMALLEST_PART * min(end - begin, its_end - its_begin)
+        # A place that has no length beside a far faster peer's is small, too.
+        is_small = common <= SMALLEST_PART * min(end - begin, its_end - its_begin)
         parts[callee] = 0.0 if is_small else common / (its_end - its_begin)
     return parts
 

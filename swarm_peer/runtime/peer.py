@@ -13,8 +13,7 @@ from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.preemption import wait_for_notice
-from swarm_peer.runtime.host.preparation import has_room_beside, microbatch_capacity
-from swarm_peer.runtime.host.processes import free_memory
+from swarm_peer.runtime.host.preparation import free_device_memory, has_room_beside, microbatch_capacity
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.addresses import metrics_address
 from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment, wait_for_end
@@ -198,9 +197,7 @@ class Peer:
         """Begin to serve the next stage, with the replica that has been prepared for it or with a new one."""
         # The stage that was left has to be out of memory before the next one is made.
         self._replica, self._prepared = self._prepared, None
-        await self._context.threads.run(free_memory)
-        if self._parts.device.type == "cuda":
-            torch.cuda.empty_cache()
+        await self._context.threads.run(free_device_memory, self._parts.device)
         if self._replica is None:
             self._replica = await StageReplica.open(self._parts, stage, self._counted)
         if self._moved_from == stage:
@@ -274,17 +271,18 @@ class Peer:
             log.warning("assigned stage=%d reason=%s", assignment.to_stage, assignment.reason)
             if await self._move(replica, assignment.to_stage):
                 return
+            await self._context.threads.run(free_device_memory, self._parts.device)
 
     async def _move_when_needed(self, replica: StageReplica) -> None:
         """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
         while not await self._move(replica, await replica.parts.recovery.watch_stages()):
-            pass
+            await self._context.threads.run(free_device_memory, self._parts.device)
 
     async def _move(self, replica: StageReplica, stage: int) -> bool:
         """Move to another stage, unless this peer is the last of its own, or cannot serve the other one.
 
         Returns:
-            whether it moves
+            whether it moves; otherwise a replica may have been prepared in vain, and holds memory
         """
         try:
             await self._context.threads.run(self._check_move, stage)

@@ -306,6 +306,17 @@ def test_the_parts_of_all_callers_make_up_each_peer_in_each_round(senders, recei
         assert 1 - left_out <= sum(own[name] for own in parts) < 1 + 1e-9
 
 
+@given(st.integers(0, 1000))
+def test_a_peer_that_claims_any_speed_there_is_keeps_no_other_from_its_work(round_number):
+    equal, lopsided = {"a": 1.0, "b": 1.0}, {"honest": 10.0, "liar": 1e30}
+    # Beside the liar, the honest peer's place has no length that a float could tell.
+    assert all(0 <= part <= 1 for part in parts_of("a", equal, lopsided, round_number).values())
+    assert all(0 <= part <= 1 for part in parts_of("honest", lopsided, equal, round_number).values())
+    router = Router(random.Random(0))
+    router.update(serving(**lopsided), "a", callers(**equal), round_number)
+    assert router.choose(1, avoid={"liar"}).peer_id == "honest"
+
+
 # --- health -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """What each node of the DHT checks before it stores it, and addresses."""
 
+import asyncio
 import math
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ import anyio
 import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from test_wire_places import manifest
 
@@ -18,7 +21,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
-from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.dht import REJOIN_TRIES, SwarmDHT
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Ways
@@ -207,6 +210,28 @@ async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
     assert to == ["/ip4/127.0.0.1/tcp/22"] * dialled
 
 
+async def test_a_call_that_is_given_up_just_as_its_answer_comes_leaves_the_others_theirs(monkeypatch):
+    """hivemind's reader of all answers and requests would end, and this node be deaf and dumb in the DHT for good."""
+    control = ControlClient(None, _initialized_with_create=True)
+    started = SimpleNamespace(_client=SimpleNamespace(control=control))
+    monkeypatch.setattr(P2P, "create", AsyncMock(return_value=started))
+    assert await GuardedP2P.create(host_maddrs=[]) is started
+    answers = asyncio.StreamReader()
+    reading = asyncio.ensure_future(control._read_from_persistent_conn(answers))
+    peer = PeerID.from_base58(OTHER.peer_id)
+    given_up, other = (asyncio.ensure_future(control.call_unary_handler(peer, "ping", b"")) for _ in range(2))
+    await asyncio.sleep(0)
+    for call_id in control._pending_calls:
+        answer = p2pd_pb2.CallUnaryResponse(response=b"pong")
+        message = p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes, callUnaryResponse=answer)
+        answers.feed_data(bytes([message.ByteSize()]) + message.SerializeToString())
+    given_up.cancel()  # the answers have come, and the reader has not looked yet
+    answers.feed_eof()
+    await reading
+    assert await other == b"pong"
+    assert given_up.cancelled()
+
+
 @pytest.mark.parametrize("field", ["value", "subkey"])
 def test_a_long_value_is_not_unpacked(field, monkeypatch):
     monkeypatch.setattr(MSGPackSerializer, "loads", lambda data: pytest.fail("unpacked"))
@@ -241,3 +266,63 @@ async def test_whoever_stores_a_record_that_no_node_keeps_is_told():
 def _of_run():
     expiration = get_dht_time() + 60.0
     return stored(value=pack([seal(END, ME.peer_id, ME, place_of(KEY, expiration)), b""]), expiration_time=expiration)
+
+
+class Cut(Exception):
+    """The last look is over."""
+
+
+async def calls_to_lost_peers(monkeypatch, *, present, num_looks, back_after=None):
+    """The looks at which a node calls each of two peers that it has met and lost, by what is left in its table.
+
+    Args:
+        present: another peer, which stays; none if the node itself is cut off
+        back_after: from this look on, the lost ones answer
+    """
+    lost = [PeerID.from_base58(Identity.generate().peer_id) for _ in range(2)]
+    table = dict.fromkeys([*lost, *present], 1)
+    called: dict[PeerID, list[int]] = {peer: [] for peer in lost}
+    look = 0
+
+    async def call_ping(peer):
+        called[peer].append(look)
+        if peer is lost[0]:
+            raise AssertionError("hivemind takes no such id of a node")
+        if back_after is not None and look >= back_after:
+            table[peer] = 1
+
+    async def sleep(_):
+        nonlocal look
+        look += 1
+        for peer in lost if look == 1 else ():
+            del table[peer]
+        if look > num_looks:
+            raise Cut
+
+    protocol = SimpleNamespace(routing_table=SimpleNamespace(peer_id_to_uid=table), call_ping=call_ping)
+    dht = SwarmDHT(
+        node=SimpleNamespace(p2p=None, protocol=protocol),
+        identity=ME,
+        metrics=PeerMetrics(),
+        ways=lambda: Ways(()),
+        clock=SystemClock(),
+        places=None,
+        passes=EVERYBODY,
+    )
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    with pytest.raises(Cut):
+        await dht._rejoin()
+    return [called[peer] for peer in lost]
+
+
+async def test_a_node_that_is_cut_off_looks_for_the_others_until_it_finds_them(monkeypatch):
+    night = 10 * REJOIN_TRIES
+    looks, until_back = await calls_to_lost_peers(monkeypatch, present=[], num_looks=night + 9, back_after=night)
+    assert until_back == list(range(1, night + 1))
+    assert looks[:night] == until_back, "one that answers nonsense ends nothing"
+
+
+async def test_a_peer_that_is_gone_while_others_are_there_is_called_more_and_more_rarely(monkeypatch):
+    other = PeerID.from_base58(OTHER.peer_id)
+    for looks in await calls_to_lost_peers(monkeypatch, present=[other], num_looks=4 * REJOIN_TRIES):
+        assert looks == [*range(1, REJOIN_TRIES + 1), 2 * REJOIN_TRIES, 3 * REJOIN_TRIES, 4 * REJOIN_TRIES]

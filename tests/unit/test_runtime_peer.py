@@ -1,5 +1,7 @@
 import asyncio
+import gc
 import math
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -106,6 +108,53 @@ async def test_the_last_peer_of_a_stage_stays_and_gives_up_what_it_has_prepared(
     assert not await mover._move(mover.replica, 0)
     assert mover._prepared is None
     assert not mover._lifecycle.stop.is_set()
+
+
+class Prepared:
+    """A replica of another stage, whose parts know each other."""
+
+    def __init__(self):
+        self.part = SimpleNamespace(replica=self)
+
+
+@pytest.mark.parametrize("prepare_fails", [True, False])
+@pytest.mark.parametrize("moves_when", ["told", "needed"])
+async def test_what_was_prepared_in_vain_is_out_of_memory_before_the_peer_looks_again(
+    monkeypatch, prepare_fails, moves_when
+):
+    """The collector may come much later, and until then the weights of two stages leave the device no room."""
+    prepared, seen = [], []
+
+    class Failing(Mover):
+        async def _prepare(self, replica, stage):
+            replica = Prepared()
+            prepared.append(weakref.ref(replica))
+            if prepare_fails:
+                raise CallError("its last donor has gone")
+            return replica
+
+    async def next_stage():
+        seen.append([replica() for replica in prepared])
+        if len(seen) == 2:
+            raise CallError("enough")
+        return 0
+
+    async def wait_for_assignment(**_):
+        return SimpleNamespace(to_stage=await next_stage(), reason="")
+
+    monkeypatch.setattr(peers, "wait_for_assignment", wait_for_assignment)
+    monkeypatch.setattr(peers.log, "disabled", True)  # pytest keeps what is logged, and so the error with its frames
+    mover = Failing(stays=True)
+    mover._me, mover._newest_term = "me", None
+    mover.replica.parts = SimpleNamespace(recovery=SimpleNamespace(watch_stages=next_stage))
+    wait = mover._obey if moves_when == "told" else mover._move_when_needed
+    gc.disable()
+    try:
+        with pytest.raises(CallError, match="enough"):
+            await wait(mover.replica)
+    finally:
+        gc.enable()
+    assert seen == [[], [None]]
 
 
 async def test_a_peer_moves_with_what_it_has_prepared():

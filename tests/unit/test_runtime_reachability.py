@@ -21,6 +21,8 @@ from swarm_peer.wire.identity import Identity
 
 LOOPBACK, HOME, CLOUD = "/ip4/127.0.0.1/tcp/7", "/ip4/192.168.1.5/tcp/7", "/ip4/11.0.0.5/tcp/7"
 NAME = "/dns4/me.example.org/tcp/9"
+SIX_HOST = "2600::7"
+SIX, SEEN_BY_SIX = f"/ip6/{SIX_HOST}/tcp/7", Sight(f"/ip6/{SIX_HOST}", ())
 
 
 def sees(host, *open_ports):
@@ -50,6 +52,27 @@ def sees(host, *open_ports):
         ),
         # Of two, one lies, and nobody knows which.
         ([HOME], [], [sees("11.0.0.9", 7), sees("12.0.0.1", 7)], Ways((HOME,))),
+        # Some peers dial by IPv6, where the router lets nothing through, and others by IPv4, where it does.
+        (
+            [HOME, SIX],
+            [],
+            [SEEN_BY_SIX] * 3 + [sees("11.0.0.9", 7)] * 2,
+            Ways(("/ip4/11.0.0.9/tcp/7", SIX, HOME), True),
+        ),
+        (
+            [HOME, SIX],
+            [],
+            [SEEN_BY_SIX] * 2 + [sees("11.0.0.9", 7)] * 2,
+            Ways(("/ip4/11.0.0.9/tcp/7", SIX, HOME), True),
+        ),
+        (
+            [HOME, SIX],
+            [],
+            [SEEN_BY_SIX] * 2 + [sees("11.0.0.9")] * 2,
+            Ways((SIX, HOME), False, (f"{SIX_HOST}:7", "11.0.0.9:7")),
+        ),
+        # One lies of another protocol.
+        ([HOME], [], [SEEN_BY_SIX] + [sees("11.0.0.9", 7)] * 2, Ways(("/ip4/11.0.0.9/tcp/7", HOME), True)),
         # The operator has named an address.
         ([NAME], [NAME], [], Ways((NAME,))),
         ([NAME], [NAME], [sees("11.0.0.9", 9)], Ways((NAME,), True)),

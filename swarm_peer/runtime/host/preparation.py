@@ -10,6 +10,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.host.processes import free_memory
 
 # A peer that is not told its memory holds so many microbatches whatever it has free, and more only if they fit. Weights
 # that are there already are counted twice then, and what others use now may be free later.
@@ -76,6 +77,13 @@ def has_room_beside(
         in_flight = microbatch_capacity(resolved, resolved.specs[serving], device, max_memory)
         return costs[serving].memory.peak_bytes(in_flight) + joining_bytes <= max_memory
     return joining_bytes <= _free_bytes(device)
+
+
+def free_device_memory(device: torch.device) -> None:
+    """Give memory that nothing refers to any more back to the device, and to the system."""
+    free_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -54,7 +54,8 @@ REQUEST_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 15.0
 # The daemon ends upon a signal, and at once as a rule.
 SHUTDOWN_S = 5.0
-# Pause between looks for peers that the routing table has lost, and how often each is called in vain.
+# Pause between looks for peers that the routing table has lost. While others are there, one that has been called so
+# often in vain is called at every so many looks alone, each ten minutes: most are gone, but the swarm may be split.
 REJOIN_S = 10.0
 REJOIN_TRIES = 60
 # Lost peers that are called. Anybody can enter a routing table, and leave it.
@@ -180,11 +181,14 @@ class SwarmDHT:
         tries: dict[Any, int] = {}  # in vain, by peer; the peer that was in the table last is the last
         while True:
             present = set(self._node.protocol.routing_table.peer_id_to_uid)
-            lost = [peer for peer, count in tries.items() if peer not in present and count < REJOIN_TRIES]
-            lost = lost[-MOST_LOST:]
+            lost = [peer for peer in tries if peer not in present][-MOST_LOST:]
             tries = {peer: tries[peer] + 1 for peer in lost} | dict.fromkeys(present, 0)
-            for peer in lost:
-                await self._node.protocol.call_ping(peer)  # with hivemind's deadline of three seconds
+            # If nobody is there, it is this node that is cut off, for however long.
+            called = [
+                peer for peer in lost if not present or tries[peer] < REJOIN_TRIES or tries[peer] % REJOIN_TRIES == 0
+            ]
+            # With hivemind's deadline of three seconds. It raises for an answer that is none.
+            await asyncio.gather(*map(self._node.protocol.call_ping, called), return_exceptions=True)
             await anyio.sleep(REJOIN_S)
 
     async def _close(self) -> None:

@@ -6,11 +6,13 @@ put it into routing tables, and so into the way of records.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
+from uuid import UUID
 
 import anyio
 from hivemind.dht.protocol import DHTProtocol
@@ -40,6 +42,16 @@ REFUSAL_TIMEOUT_S = 5.0
 MOST_KEYS = {dht_pb2.FindRequest: 16, dht_pb2.StoreRequest: 512}
 
 
+class _PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+    """hivemind's unary calls that wait for an answer; those that were given up are not among them."""
+
+    def __contains__(self, call_id: object) -> bool:
+        # From Python 3.12 on, a call whose time is over may be given up before hivemind takes it out. Its answer would
+        # end the task that reads all answers, and all requests of others: this node would be silent for good.
+        call = self.get(call_id)  # type: ignore[call-overload]
+        return call is not None and not call.done()
+
+
 class GuardedP2P(P2P):  # type: ignore[misc]
     """A libp2p client whose unary handlers answer members of the run alone. Set `passes` before any is added.
 
@@ -49,6 +61,13 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     passes: PassChecker
     # The addresses that a peer announces.
     announced: Callable[[str], Sequence[str]] = staticmethod(lambda peer_id: ())
+
+    @classmethod
+    async def create(cls, *args: Any, **options: Any) -> GuardedP2P:
+        """Start a daemon, and connect to it; see hivemind's P2P."""
+        p2p: GuardedP2P = await super().create(*args, **options)
+        p2p._client.control._pending_calls = _PendingCalls()
+        return p2p
 
     @staticmethod
     def _make_process_args(*args: Any, **options: Any) -> list[str]:

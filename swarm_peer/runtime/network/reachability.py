@@ -87,8 +87,14 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
     """
     far = [sight for sight in sights if sight.is_from_outside]
     far = far or [sight for sight in sights if not is_loopback(f"{sight.host}/")]
-    # More than half of them must see a host: a single one that lies has no say where several answer.
-    hosts = [host for host, count in Counter(sight.host for sight in far).items() if 2 * count > len(far)]
+    # A node has an address of IPv4 and one of IPv6, and each peer sees the one that it is connected by. More than half
+    # of those must see a host: a single one that lies has no say where several answer.
+    num_by = Counter(_protocol_of(sight.host) for sight in far)
+    hosts = [
+        host
+        for host, count in Counter(sight.host for sight in far).items()
+        if 2 * count > num_by[_protocol_of(host)] and (count > 1 or len(far) == 1)
+    ]
     tried = ports_of(announced or own)
     opened = {(sight.host, port) for sight in far for port in sight.open_ports if port in tried}
     seen = [f"{host}/tcp/{port}" for host in hosts for port in tried if (host, port) in opened]
@@ -269,6 +275,10 @@ def parse_sight(data: bytes) -> Sight:
 
 def _is_port(value: object) -> bool:
     return type(value) is int and 0 < value < 65536
+
+
+def _protocol_of(host: str) -> str:
+    return host.split("/")[1]
 
 
 def _host_of(address: str) -> str:
