@@ -2,6 +2,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -31,6 +32,7 @@ from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.runtime.stage import stage_client
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
@@ -331,6 +333,24 @@ async def test_a_peer_that_stays_unreachable_is_replaced_and_avoided(swarm, pair
     assert called[0] == called[1] != called[2]
     await first.run(make_microbatch(1))
     assert swarm.network.calls[-1][1] == called[2], "the other is avoided for now"
+
+
+async def test_a_peer_that_is_asked_again_learns_how_little_time_is_left(swarm, pair, monkeypatch):
+    """A caller that gave up before it would have another peer count what this one counts."""
+    first, _ = pair
+    call, told, seconds = first.transport.call, [], iter((0.0, 0.0, 15.0))
+    now = anyio.current_time()
+    monkeypatch.setattr(stage_client, "anyio", SimpleNamespace(current_time=lambda: now + next(seconds)))
+
+    async def break_once(peer_id, body, tensors, *, timeout_s):
+        told.append((body.timeout_s, timeout_s))
+        if len(told) == 1:
+            raise PeerUnreachable("the stream broke after 15 seconds")
+        return await call(peer_id, body, tensors, timeout_s=timeout_s)
+
+    monkeypatch.setattr(first.transport, "call", break_once)
+    await first.executor.run(first.rounds.current, make_microbatch(), None, now + 20.0)
+    assert told == [pytest.approx((19.0, 20.0)), pytest.approx((4.0, 5.0))]
 
 
 async def test_a_microbatch_that_comes_again_while_it_runs_is_counted_once(swarm, pair):
