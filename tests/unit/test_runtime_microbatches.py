@@ -1123,6 +1123,14 @@ async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
 
 
+async def test_a_share_of_a_round_that_its_peer_cannot_end_is_lost_at_once(swarm):
+    _, leaving, staying = await group_of_two(swarm)
+    staying.rounds.enter(Phase.ENDING)
+    assert await leaving.handover.hand_over(may_end_round=False)
+    assert leaving.metric("lost_samples") == SAMPLES
+    assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (0, SAMPLES)
+
+
 async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swarm, monkeypatch):
     """It is as large as the stage."""
     _, leaving, staying = await group_of_two(swarm)
