@@ -2,6 +2,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import anyio
@@ -364,6 +365,28 @@ async def test_a_microbatch_that_comes_again_while_it_runs_is_counted_once(swarm
     assert last.trainer.num_samples == SAMPLES
     assert last.metric("duplicates", "answered") == 2
     assert len({bytes(reply.tensors[0]) for reply in replies}) == 1
+
+
+@pytest.mark.parametrize("state", ["full", "ending", "draining"])
+async def test_a_lost_reply_is_given_again_by_a_peer_that_admits_nothing_more(swarm, state):
+    """Or its caller would have another peer count the microbatch, too."""
+    first, last = await swarm.add("a", 0), await swarm.add("b", 1, capacity=1)
+    ask = partial(first.transport.call, last.peer_id, tensors=make_tensors(), timeout_s=20.0)
+    before = await ask(make_call(swarm))
+    held = asyncio.ensure_future(ask(make_call(swarm, 1, round_number=1)))
+    await until(lambda: last.admission.held)
+    if state == "ending":
+        last.rounds.enter(Phase.ENDING)
+    elif state == "draining":
+        last.admission.leave()
+    with pytest.raises((Busy, NotServing)):
+        await ask(make_call(swarm, 2))
+    again = await ask(make_call(swarm))
+    assert bytes(again.tensors[0]) == bytes(before.tensors[0])
+    assert last.metric("duplicates", "answered") == 1
+    last.admission.leave()
+    with pytest.raises(NotServing):
+        await held
 
 
 async def test_a_reply_that_is_not_kept_any_more_is_computed_again_and_not_counted_again(swarm):
