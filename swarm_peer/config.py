@@ -309,12 +309,13 @@ class RunManifest(Section):
         return self
 
     @model_validator(mode="after")
-    def _delayed_average_may_fail(self) -> RunManifest:
+    def _delayed_updates_come(self) -> RunManifest:
         if self.averaging.mode == "delayed" and self.averaging.max_tries < 2:
-            raise ValueError(
-                "averaging.max_tries=1 is too few for averaging.mode=delayed: an average that is made while the next "
-                "step computes fails whenever one of its members leaves; give 2 or more"
-            )
+            reason = "an average made while the next step computes fails whenever a member leaves; give 2 or more"
+            raise ValueError(f"averaging.max_tries=1 is too few for averaging.mode=delayed: {reason}")
+        if self.averaging.mode == "delayed" and self.training.steps < 2:
+            reason = "a gradient updates the weights at the end of the step after its own; give 2 or more"
+            raise ValueError(f"training.steps=1 is too few for averaging.mode=delayed: {reason}")
         return self
 
     @model_validator(mode="after")

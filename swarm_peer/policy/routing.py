@@ -30,6 +30,9 @@ THROUGHPUT_SMOOTHING = 0.1
 # Measured speeds differ a little even among equal peers. A caller leaves a candidate to others if what it would send
 # there is less than this part of its own work, and of the candidate's.
 SMALLEST_PART = 0.02
+# A peer's speed counts for at most so many times the typical one, and for no less than as small a part of it. Beside a
+# speed that a liar has made up, the others would have no length in their stage, and there is no part of nothing.
+MOST_TIMES_TYPICAL = 1e4
 
 
 def parts_of(
@@ -49,8 +52,7 @@ def parts_of(
     parts = {}
     for callee, (its_begin, its_end) in others.items():
         common = max(0.0, min(end, its_end) - max(begin, its_begin))
-        # A place that has no length beside a far faster peer's is small, too.
-        is_small = common <= SMALLEST_PART * min(end - begin, its_end - its_begin)
+        is_small = common < SMALLEST_PART * min(end - begin, its_end - its_begin)
         parts[callee] = 0.0 if is_small else common / (its_end - its_begin)
     return parts
 
@@ -69,7 +71,11 @@ def _places(speeds: Mapping[str, float], round_number: int) -> dict[str, tuple[f
     """Where each peer begins and ends in a round, if the stage is 1 long."""
     known = [speed for speed in speeds.values() if speed > 0]
     typical = median_low(known) if known else 1.0
-    lengths = {peer_id: speeds[peer_id] or typical for peer_id in sorted(speeds, key=partial(_lot, round_number))}
+    slowest, fastest = typical / MOST_TIMES_TYPICAL, typical * MOST_TIMES_TYPICAL
+    lengths = {
+        peer_id: min(max(speeds[peer_id] or typical, slowest), fastest)
+        for peer_id in sorted(speeds, key=partial(_lot, round_number))
+    }
     total = sum(lengths.values())
     places, end = {}, 0.0
     for peer_id, length in lengths.items():

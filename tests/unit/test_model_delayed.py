@@ -177,3 +177,8 @@ def test_a_round_without_samples_updates_nothing(mode):
 def test_an_average_that_fails_can_be_made_again():
     with pytest.raises(ValueError, match=r"averaging\.max_tries=1 is too few"):
         resolved_of(averaging={"mode": "delayed", "max_tries": 1})
+
+
+def test_a_run_that_would_end_without_any_update_is_refused():
+    with pytest.raises(ValueError, match=r"training\.steps=1 is too few for averaging\.mode=delayed"):
+        resolved_of(averaging={"mode": "delayed"}, training={"steps": 1, "global_batch_size": 8, "microbatch_size": 2})

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from swarm_peer.policy.in_flight_window import SPARE, InFlightWindow
 from swarm_peer.policy.peer_backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, PeerBackoff
 from swarm_peer.policy.routing import SMALLEST_PART, THROUGHPUT_SMOOTHING, Router, num_callers, parts_of
 from swarm_peer.policy.view import UNDECIDED, Life, PeerState, PeerView, SwarmView
+from swarm_peer.wire.fields import LEAST_MEASURED
 
 
 def serving(**speeds):
@@ -306,15 +308,15 @@ def test_the_parts_of_all_callers_make_up_each_peer_in_each_round(senders, recei
         assert 1 - left_out <= sum(own[name] for own in parts) < 1 + 1e-9
 
 
-@given(st.integers(0, 1000))
-def test_a_peer_that_claims_any_speed_there_is_keeps_no_other_from_its_work(round_number):
-    equal, lopsided = {"a": 1.0, "b": 1.0}, {"honest": 10.0, "liar": 1e30}
-    # Beside the liar, the honest peer's place has no length that a float could tell.
-    assert all(0 <= part <= 1 for part in parts_of("a", equal, lopsided, round_number).values())
-    assert all(0 <= part <= 1 for part in parts_of("honest", lopsided, equal, round_number).values())
-    router = Router(random.Random(0))
-    router.update(serving(**lopsided), "a", callers(**equal), round_number)
-    assert router.choose(1, avoid={"liar"}).peer_id == "honest"
+@pytest.mark.parametrize("speed", [1e30, 1e16, LEAST_MEASURED])
+@pytest.mark.parametrize("lies", ["caller", "callee"])
+def test_beside_a_peer_that_names_any_speed_the_others_keep_their_parts(lies, speed):
+    senders, receivers = {"a": 1.0, "b": 2.0, "c": 1.0}, {"w": 1.0, "x": 1.0, "y": 2.0}
+    (senders if lies == "caller" else receivers)["liar"] = speed
+    for round_number in range(30):
+        parts = [parts_of(caller, senders, receivers, round_number) for caller in senders]
+        assert all(any(own.values()) for own in parts), "nobody is left without a peer to send to"
+        assert all(any(own[name] for own in parts) for name in receivers), "and nobody without a caller"
 
 
 # --- health -----------------------------------------------------------------------------------------------------------

@@ -133,6 +133,16 @@ async def test_all_members_get_the_weighted_mean(
         check_equals_mean(await members.average(round_number, [0, 1, 2]), round_number, tolerance)
 
 
+@pytest.mark.parametrize("members", ["fp16"], indirect=True)
+async def test_means_that_are_smaller_than_any_fp16_are_averaged_all_the_same(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = gradients_of
+    small = functools.cache(lambda *which: [1e-8 * tensor for tensor in large(*which)])
+    monkeypatch.setitem(globals(), "gradients_of", small)
+    check_equals_mean(await members.average(0, [0, 1, 2]), 0, tolerance=0.01)
+
+
 async def test_members_are_added_in_the_order_of_their_ids_whoever_sends_first(members: Members) -> None:
     shares = dict(zip(members.ids, (3, 7, 11), strict=True))
     expected = [torch.zeros(shape) for shape in SHAPES]

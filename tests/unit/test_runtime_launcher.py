@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import deque
 from types import SimpleNamespace
 
@@ -355,6 +357,35 @@ async def test_what_fails_is_launched_again_under_the_same_id_and_claim(error):
         assert world.count.samples == GLOBAL_BATCH
         assert (world.outcomes("counted"), world.outcomes(error.code)) == (4, 1)
         assert world.leases.given_up == []
+
+
+class Activations:
+    """What a pass holds in the device's memory."""
+
+
+@pytest.mark.parametrize("error", [HopFailed, RoundClosed])
+async def test_what_has_failed_holds_no_memory_while_it_waits_for_the_next_launch(monkeypatch, error):
+    monkeypatch.setattr(launcher, "RELAUNCH_PAUSE_S", 1000.0)
+    passes = []
+
+    async def run(entered, microbatch, hidden, deadline):
+        activations = Activations()
+        passes.append(weakref.ref(activations))
+        await asyncio.sleep(0)
+        raise error("the device has no memory left")
+
+    world = World(capacity=1)
+    world.executor.run = run
+    gc.disable()  # what is held in a circle would be gone by chance
+    try:
+        await world.__aenter__()
+        await until(lambda: passes)
+        await settle()
+        assert world.launcher._in_flight == 1, "it waits"
+        assert [activations() for activations in passes] == [None]
+    finally:
+        gc.enable()
+        world.task.cancel()
 
 
 async def test_what_fails_each_time_gives_its_place_to_another(monkeypatch):

@@ -2,6 +2,8 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -31,6 +33,7 @@ from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.runtime.stage import stage_client
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
@@ -333,6 +336,24 @@ async def test_a_peer_that_stays_unreachable_is_replaced_and_avoided(swarm, pair
     assert swarm.network.calls[-1][1] == called[2], "the other is avoided for now"
 
 
+async def test_a_peer_that_is_asked_again_learns_how_little_time_is_left(swarm, pair, monkeypatch):
+    """A caller that gave up before it would have another peer count what this one counts."""
+    first, _ = pair
+    call, told, seconds = first.transport.call, [], iter((0.0, 0.0, 15.0))
+    now = anyio.current_time()
+    monkeypatch.setattr(stage_client, "anyio", SimpleNamespace(current_time=lambda: now + next(seconds)))
+
+    async def break_once(peer_id, body, tensors, *, timeout_s):
+        told.append((body.timeout_s, timeout_s))
+        if len(told) == 1:
+            raise PeerUnreachable("the stream broke after 15 seconds")
+        return await call(peer_id, body, tensors, timeout_s=timeout_s)
+
+    monkeypatch.setattr(first.transport, "call", break_once)
+    await first.executor.run(first.rounds.current, make_microbatch(), None, now + 20.0)
+    assert told == [pytest.approx((19.0, 20.0)), pytest.approx((4.0, 5.0))]
+
+
 async def test_a_microbatch_that_comes_again_while_it_runs_is_counted_once(swarm, pair):
     first, last = pair
     release = await last.occupy()
@@ -344,6 +365,28 @@ async def test_a_microbatch_that_comes_again_while_it_runs_is_counted_once(swarm
     assert last.trainer.num_samples == SAMPLES
     assert last.metric("duplicates", "answered") == 2
     assert len({bytes(reply.tensors[0]) for reply in replies}) == 1
+
+
+@pytest.mark.parametrize("state", ["full", "ending", "draining"])
+async def test_a_lost_reply_is_given_again_by_a_peer_that_admits_nothing_more(swarm, state):
+    """Or its caller would have another peer count the microbatch, too."""
+    first, last = await swarm.add("a", 0), await swarm.add("b", 1, capacity=1)
+    ask = partial(first.transport.call, last.peer_id, tensors=make_tensors(), timeout_s=20.0)
+    before = await ask(make_call(swarm))
+    held = asyncio.ensure_future(ask(make_call(swarm, 1, round_number=1)))
+    await until(lambda: last.admission.held)
+    if state == "ending":
+        last.rounds.enter(Phase.ENDING)
+    elif state == "draining":
+        last.admission.leave()
+    with pytest.raises((Busy, NotServing)):
+        await ask(make_call(swarm, 2))
+    again = await ask(make_call(swarm))
+    assert bytes(again.tensors[0]) == bytes(before.tensors[0])
+    assert last.metric("duplicates", "answered") == 1
+    last.admission.leave()
+    with pytest.raises(NotServing):
+        await held
 
 
 async def test_a_reply_that_is_not_kept_any_more_is_computed_again_and_not_counted_again(swarm):
@@ -1101,6 +1144,14 @@ async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     staying.rounds.enter(Phase.ENDING)
     assert not await leaving.handover.hand_over(), "it has to end the round together with the others"
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
+
+
+async def test_a_share_of_a_round_that_its_peer_cannot_end_is_lost_at_once(swarm):
+    _, leaving, staying = await group_of_two(swarm)
+    staying.rounds.enter(Phase.ENDING)
+    assert await leaving.handover.hand_over(may_end_round=False)
+    assert leaving.metric("lost_samples") == SAMPLES
+    assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (0, SAMPLES)
 
 
 async def test_a_share_whose_peer_died_half_way_is_forgotten_with_its_round(swarm, monkeypatch):

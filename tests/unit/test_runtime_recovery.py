@@ -1374,6 +1374,27 @@ async def test_a_peer_that_is_left_behind_by_its_stage_mates_notices(follower, m
     looking.cancel()
 
 
+async def test_a_peer_that_its_stage_mates_have_left_behind_does_not_wait_to_end_the_round_with_them(follower):
+    asked = []
+
+    async def hand_over(on_gone, *, may_end_round):
+        asked.append(may_end_round)
+        return not may_end_round  # the stage-mates are in a later round
+
+    async def nobody_gives_its_state():
+        raise NotServing("nobody gives its state")
+
+    follower.steps._handover = SimpleNamespace(hand_over=hand_over)
+    leaving = asyncio.ensure_future(follower.steps.leave())
+    await until(lambda: asked)
+    assert not leaving.done(), "the round may end yet"
+    follower.steps._run_rounds = nobody_gives_its_state
+    with pytest.raises(NotServing):
+        await follower.steps.run()
+    await until(leaving.done)
+    assert asked == [True, False]
+
+
 async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(follower):
     trainer = follower.trainer
     for parameter in trainer.module.parameters():

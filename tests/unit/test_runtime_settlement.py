@@ -23,6 +23,7 @@ from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.averaging import AveragingFailed
 from swarm_peer.runtime.step.barrier import Barrier
+from swarm_peer.runtime.step.outcome import LeftBehind
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import GreetCall, ReadyCall, VoteCall
@@ -715,6 +716,16 @@ async def test_a_member_that_was_late_once_is_back_when_it_is_ready(group):
         for member in everybody:
             member.enter(round_number + 1, settled[0].history_hash)
     assert sorted(group.rounds.log[2:]) == [(name, number, 0, 3) for name in "abc" for number in (4, 5)]
+
+
+async def test_only_those_that_a_barrier_has_waited_for_are_late(group):
+    member, gone, ahead, late = await group.add("abcd")
+    group.network.fault(op="ready", to=gone.peer_id, fail=PeerUnreachable("gone"), times=10**6)
+    group.network.fault(op="ready", to=ahead.peer_id, fail=RoundClosed("over", 4), times=10**6)
+    member.barrier.timeout_s = 0.1
+    with pytest.raises(LeftBehind):
+        await member.barrier.gather(member.rounds_of.current, 0)
+    assert [each.name for each in (gone, ahead, late) if member.barrier._mates.is_left_out(each.peer_id)] == ["d"]
 
 
 async def test_a_member_does_not_do_without_one_that_does_without_it(group, monkeypatch):

@@ -263,46 +263,52 @@ class MicrobatchLauncher:
         self.current = self._progress.count_own(round_number, grown)
 
     async def _train(self, batch: _Batch, present: Round) -> None:
-        begin = self._context.clock.monotonic_s()
-        outcome = "counted"
+        outcome, reason, later_round = "counted", "", 0
         try:
-            async with self._admission.enter(present.number) as entered:
-                microbatch = _microbatch(batch.id, batch.tokens_BS, present, "train")
-                result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
-                if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
-                    self._count(present.number, batch.samples, loss_sum=result.loss_sum)
-                    if self._counted_hook is not None:
-                        self._counted_hook(present.number, batch.tokens_BS, batch.samples, batch.id)
-            seconds = self._context.clock.monotonic_s() - begin
-            self._context.metrics.round_trip_seconds.observe(seconds)
-            if speed := self._executor.samples_per_s:
-                compute_s = len(batch.tokens_BS) / speed
-                self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
-                self._context.metrics.window.set(self._window.size())
-        except RoundClosed as error:
-            outcome = "round_closed"
-            self._admission.saw_round(error.round_number or 0)
-            if self._rounds.current is present and not self._is_full(present.number):
-                # Some peer knows of counts that this one has not heard of. Perhaps their author died after telling it.
-                await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(1))
-                await anyio.sleep(RELAUNCH_PAUSE_S)
-            self._waiting.append(batch)
-        except CallError as error:
-            outcome = error.code
-            await self._launch_again(batch, present, error)
+            try:
+                await self._compute(batch, present)
+            except CallError as error:
+                # Not the error itself: its traceback holds the pass, and others need that memory during the pauses.
+                outcome, reason, later_round = error.code, str(error), getattr(error, "round_number", None) or 0
+            if outcome == RoundClosed.code:
+                self._admission.saw_round(later_round)
+                if self._rounds.current is present and not self._is_full(present.number):
+                    # Some peer knows of counts that this one has not heard of. Perhaps their author died after telling.
+                    await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(1))
+                    await anyio.sleep(RELAUNCH_PAUSE_S)
+                self._waiting.append(batch)
+            elif outcome != "counted":
+                await self._launch_again(batch, present, f"{outcome}: {reason}")
         finally:
             self._in_flight -= 1
             self._context.metrics.in_flight.set(self._in_flight)
             self._context.metrics.microbatches.labels("train", outcome).inc()
             self._context.changed.notify()
 
-    async def _launch_again(self, batch: _Batch, present: Round, error: CallError) -> None:
+    async def _compute(self, batch: _Batch, present: Round) -> None:
+        """Run a batch through all stages, and count it."""
+        begin = self._context.clock.monotonic_s()
+        async with self._admission.enter(present.number) as entered:
+            microbatch = _microbatch(batch.id, batch.tokens_BS, present, "train")
+            result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
+            if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
+                self._count(present.number, batch.samples, loss_sum=result.loss_sum)
+                if self._counted_hook is not None:
+                    self._counted_hook(present.number, batch.tokens_BS, batch.samples, batch.id)
+        seconds = self._context.clock.monotonic_s() - begin
+        self._context.metrics.round_trip_seconds.observe(seconds)
+        if speed := self._executor.samples_per_s:
+            compute_s = len(batch.tokens_BS) / speed
+            self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
+            self._context.metrics.window.set(self._window.size())
+
+    async def _launch_again(self, batch: _Batch, present: Round, reason: str) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
         batch.failures += 1
-        log.warning("microbatch_failed failures=%d reason=%s: %s", batch.failures, error.code, error)
+        log.warning("microbatch_failed failures=%d reason=%s", batch.failures, reason)
         if batch.failures >= MAX_LAUNCHES:
             self._context.metrics.lost_samples.inc(len(batch.tokens_BS))
-            log.error("microbatch_dropped failures=%d reason=%s", batch.failures, error)
+            log.error("microbatch_dropped failures=%d reason=%s", batch.failures, reason)
             if batch.generation == self._leases.generation:
                 self._leases.give_up(batch.samples)
             # Another batch takes its place. Otherwise the global batch would never be full.

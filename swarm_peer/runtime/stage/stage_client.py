@@ -191,6 +191,17 @@ class StageClient:
     async def _call(
         self, peer: Life, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float
     ) -> tuple[HopResult, float]:
+        deadline = anyio.current_time() + timeout_s
+        try:
+            reply = await self._ask(peer, microbatch, hidden, timeout_s)
+        except PeerUnreachable:
+            # The reply may have been lost on the way. So ask the same peer again: it knows the microbatch's id and does
+            # not count it twice, as another peer would. If it cannot be reached now, it is gone, and its gradient, too.
+            self._metrics.retries.labels("reconnect").inc()
+            reply = await self._ask(peer, microbatch, hidden, max(deadline - anyio.current_time(), 0.001))
+        return self._check(peer, reply, microbatch)
+
+    async def _ask(self, peer: Life, microbatch: Microbatch, hidden: memoryview | None, timeout_s: float) -> Reply:
         body = MicrobatchCall(
             manifest=self._resolved.hash,
             round_number=microbatch.round_number,
@@ -204,17 +215,7 @@ class StageClient:
             counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
         )
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
-        deadline = anyio.current_time() + timeout_s
-        try:
-            reply = await self._transport.call(peer.peer_id, body, tensors, timeout_s=timeout_s)
-        except PeerUnreachable:
-            # The reply may have been lost on the way. So ask the same peer again: it knows the microbatch's id and does
-            # not count it twice, as another peer would. If it cannot be reached now, it is gone, and its gradient, too.
-            self._metrics.retries.labels("reconnect").inc()
-            reply = await self._transport.call(
-                peer.peer_id, body, tensors, timeout_s=max(deadline - anyio.current_time(), 0.001)
-            )
-        return self._check(peer, reply, microbatch)
+        return await self._transport.call(peer.peer_id, body, tensors, timeout_s=timeout_s)
 
     def _check(self, peer: Life, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
         body = check_body(MicrobatchReply, reply.body)

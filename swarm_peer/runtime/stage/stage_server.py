@@ -144,13 +144,15 @@ class StageServer:
         # The same microbatch can come again while it runs, from a caller that lost its connection.
         while (other := self._running.get(microbatch.id)) is not None:
             await other.wait()
+        # Not admitted first: where this peer is full, drains or ends the round, another one would count it, too.
+        if (known := self._executor.counted_reply(self._rounds.current, microbatch.id)) is not None:
+            return known
         done = self._running[microbatch.id] = asyncio.Event()
         try:
             async with enter() as entered:
                 self._metrics.in_flight.set(self._admission.admitted)
                 self._check_timeline(microbatch, entered)
-                known = self._executor.counted_reply(entered, microbatch.id)
-                return known or await self._executor.run(entered, microbatch, hidden, deadline)
+                return await self._executor.run(entered, microbatch, hidden, deadline)
         finally:
             self._metrics.in_flight.set(self._admission.admitted)
             del self._running[microbatch.id]

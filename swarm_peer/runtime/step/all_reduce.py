@@ -27,6 +27,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 
 from swarm_peer.config import AveragingSection, Codec
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.model.training import FP16_LOSS_SCALE
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
 from swarm_peer.wire.codecs import bytes_of, decode, encode, rounding_seed
@@ -200,7 +201,7 @@ class AllReduce:
     async def _send_part(self, member: str, number: int, part: torch.Tensor) -> Any:
         try:
             seed = rounding_seed(self._group, self._me, member, number)
-            data = await self._threads.run(encode, part, self._codec, seed)
+            data = await self._threads.run(_encode, part, self._codec, seed)
             data = await self._send(member, self._group, number, data)
             return await self._threads.run(_decode, data, len(part), self._codec)
         except CallError as error:
@@ -338,10 +339,26 @@ class _ExactReducer(TensorPartReducer):
     async def _encode(self, part: int, average: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
         """An average as it travels, and as the others read it."""
         seed = rounding_seed(*self._names, part)
-        encoded = await self._threads.run(encode, average, self._codec, seed)
+        encoded = await self._threads.run(_encode, average, self._codec, seed)
         if self._codec == "none":
             return encoded, average
-        return encoded, await self._threads.run(decode, encoded, tuple(average.shape), self._codec)
+        return encoded, await self._threads.run(_decode_values, encoded, len(average), self._codec)
+
+
+def _encode(values: torch.Tensor, codec: Codec, seed: int) -> memoryview:
+    """A part or an average as it travels; in a worker thread."""
+    # Means are small, and fp16 ends at 6e-8: they travel larger, as the gradients between stages do.
+    return encode(values * FP16_LOSS_SCALE if codec == "fp16" else values, codec, seed)
+
+
+def _decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
+    """Decode a part or an average to what its receiver computes with; in a worker thread.
+
+    Raises:
+        InvalidMessage: the data do not fit
+    """
+    values = decode(data, (length,), codec)
+    return values / FP16_LOSS_SCALE if codec == "fp16" else values
 
 
 def _decode(data: memoryview, length: int, codec: Codec, weight: float = 0.0, group: bytes = b"") -> Any:
@@ -350,7 +367,7 @@ def _decode(data: memoryview, length: int, codec: Codec, weight: float = 0.0, gr
     Raises:
         InvalidMessage: the data do not fit
     """
-    values = decode(data, (length,), codec)
+    values = _decode_values(data, length, codec)
     code = averaging_pb2.PART_FOR_AVERAGING if group else averaging_pb2.AVERAGED_PART
     none = runtime_pb2.CompressionType.NONE
     tensor = runtime_pb2.Tensor(compression=none, buffer=bytes(bytes_of(values)), size=[length], dtype="float32")

@@ -116,17 +116,25 @@ class Barrier:
         members = {self._me: own}
         ahead: list[str] = []
         asked = {self._me}
+        waited_for: set[str] = set()
+
+        async def ask(peer_id: str) -> None:
+            waited_for.add(peer_id)
+            await self._ask_ready(peer_id, ending.number, attempt, members, ahead)
+            waited_for.remove(peer_id)
+
         while to_ask := self._mates.expected() - asked:
             asked |= to_ask
             async with anyio.create_task_group() as tasks:
                 # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
                 tasks.cancel_scope.deadline = anyio.current_time() + self.timeout_s
                 for peer_id in sorted(to_ask):
-                    tasks.start_soon(self._ask_ready, peer_id, ending.number, attempt, members, ahead)
+                    tasks.start_soon(ask, peer_id)
             if tasks.cancel_scope.cancelled_caught:
                 log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
-                for peer_id in to_ask - members.keys():
+                for peer_id in sorted(waited_for):
                     self._mates.was_late(peer_id, ending.number)
+                waited_for.clear()
         # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
         # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
         # other.

@@ -85,12 +85,13 @@ class GradientHandover:
 
     # --- the leaving side
 
-    async def hand_over(self, on_gone: Callable[[], None] = lambda: None) -> bool:
+    async def hand_over(self, on_gone: Callable[[], None] = lambda: None, *, may_end_round: bool = True) -> bool:
         """Give the gradient of the present round to a stage-mate; nothing may be added to it meanwhile.
 
         Args:
             on_gone: called when this peer may bring the gradient to no average any more: a stage-mate has it, or may
                 have it, or it is lost; also if the caller is cancelled then
+            may_end_round: whether this peer can end the round with the stage-mates; else the gradient is lost then
 
         Returns:
             False if the stage-mates are ending the round, so that this peer has to end it with them
@@ -129,7 +130,7 @@ class GradientHandover:
             on_gone()
             await self._forget(given)
             return True
-        if round_is_ending:
+        if round_is_ending and may_end_round:
             return False
         on_gone()
         await self._lose(given, samples, reason)

@@ -8,7 +8,7 @@ agree on an update (settlement.py) or how states travel (state/).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -105,6 +105,7 @@ class StepLoop:
         )
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._rewind_to: Timeline | None = None
+        self._failures: list[CallError] = []  # that ended `run`: this peer ends no more rounds
         self.reports = RoundReports(context=context, stage=core.stage)
 
     @property
@@ -176,25 +177,24 @@ class StepLoop:
         Raises:
             CallError: stage-mates went on without this peer, and none of them gives its state
         """
-        failures: list[CallError] = []
 
-        async def run_rounds() -> None:
+        async def attempt(work: Callable[[], Awaitable[None]]) -> None:
             try:
-                await self._run_rounds()
+                await work()
             except CallError as error:
-                failures.append(error)
+                self._failures.append(error)
                 self._changed.notify()
 
-        while True:
+        while not self._failures:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._group.ahead.run)
-                tasks.start_soon(run_rounds)
+                tasks.start_soon(attempt, self._run_rounds)
                 tasks.start_soon(self._look_when_behind)
-                await self._changed.wait_for(lambda: self._rewind_to is not None or bool(failures))
+                await self._changed.wait_for(lambda: self._rewind_to is not None or bool(self._failures))
                 tasks.cancel_scope.cancel()
-            if failures:
-                raise failures[0]
-            await self._rewind()
+            if not self._failures:
+                await attempt(self._rewind)
+        raise self._failures[0]
 
     async def _look_when_behind(self) -> None:
         """When callers have named later rounds for a while, ask stage-mates whether they have left this peer behind."""
@@ -226,13 +226,13 @@ class StepLoop:
         await self._admission.drained()
         while True:
             async with self._ending:
-                present = self._rounds.current
-                if await self._handover.hand_over(on_gone=partial(self._rounds.enter, Phase.LEFT)):
+                present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
+                if await self._handover.hand_over(on_gone=gone, may_end_round=not self._failures):
                     return
             await self._changed.wait_for(partial(self._is_past, present))
 
     def _is_past(self, ended: Round) -> bool:
-        return self._rounds.current is not ended
+        return self._rounds.current is not ended or bool(self._failures)
 
     async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
         """Rewind to the caller's timeline: it says that it took over a stage without peers, from a snapshot."""
