@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
-from uuid import UUID
 
 import anyio
 from hivemind.dht.protocol import DHTProtocol
@@ -42,13 +41,13 @@ REFUSAL_TIMEOUT_S = 5.0
 MOST_KEYS = {dht_pb2.FindRequest: 16, dht_pb2.StoreRequest: 512}
 
 
-class _PendingCalls(dict[UUID, "asyncio.Future[bytes]"]):
+class _PendingCalls(dict[Any, "asyncio.Future[bytes]"]):
     """hivemind's unary calls that wait for an answer; those that were given up are not among them."""
 
     def __contains__(self, call_id: object) -> bool:
         # From Python 3.12 on, a call whose time is over may be given up before hivemind takes it out. Its answer would
         # end the task that reads all answers, and all requests of others: this node would be silent for good.
-        call = self.get(call_id)  # type: ignore[call-overload]
+        call = self.get(call_id)
         return call is not None and not call.done()
 
 
