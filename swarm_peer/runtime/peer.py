@@ -7,22 +7,23 @@ import logging
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, NotAdmitted, UserError, first_line
+from swarm_peer.errors import CallError, NotAdmitted, UserError
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.preemption import wait_for_notice
-from swarm_peer.runtime.host.preparation import free_device_memory, has_room_beside, microbatch_capacity
+from swarm_peer.runtime.host.preparation import free_device_memory
 from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.addresses import metrics_address
-from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment, wait_for_end
+from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.replica import StageReplica, check_data
+from swarm_peer.runtime.replica import StageReplica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -71,7 +72,6 @@ class Peer:
         self._metrics = context.metrics
         self._counted = counted
         self._me = context.identity.peer_id
-        self._movable = context.options.stage == "auto"
         self._lifecycle = Lifecycle(context.clock)
         self._device_thread = device_thread
         self._directory = Directory(
@@ -98,10 +98,9 @@ class Peer:
             directory=self._directory,
             snapshots=snapshots,
         )
+        self._mover = Mover(parts=self._parts, lifecycle=self._lifecycle, counted=counted)
         self._replica: StageReplica | None = None  # the one that serves, or is to serve next
-        self._prepared: StageReplica | None = None  # of the stage that this peer moves to
         self._moved_from = UNDECIDED
-        self._newest_term = NewestTerm()
         # Where its stage-mates are left behind as well, it must not take their state and serve on. They leave, too; but
         # whoever has left them behind may die before they know, and then theirs is the only state.
         self._min_round, self._holds_out_until_s = 0, 0.0
@@ -114,7 +113,7 @@ class Peer:
             stage=UNDECIDED,
             state=lifecycle.state,
             name=self._options.name or "",
-            movable=self._movable,
+            movable=self._mover.movable,
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
             since_s=lifecycle.since_s,
@@ -196,7 +195,7 @@ class Peer:
     async def _begin_stay(self, stage: int) -> None:
         """Begin to serve the next stage, with the replica that has been prepared for it or with a new one."""
         # The stage that was left has to be out of memory before the next one is made.
-        self._replica, self._prepared = self._prepared, None
+        self._replica = self._mover.take_prepared()
         await self._context.threads.run(free_device_memory, self._parts.device)
         if self._replica is None:
             self._replica = await StageReplica.open(self._parts, stage, self._counted)
@@ -228,9 +227,9 @@ class Peer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.run_announcing)
             tasks.start_soon(self._directory.run_polling, replica.stages_of_interest)
-            tasks.start_soon(self._move_when_needed, replica)
+            tasks.start_soon(self._mover.rescue, replica)
             if self._options.stage == "auto":
-                tasks.start_soon(self._obey, replica)
+                tasks.start_soon(self._mover.obey, replica)
             await replica.serve(start, lambda error: self._join_anew(replica, error))
 
     async def _join(self, replica: StageReplica) -> Start | None:
@@ -256,102 +255,6 @@ class Peer:
         patience_s = LEFT_BEHIND_PATIENCE * self._manifest.limits.announcement_s
         self._holds_out_until_s = self._context.clock.monotonic_s() + patience_s
         self._lifecycle.move(replica.stage)
-
-    async def _obey(self, replica: StageReplica) -> None:
-        """Move when the run's coordinator says so."""
-        while self._movable:
-            assignment = await wait_for_assignment(
-                me=self._me,
-                stage=replica.stage,
-                fetch=lambda: self._dht.fetch_coordination(self._context.run_id),
-                newest_term=self._newest_term,
-                view=lambda: self._directory.view,
-                serial=lambda: self._directory.serial,
-            )
-            log.warning("assigned stage=%d reason=%s", assignment.to_stage, assignment.reason)
-            if await self._move(replica, assignment.to_stage):
-                return
-            await self._context.threads.run(free_device_memory, self._parts.device)
-
-    async def _move_when_needed(self, replica: StageReplica) -> None:
-        """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
-        while not await self._move(replica, await replica.parts.recovery.watch_stages()):
-            await self._context.threads.run(free_device_memory, self._parts.device)
-
-    async def _move(self, replica: StageReplica, stage: int) -> bool:
-        """Move to another stage, unless this peer is the last of its own, or cannot serve the other one.
-
-        Returns:
-            whether it moves; otherwise a replica may have been prepared in vain, and holds memory
-        """
-        try:
-            await self._context.threads.run(self._check_move, stage)
-            prepared = await self._prepare(replica, stage)
-        except UserError as error:
-            log.warning("move_refused stage=%d reason=%s: this peer stays where it is from now on", stage, error)
-            self._movable = False
-            self._lifecycle.explain(f"cannot serve stage {stage}: {error}")
-            await self._directory.announce()
-            return False
-        except CallError as error:
-            log.warning("move_failed stage=%d reason=%s: this peer stays in stage %d", stage, error, replica.stage)
-            return False
-        if not (await self._may_leave(replica) and self._lifecycle.move(stage)):
-            return False
-        self._prepared = prepared
-        log.warning("moving from=%d to=%d prepared=%s", replica.stage, stage, prepared is not None)
-        return True
-
-    def _check_move(self, stage: int) -> None:
-        """Raise UserError if this machine cannot read the stage's data, or has no memory for it."""
-        resolved = self._context.resolved
-        microbatch_capacity(resolved, resolved.specs[stage], self._parts.device, self._options.max_memory)
-        if stage == 0:
-            check_data(resolved, self._options)
-
-    async def _prepare(self, replica: StageReplica, stage: int) -> StageReplica | None:
-        """Open a replica of another stage and have it get its state, while the present one serves.
-
-        Returns:
-            None if the present replica has to close first, for a reason that is logged
-
-        Raises:
-            CallError: no peer of the stage gave its state
-            UserError: this machine cannot read the stage's data
-        """
-        view = await self._directory.refresh_surely([stage])
-        room = await self._context.threads.run(
-            has_room_beside, self._context.resolved, replica.stage, stage, self._parts.device, self._options.max_memory
-        )
-        if not view.serving(stage) or not room:
-            reason = "there is no memory for both stages" if view.serving(stage) else "nobody there gives its state"
-            log.info("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, reason)
-            return None
-        try:
-            prepared = await StageReplica.open(self._parts, stage, self._counted)
-            await prepared.parts.step_loop.join(prepared.stage_mates())
-        except torch.OutOfMemoryError as error:
-            # `has_room_beside` estimates. The present replica is as it was.
-            log.warning("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, first_line(error))
-            return None
-        return prepared
-
-    async def _may_leave(self, replica: StageReplica) -> bool:
-        """Announce that this peer drains, and look whether others serve its stage; if not, take it back."""
-        if self._lifecycle.stop.is_set():
-            return False  # it was told to end meanwhile
-        self._lifecycle.enter(PeerState.DRAINING)
-        # Announced first, looked up second: of two peers that leave at once, at least one sees that the other does.
-        await self._directory.announce()
-        await self._directory.refresh_surely([replica.stage])
-        if replica.stage_mates():
-            return True
-        if not self._lifecycle.stop.is_set():
-            # Not if it was told to end meanwhile: then it must not announce that it serves.
-            log.warning("stays stage=%d reason=nobody else serves it any more", replica.stage)
-            self._lifecycle.enter(PeerState.SERVING)
-            await self._directory.announce()
-        return False
 
     async def _leave(self, replica: StageReplica) -> None:
         """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from loop import HOST
 
-import swarm_peer.runtime.peer as peer_module
+import swarm_peer.runtime.mover as mover_module
 from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
@@ -26,6 +26,7 @@ from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -124,7 +125,7 @@ class Invariants:
             around(StageGroup, "_ask_vote", self._asked),
             around(StepLoop, "_commit", self._committed),
             after(StepLoop, "_begin_round", self._begun),
-            around(Peer, "_move", self._moved),
+            around(Mover, "_move", self._moved),
             after(Peer, "_describe", self._described),
             self._watching_orders(),
         ):
@@ -178,7 +179,7 @@ class Invariants:
 
     def _watching_orders(self) -> Any:
         """A peer obeys the newest term that it has heard of."""
-        original = peer_module.wait_for_assignment
+        original = mover_module.wait_for_assignment
 
         @functools.wraps(original)
         async def wrapped(*, fetch: Any, **options: Any) -> Any:
@@ -195,7 +196,7 @@ class Invariants:
                 self._tube.violation(f"{HOST.get()} obeys an order that is not of term {newest.number}, the newest")
             return assignment
 
-        return patch.object(peer_module, "wait_for_assignment", wrapped)
+        return patch.object(mover_module, "wait_for_assignment", wrapped)
 
     def _settling(self, group: Any, ending: Any, gradients: Any, samples: int, upcoming: Any = None) -> None:
         step = ending.step
@@ -310,7 +311,7 @@ class Invariants:
         if not any(_same(self.shared(beginning.state), self.shared(state)) for beginning in created):
             self._tube.violation(f"timeline {timeline} begins with weights that stage {stage} never had")
 
-    async def _moved(self, call: Any, peer: Any, replica: Any, stage: int) -> bool:
+    async def _moved(self, call: Any, mover: Any, replica: Any, stage: int) -> bool:
         moved = await call(replica, stage)
         if moved:
             self.records.moves += 1

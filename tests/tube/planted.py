@@ -20,7 +20,7 @@ from tube import Outcome, run_schedule
 
 import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module
-import swarm_peer.runtime.peer as peer_module
+import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
 import swarm_peer.runtime.step.settlement as settlement_module
@@ -32,6 +32,7 @@ from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.executor import StageExecutor
@@ -408,7 +409,7 @@ def older_term_obeyed() -> Any:
 
         return await original(fetch=fetch_all, **options)
 
-    return _wrapped(peer_module, "wait_for_assignment", wait)
+    return _wrapped(mover_module, "wait_for_assignment", wait)
 
 
 @defect
@@ -425,9 +426,9 @@ def takeover_unasked() -> Any:
 def last_peer_moves() -> Any:
     """A peer moves though nobody else serves its stage: neither the order nor the move is checked."""
 
-    async def may_leave(peer: Any, replica: Any) -> bool:
-        peer._lifecycle.enter(PeerState.DRAINING)
-        await peer._directory.announce()
+    async def may_leave(mover: Any, replica: Any) -> bool:
+        mover._lifecycle.enter(PeerState.DRAINING)
+        await mover._directory.announce()
         return True
 
     async def wait(original: Any, *, view: Any, **options: Any) -> Any:
@@ -438,7 +439,7 @@ def last_peer_moves() -> Any:
 
         return await original(view=crowded, **options)
 
-    return _all(patch.object(Peer, "_may_leave", may_leave), _wrapped(peer_module, "wait_for_assignment", wait))
+    return _all(patch.object(Mover, "_may_leave", may_leave), _wrapped(mover_module, "wait_for_assignment", wait))
 
 
 # --- delayed updates: with `--mode delayed`

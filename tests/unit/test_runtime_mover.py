@@ -1,0 +1,178 @@
+import asyncio
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from contexts import MovedClock, make_context
+from tiny_models import LENGTH, LLAMA
+
+from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.policy.view import PeerState
+from swarm_peer.runtime import mover as movers
+from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.mover import Mover
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "test",
+        "model": {"config": LLAMA},
+        "stages": {"count": 2},
+        "data": {"sequence_length": LENGTH, "dataset": "text", "files": ["/data/corpus.txt"]},
+        "training": {"steps": 10, "global_batch_size": 6, "microbatch_size": 3},
+        "optimizer": {"learning_rate": 0.1},
+    }
+)
+OPTIONS = PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1",))
+
+
+class ScriptedMover(Mover):
+    """The mover of a peer that serves stage 1, of which the test says what checks, downloads and others do."""
+
+    def __init__(self, check=None, prepare=None, stays=False):
+        lifecycle = Lifecycle(MovedClock(now=1.0))
+        lifecycle.enter(PeerState.SERVING)
+        parts = SimpleNamespace(
+            context=make_context(MANIFEST, options=OPTIONS),
+            directory=SimpleNamespace(announce=self._announce),
+            device=SimpleNamespace(type="cpu"),
+        )
+        super().__init__(parts=parts, lifecycle=lifecycle, counted=None)
+        self._check_error, self._prepare_error, self._stays = check, prepare, stays
+        self.announced = []
+        self.replica = SimpleNamespace(stage=1)
+
+    async def _announce(self):
+        self.announced.append((self._lifecycle.state, self._lifecycle.note))
+
+    def _check(self, stage):
+        if self._check_error:
+            raise self._check_error
+
+    async def _prepare(self, replica, stage):
+        assert self._lifecycle.state is PeerState.SERVING, "nothing is drained before the next stage is there"
+        if self._prepare_error:
+            raise self._prepare_error
+        return "the next replica"
+
+    async def _may_leave(self, replica):
+        return not self._stays
+
+
+async def test_a_stage_that_this_machine_cannot_serve_is_refused_before_anything_is_drained():
+    mover = ScriptedMover(check=UserError("no memory"))
+    assert not await mover._move(mover.replica, 0)
+    assert mover.announced == [(PeerState.SERVING, "cannot serve stage 0: no memory")], "the coordinator learns why"
+    assert not mover.movable
+    assert not mover._lifecycle.stop.is_set()
+
+
+async def test_a_download_that_fails_leaves_the_peer_where_it_is():
+    mover = ScriptedMover(prepare=CallError("nobody gave it"))
+    assert not await mover._move(mover.replica, 0)
+    assert (mover._lifecycle.state, mover.movable, mover._prepared) == (PeerState.SERVING, True, None)
+    assert not mover._lifecycle.stop.is_set(), "it may be asked again"
+
+
+@pytest.mark.parametrize("fails", ["open", "join"])
+async def test_a_device_that_turns_out_too_small_for_both_stages_costs_the_present_one_nothing(monkeypatch, fails):
+    """What has room is a guess, and others may use the device, too."""
+
+    def run_out():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def open_replica(parts, stage, counted):
+        async def join(donors):
+            run_out()
+
+        if fails == "open":
+            run_out()
+        return SimpleNamespace(parts=SimpleNamespace(step_loop=SimpleNamespace(join=join)), stage_mates=lambda: ["m"])
+
+    async def look(stages):
+        return SimpleNamespace(serving=lambda stage: ["m"])
+
+    monkeypatch.setattr(movers, "has_room_beside", lambda *args: True)
+    monkeypatch.setattr(movers.StageReplica, "open", open_replica)
+    mover = ScriptedMover()
+    mover._directory.refresh_surely = look
+    assert await Mover._prepare(mover, mover.replica, 0) is None, "it closes the present one first"
+    assert mover._lifecycle.state is PeerState.SERVING
+
+
+async def test_the_last_peer_of_a_stage_stays_and_gives_up_what_it_has_prepared():
+    mover = ScriptedMover(stays=True)
+    assert not await mover._move(mover.replica, 0)
+    assert mover.take_prepared() is None
+    assert not mover._lifecycle.stop.is_set()
+
+
+class Prepared:
+    """A replica of another stage, whose parts know each other."""
+
+    def __init__(self):
+        self.part = SimpleNamespace(replica=self)
+
+
+@pytest.mark.parametrize("prepare_fails", [True, False])
+@pytest.mark.parametrize("moves_when", ["told", "needed"])
+async def test_what_was_prepared_in_vain_is_out_of_memory_before_the_peer_looks_again(
+    monkeypatch, prepare_fails, moves_when
+):
+    """The collector may come much later, and until then the weights of two stages leave the device no room."""
+    prepared, seen = [], []
+
+    class Failing(ScriptedMover):
+        async def _prepare(self, replica, stage):
+            replica = Prepared()
+            prepared.append(weakref.ref(replica))
+            if prepare_fails:
+                raise CallError("its last donor has gone")
+            return replica
+
+    async def next_stage():
+        seen.append([replica() for replica in prepared])
+        if len(seen) == 2:
+            raise CallError("enough")
+        return 0
+
+    async def wait_for_assignment(**_):
+        return SimpleNamespace(to_stage=await next_stage(), reason="")
+
+    monkeypatch.setattr(movers, "wait_for_assignment", wait_for_assignment)
+    monkeypatch.setattr(movers.log, "disabled", True)  # pytest keeps what is logged, and so the error with its frames
+    mover = Failing(stays=True)
+    mover.replica.parts = SimpleNamespace(recovery=SimpleNamespace(watch_stages=next_stage))
+    wait = mover.obey if moves_when == "told" else mover.rescue
+    gc.disable()
+    try:
+        with pytest.raises(CallError, match="enough"):
+            await wait(mover.replica)
+    finally:
+        gc.enable()
+    assert seen == [[], [None]]
+
+
+async def test_a_peer_moves_with_what_it_has_prepared():
+    mover = ScriptedMover()
+    assert await mover._move(mover.replica, 0)
+    assert (mover._prepared, mover._lifecycle.next_stage) == ("the next replica", 0)
+    assert mover._lifecycle.stop.is_set()
+
+
+async def test_a_peer_that_is_told_to_end_during_a_move_does_not_drain_again():
+    mover = ScriptedMover()
+    mover._lifecycle.end()
+    mover._lifecycle.enter(PeerState.DRAINING)
+    mover._lifecycle.enter(PeerState.LEFT)
+    assert not await Mover._may_leave(mover, mover.replica)
+    assert mover._lifecycle.state is PeerState.LEFT
+
+
+async def test_data_that_may_not_be_read_is_found_before_a_move():
+    mover = ScriptedMover()
+    with pytest.raises(UserError, match="--data-dir"):
+        await asyncio.to_thread(Mover._check, mover, 0)
+    Mover._check(mover, 1)
