@@ -3,7 +3,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from swarm_peer.policy.placement.capacity import Shift, discounted_samples
@@ -182,6 +182,9 @@ def test_one_move_is_made_where_two_nearly_equal_peers_would_change_places_for_n
     st.lists(st.lists(st.floats(0.2, 5), min_size=1, max_size=6), min_size=2, max_size=5),
     st.sampled_from([0.0, 2.0, 12.0]),
 )
+@example([[1.0], [2.0, 3.0, 4.0, 5.0], [4.0, 5.0], [2.0, 2.0, 5.0]], 0.0)
+@example([[4.0], [4.0], [2.0, 2.0, 3.0, 3.0, 3.0, 3.0], [1.0]], 1.0)
+@example([[0.25], [2.0, 2.0, 3.0, 4.0, 2.25, 3.25, 4.25, 4.125], [0.25], [0.25]], 2.2)
 def test_it_converges_each_time_to_more_throughput_and_then_rests(works, payback):
     view, params = swarm(*works), parameters(len(works), payback=payback)
     least = min(capacities(view, params))

@@ -157,10 +157,23 @@ class MoveSearch:
             if not step:
                 break
             plan = self.schedule((*plan.pairs, *step))
-            num_worse = 0 if plan.merit > best.merit else num_worse + 1
-            best = max(best, plan, key=lambda plan: plan.merit)
+            if plan.merit > best.merit and self._begins_well(plan):
+                best, num_worse = plan, 0
+            else:
+                num_worse += 1
         best = self._pruned(best)
         return best if min(best.capacity) > min(self.rest.capacity) * (1 + self._params.least_gain) else self.rest
+
+    def _begins_well(self, plan: MovePlan) -> bool:
+        """Whether the moves that a plan makes at once, if any, reduce the shortfall by themselves.
+
+        All others are planned anew once these have arrived. Less is missing each time, so that no move is taken back.
+        """
+        at_once = tuple(pair for pair, move in zip(plan.pairs, plan.moves, strict=True) if move.start_s <= 0)
+        missing, missing_now = (
+            float(self._shortfall(np.array(each.capacity)).sum()) for each in (self.schedule(at_once), self.rest)
+        )
+        return not at_once or missing < missing_now - NEARLY
 
     @cached_property
     def _stages(self) -> npt.NDArray[np.intp]:
@@ -206,6 +219,7 @@ class MoveSearch:
             enough = min(plan.capacity) * (1 - PART_GAIN * self._params.least_gain)
             shorter = [self.schedule(pairs) for pairs in self._shorter(plan.pairs)]
             spared = [other for other in shorter if other.merit >= as_good or min(other.capacity) >= enough]
+            spared = [other for other in spared if self._begins_well(other)]
             if not spared:
                 break
             plan = max(spared, key=lambda plan: plan.merit)
