@@ -306,3 +306,25 @@ async def test_what_cannot_be_of_this_run_is_logged_and_left_out(directory, dht,
     assert "invalid_record peer=liar" in caplog.text
     assert reason in caplog.text
     assert directory._metrics.invalid_messages.labels("record")._value.get() == 1
+
+
+async def test_stages_that_were_looked_up_a_short_time_ago_are_not_looked_up_again(dht):
+    asked = []
+    fetch = dht.fetch
+
+    async def counted(key, kind, subject):
+        asked.append(int(key[-1]))
+        return await fetch(key, kind, subject)
+
+    dht.fetch = counted
+    clock = MovedClock(now=100.0)
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
+    await directory.refresh([1])
+    clock.now = 104.0
+    assert len((await directory.refresh_surely([0, 1], max_age_s=5.0)).peers) == 2
+    assert asked == [1, 0]
+    clock.now = 105.0
+    await directory.refresh_surely([0, 1], max_age_s=5.0)
+    assert asked == [1, 0, 1]
+    await directory.refresh_surely([0, 1])
+    assert asked == [1, 0, 1, 0, 1]

@@ -199,7 +199,7 @@ class Swarm:
     def unreached(self):
         return [self.peers[name].view() for name in self.dropped]
 
-    async def look(self, stages):
+    async def look(self, stages, max_age_s=0.0):
         self.looks += 1
         return SwarmView(3, tuple(peer for peer in self.view().peers if peer.stage in stages))
 
@@ -1030,7 +1030,7 @@ class Follower:
             ),
         )
 
-    async def look(self, stages):
+    async def look(self, stages, max_age_s=0.0):
         self.looked.append(list(stages))
         return self.view()
 
@@ -1137,7 +1137,7 @@ async def test_a_rewind_that_is_told_twice_at_once_is_one(follower):
     """What the peer has launched since the first one would be launched anew in the same round."""
     looked, look = asyncio.Event(), follower.look
 
-    async def look_slowly(stages):
+    async def look_slowly(stages, max_age_s=0.0):
         await looked.wait()
         return await look(stages)
 

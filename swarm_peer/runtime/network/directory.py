@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import anyio
@@ -78,6 +79,7 @@ class Directory:
         self._remembered: dict[str, tuple[Announcement, float]] = {}  # the same, for longer
         self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
+        self._looked_s: dict[int, float] = {}  # when each stage was last looked up, and the DHT answered
         self._stranger_seen = anyio.Event()
         self._has_left = False  # the stage, as it has announced
         self.serial = 0
@@ -92,7 +94,9 @@ class Directory:
         """
         try:
             for stage in stages:
+                begun_s = self._clock.monotonic_s()
                 found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
+                self._looked_s[stage] = begun_s
                 for peer_id, announcement in found.items():
                     self._take(peer_id, announcement, stage)
         finally:
@@ -117,11 +121,16 @@ class Directory:
                 self._authors.pop(peer_id, None)
                 self._authors[peer_id] = None
 
-    async def refresh_surely(self, stages: Sequence[int]) -> SwarmView:
-        """Like `refresh`, but try until the DHT answers: its silence does not mean that a stage has no peers."""
+    async def refresh_surely(self, stages: Sequence[int], max_age_s: float = 0.0) -> SwarmView:
+        """Like `refresh`, but try until the DHT answers: its silence does not mean that a stage has no peers.
+
+        Args:
+            max_age_s: stages that were looked up so short a time ago are not looked up again
+        """
         while True:
+            oldest_s = self._clock.monotonic_s() - max_age_s
             try:
-                return await self.refresh(stages)
+                return await self.refresh([s for s in stages if self._looked_s.get(s, -math.inf) <= oldest_s])
             except CallError:  # the DHT has logged it
                 await anyio.sleep(FAST_POLL_S)
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Transport
+
+
+class Look(Protocol):
+    """Looks up the peers that announce some stages; waits until the DHT answers. See Directory.refresh_surely."""
+
+    async def __call__(self, stages: Sequence[int], max_age_s: float = 0.0) -> SwarmView:
+        """The swarm, with these stages as they are now, or were so short a time ago."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +25,13 @@ class SwarmAccess:
 
     Attributes:
         view: returns the swarm as this peer knows it now
-        look: looks up the peers that announce some stages; waits until the DHT answers
     """
 
     transport: Transport
     progress: ProgressBook
     gossip: Gossip
     view: Callable[[], SwarmView]
-    look: Callable[[Sequence[int]], Awaitable[SwarmView]]
+    look: Look
 
     def stage_mates(self, stage: int) -> list[str]:
         """Ids of the other peers that serve a stage."""

@@ -358,7 +358,8 @@ class Recovery:
         reported: dict[int, str] = {}
         while True:
             await anyio.sleep(patience_s / 4)
-            view = await self._swarm.look(range(self._context.resolved.num_stages))
+            # This peer polls some of the stages for its work anyway.
+            view = await self._swarm.look(range(self._context.resolved.num_stages), max_age_s=patience_s / 4)
             now = self._context.clock.monotonic_s()
             empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
             empty_since = {stage: empty_since.get(stage, now) for stage in empty}
