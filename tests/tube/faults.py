@@ -156,6 +156,20 @@ async def stall_in_call(tube: Tube, rng: random.Random) -> None:
             await tube.come_back(victim, rng)
 
 
+@kind(0.7)
+async def stall_in_average(tube: Tube, rng: random.Random) -> None:
+    """A member is halted in an averaging round until others have given its averages up, and dies before it votes."""
+    victim, after = await tube.next_callee("average_part"), rng.randrange(12)
+    for _ in range(after):
+        await anyio.lowlevel.checkpoint()
+    if victim in tube.expendables():
+        tube.struck("stall_in_average", victim)
+        await tube.stall(victim, rng.uniform(8.0, 14.0))
+        if victim in tube.expendables():
+            victim.die()
+            await tube.come_back(victim, rng)
+
+
 @kind(0.5)
 async def stall_stage(tube: Tube, rng: random.Random) -> None:
     """All peers of a stage are halted, until others may have taken the stage over."""
