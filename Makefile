@@ -38,7 +38,8 @@ test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
 	$(BIN)/python tests/tube seeds
 	for mode in periodic delayed eager; do $(BIN)/python tests/tube seeds --count 2 --mode $$mode || exit 1; done
-	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
+	# Real swarms wait for much of their time, so that four at once do not take two cores.
+	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
 
 test-all: test  ## The slow tests as well
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m slow --deselect tests/faults/test_rebalancing.py tests

@@ -427,3 +427,32 @@ def test_an_exchange_that_does_not_pay_all_the_time_waits_anew(between: Rebalanc
     for now_s in (110, 140, 229):
         assert patience.check(exchange_of("a", "b"), 120, now_s).moves == ()
     assert len(patience.check(exchange_of("a", "b"), 120, 230).moves) == 2
+
+
+def test_a_plan_that_would_begin_badly_begins_with_a_part_of_its_moves():
+    # The first half of a swap would be made at once, and stage 1 would lose a peer that it cannot spare until the other
+    # half arrives. A part of these moves helps by itself.
+    costs = (1.600319322404635, 2.922533358406618, 2.3256507279964267)
+    works, stages = [1.0, 1.4282407621191102, 1.0, 1.0, 1.0, 1.0, 1.0], [0, 1, 2, 2, 1, 0, 2]
+    peers = [
+        peer(f"p{n}", stage, work, cost=costs[stage]) for n, (work, stage) in enumerate(zip(works, stages, strict=True))
+    ]
+    view = SwarmView(3, tuple(peers))
+    params = parameters(3, stage_costs=costs, state_bytes=(5e8,) * 3, least_gain=0.065)
+    search = MoveSearch(view, params, 0.0)
+    missing, num_moves = search._missing(search.rest), 0
+    while moves := rebalance(view, params, 0.0).moves:
+        targets = {move.peer_id: move.to_stage for move in moves}
+        view = SwarmView(
+            3,
+            tuple(
+                replace(p, stage=(to := targets.get(p.peer_id, p.stage)), samples_per_s=works[n] / costs[to])
+                for n, p in enumerate(view.peers)
+            ),
+        )
+        search = MoveSearch(view, params, 0.0)
+        before, missing = missing, search._missing(search.rest)
+        assert missing < before
+        num_moves += len(moves)
+    assert 0 < num_moves <= 4
+    assert min(search.rest.capacity) > 0.94 * search.ideal

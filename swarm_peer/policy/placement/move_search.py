@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -162,18 +162,40 @@ class MoveSearch:
             else:
                 num_worse += 1
         best = self._pruned(best)
-        return best if min(best.capacity) > min(self.rest.capacity) * (1 + self._params.least_gain) else self.rest
+        if min(best.capacity) <= min(self.rest.capacity) * (1 + self._params.least_gain):
+            return self.rest
+        return self._begun(best)
 
     def _begins_well(self, plan: MovePlan) -> bool:
-        """Whether the moves that a plan makes at once, if any, reduce the shortfall by themselves.
+        """Whether some of the moves that a plan makes at once, if any, reduce the shortfall by themselves."""
+        return not _at_once(plan) or bool(self._beginning(plan))
+
+    def _beginning(self, plan: MovePlan) -> Pairs:
+        """Of the moves that a plan makes at once, those that reduce the shortfall by themselves.
 
         All others are planned anew once these have arrived. Less is missing each time, so that no move is taken back.
         """
-        at_once = tuple(pair for pair, move in zip(plan.pairs, plan.moves, strict=True) if move.start_s <= 0)
-        missing, missing_now = (
-            float(self._shortfall(np.array(each.capacity)).sum()) for each in (self.schedule(at_once), self.rest)
+        pairs, missing_now = _at_once(plan), self._missing(self.rest)
+        while pairs and self._missing(self.schedule(pairs)) >= missing_now - NEARLY:
+            shorter = itertools.combinations(pairs, len(pairs) - 1)
+            pairs = min(shorter, key=lambda part: self._missing(self.schedule(part)))
+        return pairs
+
+    def _begun(self, plan: MovePlan) -> MovePlan:
+        """The plan, of which those moves wait that would begin it badly."""
+        beginning = self._beginning(plan)
+        arrival_s = max((move.arrival_s for move in self.schedule(beginning).moves), default=0.0)
+        moves = (
+            replace(move, start_s=arrival_s, arrival_s=arrival_s + move.arrival_s)
+            if move.start_s <= 0 and pair not in beginning
+            else move
+            for pair, move in zip(plan.pairs, plan.moves, strict=True)
         )
-        return not at_once or missing < missing_now - NEARLY
+        return replace(plan, moves=tuple(moves))
+
+    def _missing(self, plan: MovePlan) -> float:
+        """The shortfall of all stages together after a plan's last move."""
+        return float(self._shortfall(np.array(plan.capacity)).sum())
 
     @cached_property
     def _stages(self) -> npt.NDArray[np.intp]:
@@ -271,3 +293,8 @@ class MoveSearch:
     def _shortfall(self, capacity: Floats) -> Floats:
         shortfall: Floats = np.maximum(0.0, 1.0 - capacity / self.ideal) ** SHORTFALL_POWER
         return shortfall
+
+
+def _at_once(plan: MovePlan) -> Pairs:
+    """The moves of a plan that wait for no other one."""
+    return tuple(pair for pair, move in zip(plan.pairs, plan.moves, strict=True) if move.start_s <= 0)
