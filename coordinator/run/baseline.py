@@ -133,7 +133,8 @@ def accumulate(
             for trainer, ids in zip(replicas, order, strict=True)
             for each in ids
         }
-        received = {each: _received(computed[each].output, wire.activations) for each in computed}
+        if not replicas[0].spec.is_last:  # whose output is losses, which are not sent
+            received = {each: _received(computed[each].output, wire.activations) for each in computed}
         passes.append(computed)
     received = {}
     for replicas, order, computed in reversed(list(zip(stages, orders, passes, strict=True))):
@@ -153,15 +154,19 @@ def end_round(replicas: Sequence[StageTrainer]) -> None:
             average depend on it
     """
     brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples) for trainer in replicas]
+    averages = _mean(brought) if len(brought) > 1 else brought[0][0]  # a peer without stage-mates takes its own
+    for trainer in replicas:
+        trainer.apply(averages)
+
+
+def _mean(brought: Sequence[tuple[Sequence[torch.Tensor], int]]) -> list[torch.Tensor]:
+    """The mean over samples, as the all-reduce computes it."""
     total = max(sum(samples for _, samples in brought), 1)
     averages = [torch.zeros_like(tensor) for tensor in brought[0][0]]
     for tensors, samples in brought:
         for average, tensor in zip(averages, tensors, strict=True):
             average.add_(tensor, alpha=samples)
-    for average in averages:
-        average.div_(total)
-    for trainer in replicas:
-        trainer.apply(averages)
+    return [average.div_(total) for average in averages]
 
 
 def _received(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> torch.Tensor:

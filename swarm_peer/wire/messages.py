@@ -149,7 +149,7 @@ class ReadyReply(Body):
         weights_digest: of the callee's weights themselves, in rounds in which stage-mates compare them; else empty
         samples: how many samples the callee brings to the averaging round
         next_samples: how many it brings to that of the next round, if stage-mates begin with it at once
-        does_without: whether it is not ready for the caller because that one has held up a barrier
+        does_without: whether it waits for other stage-mates alone, since the caller has held up a barrier
     """
 
     attempt: Attempt | None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from swarm import tiny_manifest
 
-from coordinator.run.baseline import Baseline
+from coordinator.run.baseline import Baseline, end_round
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.codecs import decode, encode
 
@@ -53,6 +53,16 @@ def test_gradients_are_rounded_by_the_microbatches_ids():
     assert torch.equal(weights_after_a_step(Baseline(run)), weights_after_a_step(Baseline(run)))
     exact = weights_after_a_step(Baseline(resolved()), IDS)
     assert 0 < float((first - exact).norm() / exact.norm()) < 0.1
+
+
+def test_a_replica_without_others_takes_what_it_brings_bit_by_bit(monkeypatch):
+    """As a peer without stage-mates does. (x * 6) / 6 is not x for one value in seven."""
+    trainer = Baseline(resolved()).trainers[0]
+    brought, applied = [torch.randn(1000, generator=torch.Generator().manual_seed(2))], []
+    monkeypatch.setattr(trainer.strategy, "contribution", lambda means, num_samples: (brought, 6))
+    monkeypatch.setattr(trainer, "apply", applied.extend)
+    end_round([trainer])
+    assert torch.equal(applied[0], brought[0])
 
 
 def test_every_microbatch_has_an_id():

@@ -71,6 +71,20 @@ def sees(host, *open_ports):
             [SEEN_BY_SIX] * 2 + [sees("11.0.0.9")] * 2,
             Ways((SIX, HOME), False, (f"{SIX_HOST}:7", "11.0.0.9:7")),
         ),
+        # The other way round: callers without IPv6 do not reach it.
+        (
+            [HOME, SIX],
+            [],
+            [sees("11.0.0.9")] * 3 + [Sight(f"/ip6/{SIX_HOST}", (7,))] * 2,
+            Ways((SIX, HOME), False, ("11.0.0.9:7",)),
+        ),
+        # Two lie of another protocol: what most see comes first.
+        (
+            [HOME],
+            [],
+            [Sight(f"/ip6/{SIX_HOST}", (7,))] * 2 + [sees("11.0.0.9", 7)] * 3,
+            Ways(("/ip4/11.0.0.9/tcp/7", SIX, HOME), True),
+        ),
         # One lies of another protocol.
         ([HOME], [], [SEEN_BY_SIX] + [sees("11.0.0.9", 7)] * 2, Ways(("/ip4/11.0.0.9/tcp/7", HOME), True)),
         # The operator has named an address.

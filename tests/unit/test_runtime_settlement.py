@@ -744,6 +744,15 @@ async def test_a_member_does_not_do_without_one_that_does_without_it(group, monk
     assert {settlement.samples for settlement in settled} == {4}
 
 
+async def test_one_that_is_never_ready_is_late_though_it_does_without_the_others(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
+    hung, member = await group.add("ab")
+    hung.barrier._mates.was_late(member.peer_id, 2)
+    member.barrier.timeout_s = 0.1
+    assert set(await member.barrier.gather(member.rounds_of.current, 0)) == {member.peer_id}
+    assert member.barrier._mates.is_left_out(hung.peer_id)
+
+
 async def test_one_that_does_without_others_for_ever_holds_up_few_barriers(group, monkeypatch):
     monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
     [member] = await group.add("a")

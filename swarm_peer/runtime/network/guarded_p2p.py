@@ -45,8 +45,8 @@ class _PendingCalls(dict[Any, "asyncio.Future[bytes]"]):
     """hivemind's unary calls that wait for an answer; those that were given up are not among them."""
 
     def __contains__(self, call_id: object) -> bool:
-        # From Python 3.12 on, a call whose time is over may be given up before hivemind takes it out. Its answer would
-        # end the task that reads all answers, and all requests of others: this node would be silent for good.
+        # A call whose time is over is given up a moment before hivemind takes it out. Its answer would end the task
+        # that reads all answers, and all requests of others: this node would be silent for good.
         call = self.get(call_id)
         return call is not None and not call.done()
 

@@ -68,8 +68,8 @@ class Ways:
 
     Attributes:
         addresses: the multiaddresses that may work, best first, without the node's id
-        is_reachable: whether those who are furthest away can dial it; None if nobody has told
-        closed: hosts and ports that do not answer those who are furthest away
+        is_reachable: whether those who are furthest away can dial it, by IPv4 if it has that; None if nobody has told
+        closed: hosts and ports that do not answer those who are furthest away, if it is not reachable
     """
 
     addresses: tuple[str, ...]
@@ -92,16 +92,20 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
     num_by = Counter(_protocol_of(sight.host) for sight in far)
     hosts = [
         host
-        for host, count in Counter(sight.host for sight in far).items()
+        for host, count in Counter(sight.host for sight in far).most_common()
         if 2 * count > num_by[_protocol_of(host)] and (count > 1 or len(far) == 1)
     ]
     tried = ports_of(announced or own)
     opened = {(sight.host, port) for sight in far for port in sight.open_ports if port in tried}
     seen = [f"{host}/tcp/{port}" for host in hosts for port in tried if (host, port) in opened]
-    closed = [f"{host.split('/')[2]}:{port}" for host in hosts for port in tried if (host, port) not in opened]
+    open_hosts = {host for host, _ in opened}.intersection(hosts)
+    closed = [f"{host.split('/')[2]}:{port}" for host in hosts for port in tried if host not in open_hosts]
+    # There are callers without IPv6, and hardly any without IPv4.
+    decisive = [host for host in hosts if _protocol_of(host) == "ip4"] or hosts
+    is_reachable = not open_hosts.isdisjoint(decisive)
     elsewhere = [address for address in own if not is_loopback(address)]
     addresses = announced or dict.fromkeys([*seen, *sorted(elsewhere or own, key=is_public, reverse=True)])
-    return Ways(tuple(addresses), bool(seen) if hosts else None, () if seen else tuple(closed))
+    return Ways(tuple(addresses), is_reachable if hosts else None, () if is_reachable else tuple(closed))
 
 
 class Reachability:

@@ -215,13 +215,15 @@ class Barrier:
         if self._rounds.is_past(call.round_number) and not has_settled:
             raise self._rounds.refusal(call.round_number)
         told = asked if asked is not None and has_settled else self._rounds.current
+        is_at_barrier = told.number == call.round_number and told.attempt is not None
         reply = ReadyReply(
             attempt=told.attempt if has_settled or is_ready() else None,
             history_hash=told.step.history_hash,
             weights_digest=told.weights_digest,
             samples=told.samples,
             next_samples=told.next_samples,
-            does_without=is_mate and self._mates.is_left_out(caller),
+            # One that is not ready at all holds the caller up as any other does.
+            does_without=is_at_barrier and is_mate and self._mates.is_left_out(caller),
             counts=self._progress.signed_counts(),
         )
         return Reply(reply.model_dump())

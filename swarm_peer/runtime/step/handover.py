@@ -128,7 +128,7 @@ class GradientHandover:
                 continue
             log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, samples)
             on_gone()
-            await self._forget(given)
+            await self._forget(given, is_counted=True)
             return True
         if round_is_ending and may_end_round:
             return False
@@ -148,10 +148,14 @@ class GradientHandover:
         log.error("samples_lost samples=%d round=%d reason=%s", samples, given.number, reason)
         await self._forget(given)
 
-    async def _forget(self, given: Round) -> None:
+    async def _forget(self, given: Round, *, is_counted: bool = False) -> None:
+        """Empty the accumulator. Where a stage-mate counts its microbatches now, their replies stay for lost ones."""
+
         def forget() -> None:
             self._trainer.discard_gradients()
-            given.forget_counted()
+            given.counted.clear()
+            if not is_counted:
+                given.replies.clear()
 
         with anyio.move_on_after(FORGET_TIMEOUT_S, shield=True):
             await self._device_thread.run(Priority.STEP, forget)
