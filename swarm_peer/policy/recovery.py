@@ -117,6 +117,23 @@ def find_standing(first: Timeline, claims: Collection[Claim]) -> Standing:
     return Standing(timeline, newest, timeline.optimizer_step_at(reached))
 
 
+def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None:
+    """A stage that cannot go back to a timeline, since its peers have passed the round in which that began.
+
+    They were out of reach of the peer that began the timeline, and computed on. The peers on the timeline wait for them
+    in vain. More than half of the stage's peers have to claim it.
+
+    Args:
+        claims: of the peers of other stages, credible or not: those that were cut off may be far from most others
+    """
+    for stage in sorted({claim.stage for claim in claims}):
+        here = [claim for claim in claims if claim.stage == stage and claim.timeline.allows_round(claim.round_number)]
+        passed = [claim for claim in here if claim.timeline < timeline and claim.round_number >= timeline.first_round]
+        if 2 * len(passed) > len(here):
+            return stage
+    return None
+
+
 class SnapshotRef(NamedTuple):
     """Names a snapshot that a peer holds: its stage, the first round with its weights, and their optimizer step."""
 

@@ -14,6 +14,7 @@ from swarm_peer.policy.recovery import (
     choose_mover,
     choose_rewind,
     credible,
+    find_overtaking,
     find_standing,
     last_credible_round,
 )
@@ -110,6 +111,19 @@ def test_the_timeline_of_a_stage_that_was_taken_over_is_the_runs():
     old = [(stage, 34, OLD) for stage in (0, 0, 0, 2, 2)]
     assert standing(*old, (1, 38, NEW)) == Standing(NEW, 38, 30)
     assert standing(*old, (1, 38, NEW), (1, 39, NEW), (0, 39, NEW)) == Standing(NEW, 39, 31)
+
+
+def test_a_stage_that_has_passed_the_beginning_of_a_timeline_cannot_go_back_to_it():
+    def overtaking(*claims):
+        return find_overtaking(NEW, [Claim(*claim) for claim in claims])
+
+    assert overtaking((0, 38, OLD), (2, 37, OLD)) == 0
+    assert overtaking((0, 37, OLD), (2, 60, OLD), (2, 61, OLD), (2, 38, NEW)) == 2
+    assert overtaking((0, 37, OLD), (2, 37, OLD)) is None, "they go back once they hear of it"
+    assert overtaking((0, 60, OLD), (0, 38, NEW)) is None, "one of two may lie, and the other one is there"
+    assert overtaking((0, 60, Timeline(50, 30, 30))) is None, "that is where the run is now"
+    assert overtaking((0, 38, Timeline(40, 30, 30))) is None, "nobody is there before it has begun"
+    assert overtaking() is None
 
 
 lie = st.tuples(st.sampled_from((0, 2)), st.integers(0, 500), st.sampled_from((OLD, NEW, Timeline(400, 0, 0))))

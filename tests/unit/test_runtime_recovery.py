@@ -246,9 +246,9 @@ class Watching:
 
 
 @pytest.fixture
-async def watching(swarm, monkeypatch):
+async def watching(swarm, monkeypatch, request):
     limits = MANIFEST.limits.model_copy(update={"announcement_s": 0.01})
-    peer = await swarm.add("b", 1, round_number=47)
+    peer = await swarm.add("b", 1, round_number=47, timeline=getattr(request, "param", FIRST_TIMELINE))
     monkeypatch.setattr(peer.recovery, "_manifest", MANIFEST.model_copy(update={"limits": limits}))
     return Watching(swarm, peer)
 
@@ -265,6 +265,22 @@ async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, 
         await swarm.add(peer_id, stage, round_number=46, timeline=Timeline(45, 40, 40))
     with pytest.raises(CallError, match="the run has gone back to 40 updates without it"):
         await watching.see()
+
+
+@pytest.mark.parametrize("watching", [Timeline(46, 40, 40)], indirect=True)
+async def test_a_peer_whose_timeline_a_stage_has_overtaken_joins_anew(swarm, watching):
+    """A peer that was cut off has begun the timeline. Those in the same round or a later one cannot go back to it."""
+    for peer_id, stage, round_number in (("a", 0, 60), ("c", 2, 59)):
+        await swarm.add(peer_id, stage, round_number=round_number)
+    with pytest.raises(CallError, match="stage 0 has passed round 46 without having heard"):
+        await watching.see()
+
+
+@pytest.mark.parametrize("watching", [Timeline(46, 40, 40)], indirect=True)
+async def test_a_peer_whose_timeline_most_of_each_stage_may_follow_stays(swarm, watching):
+    for peer_id, stage, round_number in (("a", 0, 60), ("d", 0, 45), ("c", 2, 45), ("m", 1, 60)):
+        await swarm.add(peer_id, stage, round_number=round_number)
+    assert await watching.see() is None
 
 
 async def test_a_stage_that_the_run_has_left_behind_notices(swarm, watching):

@@ -21,6 +21,7 @@ from swarm_peer.policy.recovery import (
     Timeline,
     choose_mover,
     choose_rewind,
+    find_overtaking,
     find_standing,
     find_standing_by_snapshots,
     missed,
@@ -321,7 +322,7 @@ class Recovery:
             if rounds.current is not present:
                 continue
             try:
-                standing, is_last = await self._compare(present.step)
+                standing, is_last, overtaking = await self._compare(present.step)
             except CallError as error:
                 log.info("standing_unknown reason=%s", error)
                 continue
@@ -336,9 +337,14 @@ class Recovery:
                     raise CallError(
                         f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}"
                     )
+                if overtaking is not None:
+                    raise CallError(
+                        f"stage {overtaking} has passed round {own.timeline.first_round} without having heard that the "
+                        f"run goes back to {own.timeline.first_optimizer_step} updates there"
+                    )
 
-    async def _compare(self, own: StepState) -> tuple[Standing, bool]:
-        """Where the run stands, and whether no stage-mate is further than this peer.
+    async def _compare(self, own: StepState) -> tuple[Standing, bool, int | None]:
+        """Where the run stands, whether no stage-mate is further than this peer, and which stage cannot come to it.
 
         Raises:
             CallError: nobody answers
@@ -346,9 +352,11 @@ class Recovery:
         view = await self._swarm.look(range(self._context.resolved.num_stages))
         serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, serving)
-        claims = believable(claims_of(view, replies)).values()
+        claimed = claims_of(view, replies)
+        overtaking = find_overtaking(own.timeline, [c for c in claimed.values() if c.stage != self._stage])
+        claims = believable(claimed).values()
         is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
-        return find_standing(own.timeline, claims), is_last
+        return find_standing(own.timeline, claims), is_last, overtaking
 
     async def watch_stages(self) -> int:
         """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
