@@ -47,6 +47,7 @@ from processes import PROCESS_POLL_S, ROOT, adopt_orphans, cpu_seconds, running
 from coordinator.config_files import load_manifest
 from swarm_peer.config import RunManifest
 
+SECTIONS = ["baseline", "swarm", "gpipe", "1f1b"]
 PEERS_BY_STAGE = (2, 2)
 # More than any measurement waits for: runs are stopped, they do not end.
 ENDLESS_STEPS = 10**6
@@ -223,7 +224,7 @@ def run_sections(
         "gpipe": lambda file, output: pipeline_commands(file, output, "gpipe"),
         "1f1b": lambda file, output: pipeline_commands(file, output, "1f1b"),
     }
-    names = list(sections)
+    names = options.sections
     results: dict[str, list[SectionResult]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="swarm-benchmark-") as folder:
         file = Path(folder) / "manifest.yaml"
@@ -245,10 +246,10 @@ def run_sections(
 
 
 def report(results: dict[str, list[SectionResult]]) -> dict[str, dict[str, float]]:
-    """Medians, and medians of the ratios to the baseline of the same repetition."""
+    """Medians, and medians of the ratios to the first section of the same repetition."""
 
     def ratio(name: str, figure: Callable[[SectionResult], float]) -> float:
-        pairs = zip(results[name], results["baseline"], strict=True)
+        pairs = zip(results[name], next(iter(results.values())), strict=True)
         return round(median(figure(mine) / figure(base) for mine, base in pairs), 3)
 
     return {
@@ -279,6 +280,7 @@ def main() -> None:
     parser.add_argument("--model", choices=WORKLOADS, default="demo")
     parser.add_argument("--steps", type=int, help="optimizer steps that are counted")
     parser.add_argument("--warmup-steps", type=int, help="optimizer steps before those")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="ratios are to the first one")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--baseline-threads", type=int, default=os.cpu_count())
     parser.add_argument("--baseline-passive", action="store_true", help="OMP_WAIT_POLICY=passive for it, see above")
