@@ -36,8 +36,7 @@ demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about t
 
 test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
-	$(BIN)/python tests/tube seeds
-	for mode in periodic delayed eager; do $(BIN)/python tests/tube seeds --count 2 --mode $$mode || exit 1; done
+	$(BIN)/python tests/tube seeds --each-mode 2
 	# Real swarms wait for much of their time, so that four at once do not take two cores.
 	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
 

@@ -17,7 +17,7 @@ from cyclopts import App
 from planted import planted
 from schedule import Schedule, numbered
 from tqdm import tqdm
-from tube import Outcome, run_schedule
+from tube import WATCHES, Outcome, run_schedule
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("swarm_peer", "coordinator", "tests/tube")
@@ -82,16 +82,27 @@ def shrunk(seed: str, numbers: Sequence[int] | None) -> list[int]:
 
 
 @app.command
-def seeds(*, first: int = 0, count: int = 30, mode: str = "", processes: int = 2, results: Path | None = None) -> None:
-    """Run many seeds, and sum up. The first one of each batch is run twice: it must go the same way, event by event.
+def seeds(
+    *,
+    first: int = 0,
+    count: int = 30,
+    mode: str = "",
+    each_mode: int = 0,
+    processes: int = 2,
+    results: Path | None = None,
+) -> None:
+    """Run many seeds, and sum up. The first one of a mode in each batch is run twice: it must go the same way, event by
+    event.
 
     Args:
         mode: of averaging, if it is not synchronous: periodic, delayed, or eager (delayed with eager updates)
+        each_mode: so many seeds more in each of these modes
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
             has changed
     """
     kept = _read(results)
     wanted = numbered(range(first, first + count), mode)
+    wanted += [seed for other in WATCHES for seed in numbered(range(first, first + each_mode), other)]
     outcomes = [kept[seed] for seed in wanted if seed in kept]
     todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):
@@ -110,11 +121,14 @@ def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
     for batch in (todo[begin : begin + size] for begin in range(0, len(todo), size)):
         # New processes for each batch: the executor's own max_tasks_per_child may hang in Python 3.11.
         with ProcessPoolExecutor(processes, spawn) as pool:
-            again = pool.submit(run_seed, batch[0])
+            firsts = {Schedule.draw(seed).mode: seed for seed in reversed(batch)}
+            again = {seed: pool.submit(run_seed, seed) for seed in firsts.values()}
             for future in as_completed([pool.submit(run_seed, seed) for seed in batch]):
                 outcome = future.result()
-                if outcome.seed == batch[0] and again.result().trace_hash != outcome.trace_hash:
-                    outcome.violations.append(f"two runs differ: {outcome.trace_hash}, {again.result().trace_hash}")
+                if outcome.seed in again:
+                    hashes = {outcome.trace_hash, again[outcome.seed].result().trace_hash}
+                    if len(hashes) > 1:
+                        outcome.violations.append(f"two runs differ: {' '.join(sorted(hashes))}")
                 yield outcome
 
 

@@ -837,7 +837,8 @@ async def test_the_next_stages_snapshot_is_asked_for_until_it_is_there(swarm):
     running.cancel()
 
 
-async def test_a_snapshot_of_the_next_stage_that_never_comes_is_given_up(swarm):
+async def test_a_snapshot_of_the_next_stage_that_never_comes_is_given_up(swarm, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.state.snapshot_keeper.GUARD_PAUSE_S", 0.001)
     peer = await swarm.add("a", 0, round_number=10)
     await swarm.add("b", 1, round_number=9)
     running = asyncio.ensure_future(peer.keeper.run())
