@@ -182,6 +182,7 @@ class Swarm:
         self.timeline = FIRST_TIMELINE
         self.furthest = 0, 0
         self.looks = 0
+        self.max_age_s = 0.0  # of the last look
 
     async def add(self, peer_id, stage, round_number=0, **options):
         peer = self.peers[peer_id] = Peer(self, peer_id, stage, round_number, **options)
@@ -201,6 +202,7 @@ class Swarm:
 
     async def look(self, stages, max_age_s=0.0):
         self.looks += 1
+        self.max_age_s = max_age_s
         return SwarmView(3, tuple(peer for peer in self.view().peers if peer.stage in stages))
 
     async def first_timeline(self):
@@ -900,6 +902,7 @@ async def test_the_chosen_peer_moves_to_a_stage_that_stays_empty(swarm, clock):
     swarm.peers["b"].speed = 0.5
     assert await swarm.peers["b"].recovery.watch_stages() == 1
     assert clock.now >= 100.0 + RESCUE_PATIENCE * MANIFEST.limits.announcement_s
+    assert swarm.max_age_s == MANIFEST.limits.announcement_s / 4, "what was looked up since its last look is not again"
 
 
 async def test_nobody_moves_as_long_as_a_stage_comes_back_in_time(swarm, clock):
