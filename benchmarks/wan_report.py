@@ -23,6 +23,11 @@ def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
+def provenance() -> str:
+    """Say when, where and by which command this process measures."""
+    return f"{date.today()}, {machine()}: `python {shlex.join(sys.argv)}`"
+
+
 def rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, ...]]:
     """A row of text for each arm; medians over its runs, means over stages."""
     for arm, runs in results.items():
@@ -81,7 +86,6 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Figu
 def write_report(folder: Path, results: Mapping[str, Sequence[Mapping[str, Any]]], costs: Mapping[str, Any]) -> None:
     """Write table.md and figure.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"python {shlex.join(sys.argv)}"
     told = " ".join(f"{name}={value}" for name, value in costs.items())
-    (folder / "table.md").write_text(f"{date.today()}, {machine()}: `{command}` ({told})\n\n{table(results)}\n")
+    (folder / "table.md").write_text(f"{provenance()} ({told})\n\n{table(results)}\n")
     draw(results, f"{date.today()}, {machine()}\n{told}").savefig(folder / "figure.png", dpi=120)

@@ -12,7 +12,6 @@ The seconds are those of a step; for `periodic`, with its share of an average. F
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Mapping
 from datetime import date
@@ -24,7 +23,7 @@ import torch
 from loss import Arm, validation_losses
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from wan_report import machine
+from wan_report import machine, provenance
 
 ARMS = {
     "synchronous": Arm(wires="blockwise_8bit", averaging="blockwise_8bit"),
@@ -80,9 +79,8 @@ def main() -> None:
         *options.settings,
     )
     step_s = {"synchronous": options.synchronous_s, "periodic": options.periodic_s}
-    told = f"{date.today()}, {machine()}: `python {shlex.join(sys.argv)}`"
     lines = [
-        told,
+        provenance(),
         "",
         "| seed | loss of synchronous | of periodic, at equal samples | share of the time |",
         "|---|---|---|---|",

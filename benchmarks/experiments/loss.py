@@ -20,11 +20,17 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import fmean, stdev
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from scipy.stats import t as student
+from wan_report import machine, provenance
 
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, train
@@ -245,6 +251,26 @@ def table(results: Results, arms: Sequence[str]) -> Iterator[str]:
         )
 
 
+def draw(results: Results, arms: Sequence[str], title: str) -> Figure:
+    """The mean difference of each arm with its interval, and its target."""
+    figure = Figure(figsize=(8, 1.5 + 0.45 * len(arms)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axvline(0, color="grey", linewidth=0.8)
+    for row, arm in enumerate(arms):
+        found, target = results.verdict(arm), ARMS[arm].target
+        if found is not None:
+            half = 100 * (found.high - found.mean) if found.num_pairs > 1 else None
+            axes.errorbar(100 * found.mean, row, xerr=half, fmt="o", color="#3a6ea5", capsize=4)
+        if target is not None:
+            axes.plot(100 * target, row, "|", color="#d98c3f", markersize=18, markeredgewidth=2)
+    axes.set_yticks(range(len(arms)), arms)
+    axes.invert_yaxis()
+    axes.set_xlabel("validation loss, % above the reference's (95 % interval; the bar is the target)")
+    axes.set_title(title, fontsize="medium")
+    return figure
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -258,6 +284,7 @@ def main() -> None:
         "--set", dest="settings", nargs="+", default=[], help="of the manifest, as in `swarm-coordinator`"
     )
     parser.add_argument("--results", type=Path, help="file of all trainings; those that it holds are not repeated")
+    parser.add_argument("--report", type=Path, help="folder that gets a table and a figure")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     settings = (
@@ -274,7 +301,12 @@ def main() -> None:
             if (name, seed) not in results and not is_decided:
                 *_, loss = validation_losses(ARMS[name], seed, options.members, settings).values()
                 results.add(name, seed, loss)
-    print("\n".join(table(results, options.arms)))
+    lines = list(table(results, options.arms))
+    print("\n".join(lines))
+    if options.report:
+        options.report.mkdir(parents=True, exist_ok=True)
+        (options.report / "table.md").write_text("\n".join((provenance(), "", *lines)) + "\n")
+        draw(results, options.arms, f"{date.today()}, {machine()}").savefig(options.report / "figure.png", dpi=120)
 
 
 if __name__ == "__main__":
