@@ -134,7 +134,7 @@ class Assembly:
             view=lambda: directory.view,
         )
         group = self._make_group(rounds, averager, barrier)
-        leases = self._make_leases(progress) if spec.is_first else None
+        leases = self._make_leases(progress, core.admission) if spec.is_first else None
         swarm = self._make_swarm_access(progress, barrier, leases)
         state_server = StateServer(context=context, core=core)
         handover = GradientHandover(context=context, core=core, swarm=swarm, is_mate=barrier.is_mate)
@@ -239,7 +239,7 @@ class Assembly:
             ),
         )
 
-    def _make_leases(self, progress: ProgressBook) -> SliceLeases:
+    def _make_leases(self, progress: ProgressBook, admission: RoundAdmission) -> SliceLeases:
         context = self.peer.context
         reader = SliceReader(manifest=context.resolved.manifest, cache_dir=context.options.cache_dir)
         return SliceLeases(
@@ -249,6 +249,7 @@ class Assembly:
             transport=self.peer.transport,
             progress=progress,
             view=lambda: self.peer.directory.view,
+            on_newer_timeline=admission.saw_newer_timeline,
         )
 
     def _make_swarm_access(self, progress: ProgressBook, barrier: Barrier, leases: SliceLeases | None) -> SwarmAccess:

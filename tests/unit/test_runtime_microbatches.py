@@ -19,6 +19,7 @@ from swarm_peer.errors import (
     CallTimeout,
     HopFailed,
     InvalidMessage,
+    NotAdmitted,
     NotServing,
     PeerUnreachable,
     RoundClosed,
@@ -1065,6 +1066,21 @@ async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(s
     _, leaving, _ = await group_of_two(swarm)
     await swarm.add("d", 1)
     swarm.network.fault(op="commit_gradient", drop_reply=True, times=100)
+    assert await leaving.handover.hand_over()
+    assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
+    assert leaving.trainer.num_samples == 0
+    assert leaving.metric("lost_samples") == SAMPLES, "in doubt, it is reported"
+
+
+@pytest.mark.parametrize(
+    "refusal", [NotAdmitted("revoked"), InvalidMessage("nothing has arrived"), RoundClosed("late")]
+)
+async def test_a_refusal_does_not_tell_that_a_share_was_not_added_before(swarm, refusal):
+    """The receiver may have learnt meanwhile that the giver was revoked, or have restarted."""
+    _, leaving, _ = await group_of_two(swarm)
+    await swarm.add("d", 1)
+    swarm.network.fault(op="commit_gradient", drop_reply=True)
+    swarm.network.fault(op="commit_gradient", fail=refusal)
     assert await leaving.handover.hand_over()
     assert sum(peer.trainer.num_samples for peer in swarm.peers if peer.stage == 1) == 2 * SAMPLES
     assert leaving.trainer.num_samples == 0

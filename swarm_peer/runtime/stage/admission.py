@@ -141,7 +141,10 @@ class RoundAdmission:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a caller has named a later round since `forget_later_rounds`: a hint that this peer is behind."""
+        """Whether another peer has named a later round or timeline since `forget_later_rounds`.
+
+        It is a hint that this peer is behind.
+        """
         return self._newest_asked > self._rounds.step.round_number
 
     def saw_round(self, round_number: int) -> None:
@@ -149,6 +152,10 @@ class RoundAdmission:
         if round_number > self._newest_asked:
             self._newest_asked = round_number
             self._changed.notify()
+
+    def saw_newer_timeline(self) -> None:
+        """Note that another peer is on a newer timeline, which passes for a later round, whatever round that is in."""
+        self.saw_round(self._rounds.step.round_number + 1)
 
     def forget_later_rounds(self) -> None:
         """Forget the later rounds that callers have named, since one of the callers may have lied."""

@@ -206,10 +206,11 @@ class GradientHandover:
                 return
             except (PeerUnreachable, CallTimeout) as error:
                 reason = str(error)
-            except NotServing as error:
+            except CallError as error:
                 if not reason:
                     raise
-                # It has left the stage, and has given away what it held; perhaps this gradient, too.
+                # A refusal says nothing of the call whose reply was lost: the stage-mate may have left the stage since
+                # and given away what it held, or have learnt that this peer does not belong to the run any more.
                 reason = str(error)
                 break
         raise _InDoubt(f"{mate} may have taken it over, and does not say so: {reason}")
