@@ -78,6 +78,14 @@ def sees(host, *open_ports):
             [sees("11.0.0.9")] * 3 + [Sight(f"/ip6/{SIX_HOST}", (7,))] * 2,
             Ways((SIX, HOME), False, ("11.0.0.9:7",)),
         ),
+        # A single one dials by IPv4.
+        (
+            [HOME, SIX],
+            [],
+            [sees("11.0.0.9")] + [Sight(f"/ip6/{SIX_HOST}", (7,))] * 3,
+            Ways((SIX, HOME), False, ("11.0.0.9:7",)),
+        ),
+        ([HOME, SIX], [], [sees("11.0.0.9", 7)] + [Sight(f"/ip6/{SIX_HOST}", (7,))] * 3, Ways((SIX, HOME), True)),
         # Two lie of another protocol: what most see comes first.
         (
             [HOME],

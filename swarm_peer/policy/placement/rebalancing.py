@@ -75,7 +75,7 @@ class Rebalancing:
     """A decision: moves to make now, all at once, or none.
 
     Attributes:
-        promised: the capacity of the slowest stage after the moves, as a share of the ideal
+        promised: the capacity of the slowest stage after these moves, as a share of the ideal
     """
 
     moves: tuple[Move, ...]
@@ -145,5 +145,7 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     moves_words = f"{len(plan.moves)} move{'s' * (len(plan.moves) > 1)}"
     waiting = f"; {later} more wait{'s' * (later == 1)} for movers under way" if later else ""
     after = min(plan.capacity)
+    # Moves that wait for others are decided on anew once the others are there.
+    at_once = search.schedule(tuple(plan.pairs[n] for n, move in enumerate(plan.moves) if move.start_s <= 0))
     reason = f"the swarm's throughput rises from {rest:.3g} to {after:.3g} samples/s with {moves_words}{waiting}"
-    return Rebalancing(moves, reason, after / ideal)
+    return Rebalancing(moves, reason, min(at_once.capacity) / ideal)

@@ -98,11 +98,18 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
     tried = ports_of(announced or own)
     opened = {(sight.host, port) for sight in far for port in sight.open_ports if port in tried}
     seen = [f"{host}/tcp/{port}" for host in hosts for port in tried if (host, port) in opened]
-    open_hosts = {host for host, _ in opened}.intersection(hosts)
-    closed = [f"{host.split('/')[2]}:{port}" for host in hosts for port in tried if host not in open_hosts]
-    # There are callers without IPv6, and hardly any without IPv4.
-    decisive = [host for host in hosts if _protocol_of(host) == "ip4"] or hosts
-    is_reachable = not open_hosts.isdisjoint(decisive)
+    # There are callers without IPv6, and hardly any without IPv4. A single peer that sees this node by IPv4 is believed
+    # in that it is closed: then the node calls others, which does no harm.
+    by_ip4 = [host for host in (*hosts, *(sight.host for sight in far)) if _protocol_of(host) == "ip4"]
+    decisive = [host for host in by_ip4 if host in hosts] or by_ip4 or hosts
+    open_hosts = {host for host, _ in opened}
+    is_reachable = open_hosts.issuperset(decisive)
+    closed = [
+        f"{host.split('/')[2]}:{port}"
+        for host in dict.fromkeys([*hosts, *decisive])
+        for port in tried
+        if host not in open_hosts
+    ]
     elsewhere = [address for address in own if not is_loopback(address)]
     addresses = announced or dict.fromkeys([*seen, *sorted(elsewhere or own, key=is_public, reverse=True)])
     return Ways(tuple(addresses), is_reachable if hosts else None, () if is_reachable else tuple(closed))
