@@ -9,9 +9,6 @@ have CUBIC, as nearly every system has unless its owner changes it, whatever thi
 * delay: each pair of machines draws it anew every REDRAW_S, uniformly from latency -+ jitter, for each direction.
   Packets of a pair stay in order.
 * loss: none but on a link whose queue is QUEUE_S long. It drops what comes then, as a router does.
-* buffers: what is counted in bytes shrinks with the bandwidth. A kernel holds up to 4 MB that a connection has still to
-  send, as long as a link of 200 Mb/s takes in 0.16 s. If a link of a twentieth of that held as much, everything small
-  would wait behind it for seconds, which nobody sees on a real one.
 
 Nothing but these namespaces is ever reached: they have no other interface.
 """
@@ -39,7 +36,6 @@ PACKET_BYTES = 1500
 REDRAW_S = 0.1
 # A round trip of the links that are measured most, as buffers of routers are commonly laid out.
 QUEUE_S = 0.2
-UNSENT_S = 0.16
 MOST_MACHINES = 250
 # Packets read of one machine before the others get their turn.
 PACKETS_IN_TURN = 64
@@ -138,7 +134,7 @@ def box(num_machines: int, options: LinkOptions, seed: int = 0) -> Iterator[Box]
             subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
-def _open_tun(machine: Machine, bytes_per_s: float) -> int:
+def _open_tun(machine: Machine) -> int:
     enter_namespace(machine.namespace)
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", b"wan", _IFF_TUN | _IFF_NO_PI))
@@ -147,8 +143,6 @@ def _open_tun(machine: Machine, bytes_per_s: float) -> int:
         f"route replace 10.77.0.0/24 dev wan src {machine.ip} congctl cubic\n"
     )
     subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
-    if bytes_per_s:
-        Path("/proc/sys/net/ipv4/tcp_notsent_lowat").write_text(str(round(UNSENT_S * bytes_per_s)))
     return tun
 
 
@@ -230,7 +224,7 @@ class Forwarder:
 
 def forward(machines: list[Machine], options: LinkOptions, seed: int) -> None:
     """Carry packets until the parent closes its end of standard input."""
-    tuns = [_open_tun(machine, options.bytes_per_s) for machine in machines]
+    tuns = [_open_tun(machine) for machine in machines]
     forwarder = Forwarder(tuns, options, random.Random(seed))
     poll = select.epoll()
     for tun in (*tuns, sys.stdin.fileno()):

@@ -13,7 +13,8 @@ of the ratios to the first arm within a repetition.
 The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
 is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
 averaging round; in each direction. With --x-over-c alone A/C is what the model makes it; with --a-over-c, too, the
-stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit.
+stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit. A prediction is of what a
+libp2p connection carries over such links, which is measured first.
 
     python benchmarks/wan.py --arms swarm@0 swarm@100+-50 gpipe@100+-50 --microbatches 64
 """
@@ -21,6 +22,7 @@ stages get as many layers as bring A/C next to it. Without either, bandwidth has
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -35,6 +37,7 @@ from typing import Any
 
 from links import LinkOptions
 from processes import adopt_orphans
+from wan_goodput import carried_bytes_per_s
 from wan_pipeline import SCHEDULES, measure_pipeline
 from wan_prediction import predicted_round_s
 from wan_report import machine, table, write_report
@@ -85,6 +88,12 @@ class Measuring:
     keep: Path | None = None
 
 
+@functools.cache
+def carried(links: LinkOptions) -> LinkOptions:
+    """The links with the bandwidth that a libp2p connection has over them."""
+    return replace(links, bytes_per_s=carried_bytes_per_s(links)) if links.bytes_per_s else links
+
+
 def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int) -> dict[str, Any]:
     """Run an arm once."""
     links = replace(arm.links, bytes_per_s=measuring.bytes_per_s)
@@ -93,7 +102,9 @@ def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int)
     keep = None if measuring.keep is None else measuring.keep / f"{arm.name}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
     figures = measure_swarm(workload, links, measuring.num_rounds, repetition, keep)
-    figures["predicted_round_s"] = round(predicted_round_s(workload, links), 2)
+    if links.bytes_per_s:
+        figures["carried_share"] = round(carried(links).bytes_per_s / links.bytes_per_s, 3)
+    figures["predicted_round_s"] = round(predicted_round_s(workload, carried(links)), 2)
     return figures
 
 
