@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from hosts import Host
 from loop import HOST
 
 import swarm_peer.runtime.mover as mover_module
@@ -77,6 +78,7 @@ class Records:
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
         givers: who has given each transfer
+        died: samples that the peers of a stage held as they died, by stage
     """
 
     microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], Life]] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Records:
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
     givers: dict[bytes, str] = field(default_factory=dict)
+    died: Counter[int] = field(default_factory=Counter)
     moves: int = 0
     rewinds: int = 0
     forks: int = 0
@@ -127,6 +130,7 @@ class Invariants:
             after(StepLoop, "_begin_round", self._begun),
             around(Mover, "_move", self._moved),
             after(Peer, "_describe", self._described),
+            before(Host, "die", self._dying),
             self._watching_orders(),
         ):
             yield
@@ -176,6 +180,11 @@ class Invariants:
         replica = peer._replica
         if peer._lifecycle.state is PeerState.SERVING and replica is not None and not replica.has_weights:
             self._tube.violation(f"{HOST.get()} announces that it serves stage {replica.stage}, and has no weights")
+
+    def _dying(self, host: Host) -> None:
+        replica = None if host.peer is None else host.peer._replica
+        if host.is_alive and replica is not None:
+            self.records.died[replica.stage] += replica.parts.core.trainer.strategy.pending_samples
 
     def _watching_orders(self) -> Any:
         """A peer obeys the newest term that it has heard of."""
@@ -402,6 +411,32 @@ class Invariants:
             told = sum(host.metrics.repeated_samples._value.get() for host in self._tube.world.hosts)
             if len(twice) > told and stage == 0:
                 self._tube.violation(f"stage {stage}: {len(twice)} samples count twice, such as {twice[:3]}")
+
+    def check_shares(self) -> None:
+        """The updates of a later stage hold stage 0's microbatches, but for those that somebody has reported lost."""
+        told = int(sum(host.metrics.lost_samples._value.get() for host in self._tube.world.hosts))
+        for stage in range(1, len(self._reference)):
+            missing = 0
+            for (of_stage, _, number, _), first in list(self.records.beginnings.items()):
+                other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
+                if other is not None and other.ids is not None and first.ids is not None:
+                    lacking = set(first.ids).difference(other.ids)
+                    missing += sum(len(self.records.microbatches[each][0]) for each in lacking)
+            died = self.records.died[stage]
+            if missing > told + died:
+                self._tube.violation(
+                    f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and "
+                    f"{told} were reported lost"
+                )
+
+    def check_snapshots(self) -> None:
+        """Who has made so many updates that there was a snapshot among them has one."""
+        least = 2 * self._resolved.manifest.recovery.snapshot_every
+        settled = Counter(peer_id for _, _, _, peer_id in self.records.brought)
+        for host in self._tube.peers():
+            held = None if host.peer is None else host.peer._parts.snapshots.snapshots()
+            if settled[host.peer_id] >= least and not held and not host.storage.has_failed:
+                self._tube.violation(f"{host} has settled {settled[host.peer_id]} rounds, and keeps no snapshot")
 
     def _history(self, place: Place) -> Iterator[tuple[bytes, ...]]:
         while True:

@@ -77,14 +77,17 @@ class TubeStorage:
 
     Attributes:
         is_full: writing fails
+        has_failed: it has done so
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
     is_full: bool = False
+    has_failed: bool = False
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
         data = b"".join(bytes(part) for part in parts)
         if self.is_full:
+            self.has_failed = True
             raise OSError(errno.ENOSPC, "No space left on device")
         self.files[name] = data
 

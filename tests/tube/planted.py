@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import anyio
 import torch
 from schedule import Schedule, numbered
 from tube import Outcome, run_schedule
@@ -76,6 +77,19 @@ def _all(*patches: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 
 
 # --- samples
+
+
+@defect
+def losses_not_told() -> Any:
+    """A peer of a later stage empties its accumulator before it brings it, and tells nobody."""
+
+    def contribution(original: Any, loop: Any) -> Any:
+        if loop._stage > 0:
+            loop._trainer.discard_gradients()
+            loop._rounds.current.forget_counted()
+        return original(loop)
+
+    return _wrapped(StepLoop, "_contribution", contribution)
 
 
 @defect
@@ -515,6 +529,31 @@ def own_update_stays() -> Any:
 def own_update_in_state() -> Any:
     """A state holds the weights that the replica computes with."""
     return patch.object(EagerStrategy, "weights", DelayedStrategy.weights)
+
+
+# --- peers
+
+
+@defect
+def no_snapshots() -> Any:
+    """No peer keeps a snapshot."""
+
+    async def store(store: Any, stage: int, state: Any) -> None:
+        return None
+
+    return patch.object(SnapshotStore, "store_snapshot", store)
+
+
+@defect
+def newcomer_hangs() -> Any:
+    """A peer that joins stage-mates once the run is under way waits for ever."""
+
+    async def join(original: Any, peer: Any, replica: Any) -> Any:
+        if replica.stage_mates() and peer._context.clock.monotonic_s() > 20:
+            await anyio.sleep_forever()
+        return await original(peer, replica)
+
+    return _wrapped(Peer, "_join", join)
 
 
 # --- the command

@@ -22,7 +22,7 @@ import anyio.lowlevel
 import torch
 from delayed import DelayedInvariants
 from eager import EagerInvariants
-from faults import KINDS, may_stay
+from faults import KINDS, may_stay, serving
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
@@ -38,10 +38,13 @@ from coordinator.watch.observer import end_run_for
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.step_state import StepState
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
 STEPS_AFTER = 3
 BOUND_S = 400.0
+# Of two stage-mates, one may have ended so many rounds that the other has still to end.
+ROUNDS_APART = 2
 # A run that was ended is over, and everybody gone, after this time.
 ENDING_S = 90.0
 # Virtual time between collections of garbage.
@@ -377,6 +380,7 @@ class Tube:
             if self.world.violations:
                 return
             if self.world.loop.time() > deadline:
+                self.invariants.check_snapshots()
                 if self._is_lost():
                     self.lost = True
                     self.world.note("lost")
@@ -385,6 +389,37 @@ class Tube:
                 left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
                 self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {left}")
                 return
+        self.invariants.check_snapshots()
+        await self._gather(deadline + BOUND_S)
+
+    async def _gather(self, deadline: float) -> None:
+        """Every peer that is left gets to where the others are."""
+        while stragglers := self._stragglers():
+            await anyio.sleep(1.0)
+            if self.world.violations:
+                return
+            if self.world.loop.time() > deadline:
+                self.violation(f"{BOUND_S:.0f} s after the run went on without faults: {'; '.join(stragglers)}")
+                return
+
+    def _stragglers(self) -> list[str]:
+        """What is wrong with the peers that do not serve, or are not where others of their stage are."""
+        found, steps = [], list[tuple[Host, int, StepState]]()
+        for host in self.peers():
+            replica = None if host.peer is None else host.peer._replica
+            if replica is None or not serving(host):
+                found.append(f"{host} does not serve")
+            else:
+                steps.append((host, replica.stage, replica.step))
+        for host, stage, step in steps:
+            newest = max(
+                (other for _, of_stage, other in steps if of_stage == stage), key=lambda each: each.round_number
+            )
+            if step.timeline != newest.timeline or step.round_number < newest.round_number - ROUNDS_APART:
+                found.append(f"{host} is in round {step.round_number}, and others of stage {stage} in another")
+            elif step.round_number == newest.round_number and step.history_hash != newest.history_hash:
+                found.append(f"{host} has other weights in round {step.round_number} than others of stage {stage}")
+        return found
 
     def _can_serve_all_stages(self) -> bool:
         """Whether there are enough peers that may move for the stages to which none is bound."""
@@ -420,6 +455,7 @@ class Tube:
             host.die()
         await anyio.sleep(150.0)
         self.invariants.check_samples()
+        self.invariants.check_shares()
         for store in self._stores:
             self.invariants.check_checkpoint(store)
         gc.collect()
