@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("swarm_peer", "coordinator", "tests/tube")
 # A process keeps what its schedules have left in caches.
 SEEDS_PER_PROCESS = 50
-SUMMED = ("steps", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s")
+SUMMED = ("steps", "passes", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s")
 
 app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
 app.command(planted)
@@ -95,7 +95,8 @@ def seeds(
     event.
 
     Args:
-        mode: of averaging, if it is not synchronous: periodic, delayed, or eager (delayed with eager updates)
+        mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates),
+            or short (synchronous, with a text that the run passes over more than once)
         each_mode: so many seeds more in each of these modes
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
             has changed

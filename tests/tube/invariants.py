@@ -100,6 +100,7 @@ class Records:
     forks: int = 0
     doubled: int = 0
     checked: int = 0
+    passes: int = 0
 
 
 class Invariants:
@@ -414,7 +415,7 @@ class Invariants:
 
     def check_shares(self) -> None:
         """The updates of a later stage hold stage 0's microbatches, but for those that somebody has reported lost."""
-        told = int(sum(host.metrics.lost_samples._value.get() for host in self._tube.world.hosts))
+        told = self.reported_lost()
         for stage in range(1, len(self._reference)):
             missing = 0
             for (of_stage, _, number, _), first in list(self.records.beginnings.items()):
@@ -428,6 +429,10 @@ class Invariants:
                     f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and "
                     f"{told} were reported lost"
                 )
+
+    def reported_lost(self) -> int:
+        """The samples that all peers have reported lost."""
+        return int(sum(host.metrics.lost_samples._value.get() for host in self._tube.world.hosts))
 
     def check_snapshots(self) -> None:
         """Who has made so many updates that there was a snapshot among them has one."""

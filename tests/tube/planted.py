@@ -572,7 +572,7 @@ def planted(*names: str, first: int = 0, most: int = 500, mode: str = "") -> Non
         names: defects; all of them by default
         first: the first seed
         most: seeds to try
-        mode: of averaging, if it is not synchronous: periodic, delayed, or eager (delayed with eager updates)
+        mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates), or short
     """
     sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
     for name in names or DEFECTS:

@@ -31,7 +31,7 @@ class Schedule:
     """All that is drawn for one seed.
 
     Attributes:
-        seed: a number, for a mode of averaging other than synchronous with the mode before it: periodic-7
+        seed: a number, for another mode than synchronous averaging with the mode before it: periodic-7
         peers: peers at the beginning
     """
 
@@ -43,7 +43,10 @@ class Schedule:
 
     @property
     def mode(self) -> str:
-        """How stage-mates average: a mode of the manifest, or `eager` for delayed with eager updates."""
+        """How stage-mates average: a mode of the manifest, or `eager` for delayed with eager updates.
+
+        `short` stands for synchronous averaging, over a short text.
+        """
         return self.seed.rpartition("-")[0] or "synchronous"
 
     @classmethod

@@ -29,6 +29,7 @@ from loop import TubeLoop, run
 from periodic import PeriodicInvariants
 from programs import obeying_schedules, run_coordinator, run_peer, run_stranger
 from schedule import FAULTS_S, FIRST_S, Event, Schedule
+from short import ShortInvariants
 from world import LogToWorld, World
 
 from coordinator.checkpoints.store import CheckpointStore
@@ -68,6 +69,7 @@ WATCHES: dict[str, type[Invariants]] = {
     "periodic": PeriodicInvariants,
     "delayed": DelayedInvariants,
     "eager": EagerInvariants,
+    "short": ShortInvariants,
 }
 
 
@@ -79,12 +81,13 @@ def make_manifest(stages: int, mode: str) -> RunManifest:
             "seed": 1,
             "model": {"config": CONFIG | {"n_layer": stages}},
             "stages": {"count": stages, "peers_to_start": 1},
-            "data": {"sequence_length": 7, "validation_documents": 4},
+            # Another number for another text: which documents are held out is remembered for its settings.
+            "data": {"sequence_length": 7, "validation_documents": 3 if mode == "short" else 4},
             "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2, "validation_every": 0},
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
             "averaging": {
-                "mode": "delayed" if mode == "eager" else mode,
+                "mode": {"eager": "delayed", "short": "synchronous"}.get(mode, mode),
                 "eager_updates": mode == "eager",
                 "inner_steps": 5,
                 "round_timeout_s": 15.0,
@@ -102,6 +105,7 @@ class Outcome:
 
     Attributes:
         steps: rounds that stage 0 has committed
+        passes: over the text that are over
     """
 
     seed: str
@@ -115,6 +119,7 @@ class Outcome:
     doubled: int = 0
     lost: int = 0
     checked: int = 0
+    passes: int = 0
     events: int = 0
     virtual_s: float = 0.0
     cpu_s: float = 0.0
@@ -546,6 +551,6 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.strikes = dict(world.strikes)
     outcome.moves, outcome.rewinds, outcome.forks = records.moves, records.rewinds, records.forks
     outcome.doubled, outcome.lost = records.doubled, tube.lost
-    outcome.checked, outcome.events = records.checked, world.num_events
+    outcome.checked, outcome.passes, outcome.events = records.checked, records.passes, world.num_events
     outcome.cpu_s = time.process_time() - began_s
     return outcome
