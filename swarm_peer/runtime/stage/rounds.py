@@ -45,6 +45,7 @@ class Round:
         validated: whether this peer has begun its share of the round's validation
         transfers: gradients of leaving stage-mates that are arriving, by caller; each has at most one
         attempt: the try of averaging that this peer is ready for; None while microbatches are inside
+        asked_attempt: the newest try that a stage-mate has asked this peer about
         samples: number of samples that this peer brings to the averaging
         next_samples: the same for the averaging of the next round, if stage-mates begin with it when this round ends
         weights_digest: of this peer's weights, if stage-mates compare them in this round
@@ -61,6 +62,7 @@ class Round:
         self.validated = False
         self.transfers: dict[str, Transfer] = {}
         self.attempt: int | None = None
+        self.asked_attempt = 0
         self.samples = 0
         self.next_samples = 0
         self.weights_digest = ""

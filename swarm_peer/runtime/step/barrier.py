@@ -59,6 +59,7 @@ class Barrier:
         manifest = context.resolved.manifest
         limits, averaging = manifest.limits, manifest.averaging
         self._hash = context.resolved.hash
+        self._max_tries = averaging.max_tries
         self._stage = stage
         self._rounds = rounds
         self._me = transport.peer_id
@@ -96,7 +97,7 @@ class Barrier:
         self._mates.welcome(peer_id)
 
     async def gather(self, ending: Round, attempt: int) -> dict[str, ReadyReply]:
-        """Wait until all stage-mates are ready for an averaging round.
+        """Wait until all stage-mates are ready for an averaging round, or until one asks about a later try.
 
         Returns:
             the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out
@@ -123,13 +124,20 @@ class Barrier:
             await self._ask_ready(peer_id, ending.number, attempt, members, ahead)
             waited_for.remove(peer_id)
 
-        while to_ask := self._mates.expected() - asked:
+        async def look_for_later_try(scope: anyio.CancelScope) -> None:
+            await self._changed.wait_for(lambda: ending.asked_attempt > attempt)
+            scope.cancel()
+
+        while ending.asked_attempt <= attempt and (to_ask := self._mates.expected() - asked):
             asked |= to_ask
-            async with anyio.create_task_group() as tasks:
-                # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
-                tasks.cancel_scope.deadline = anyio.current_time() + self.timeout_s
-                for peer_id in sorted(to_ask):
-                    tasks.start_soon(ask, peer_id)
+            async with anyio.create_task_group() as looking:
+                looking.start_soon(look_for_later_try, looking.cancel_scope)
+                async with anyio.create_task_group() as tasks:
+                    # All microbatches in flight end within this time. Do not wait any longer for a stage-mate.
+                    tasks.cancel_scope.deadline = anyio.current_time() + self.timeout_s
+                    for peer_id in sorted(to_ask):
+                        tasks.start_soon(ask, peer_id)
+                looking.cancel_scope.cancel()
             if tasks.cancel_scope.cancelled_caught:
                 log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
                 for peer_id in sorted(waited_for):
@@ -194,6 +202,11 @@ class Barrier:
             # Before the wait, since this peer may become ready during it and must not go on without the caller.
             self._mates.welcome(caller)
             self._mates.says_ready(caller, call.round_number)
+            present = self._rounds.current
+            if present.number == call.round_number and call.attempt > present.asked_attempt:
+                # The caller's earlier try has failed. This peer may wait at its barrier for somebody who has gone on.
+                present.asked_attempt = min(call.attempt, self._max_tries)
+                self._changed.notify()
 
         def is_ready() -> bool:
             # A peer that this barrier does without would average with members that do not expect it: it asks again.

@@ -121,7 +121,7 @@ class StageGroup:
                     return resync_weights(ending, by_weights.holders)
                 return resync(ending, by_weights.holders, "other stage-mates hold different weights")
             peers = set(by_weights.holders)
-            newest = max(reply.attempt or 0 for reply in members.values())
+            newest = max(ending.asked_attempt, *(reply.attempt or 0 for reply in members.values()))
             if newest > attempt:
                 attempt = newest
                 continue
@@ -222,7 +222,11 @@ class StageGroup:
         def known() -> Vote | None:
             asked = self._rounds.find(call.round_number)
             vote = None if asked is None else asked.vote
-            return vote if vote is not None and vote.attempt >= call.attempt else None
+            if vote is not None and vote.attempt >= call.attempt:
+                return vote
+            # This peer has gone on to a later try, and will not vote on that one any more.
+            has_gone_on = asked is not None and asked.attempt is not None and asked.attempt > call.attempt
+            return Vote(call.attempt, None) if has_gone_on else None
 
         with anyio.move_on_after(POLL_S):
             await self._changed.wait_for(lambda: known() is not None or self._rounds.is_past(call.round_number))
