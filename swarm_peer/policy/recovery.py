@@ -124,7 +124,7 @@ def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None
     in vain. More than half of the stage's peers have to claim it.
 
     Args:
-        claims: of all peers, credible or not: those that were cut off may be far from most others
+        claims: of the peers of other stages, credible or not: those that were cut off may be far from most others
     """
     for stage in sorted({claim.stage for claim in claims}):
         here = [claim for claim in claims if claim.stage == stage and claim.timeline.allows_round(claim.round_number)]

@@ -249,7 +249,7 @@ class Assembly:
             transport=self.peer.transport,
             progress=progress,
             view=lambda: self.peer.directory.view,
-            on_other_timeline=admission.saw_other_timeline,
+            on_newer_timeline=admission.saw_newer_timeline,
         )
 
     def _make_swarm_access(self, progress: ProgressBook, barrier: Barrier, leases: SliceLeases | None) -> SwarmAccess:

@@ -731,17 +731,17 @@ async def test_a_closed_round_ends_the_tries(swarm, pair):
     assert last.trainer.num_samples == first.trainer.num_samples == 0
 
 
-@pytest.mark.parametrize("its", [4, 12])
-async def test_a_round_of_the_same_number_on_another_timeline_is_another_round(swarm, pair, its):
-    """Both parts of a run that was cut in two may come to it, with different weights. Either may have to leave."""
+@pytest.mark.parametrize(("its", "behind"), [(4, "caller"), (12, "callee")])
+async def test_a_round_of_the_same_number_on_another_timeline_is_another_round(swarm, pair, its, behind):
+    """Both parts of a run that was cut in two may come to it, with different weights."""
     first, last = pair
     begin_round(last.rounds, 16, timeline=Timeline(8, 3, 3), weights_version=last.trainer.weights_version)
     microbatch = replace(make_microbatch(round_number=16), timeline=its)
     first.open(16)
     with pytest.raises(RoundClosed) as caught:
         await first.run(microbatch)
-    assert caught.value.round_number == 17, "both take themselves for behind, and look where the run is"
-    assert last.admission.is_behind
+    assert caught.value.round_number == 16 + (behind == "caller"), "it names a later round to whoever is behind"
+    assert last.admission.is_behind == (behind == "callee")
     assert last.trainer.num_samples == 0
     await first.run(replace(microbatch, timeline=8))
     assert last.trainer.num_samples == SAMPLES

@@ -141,7 +141,7 @@ class RoundAdmission:
 
     @property
     def is_behind(self) -> bool:
-        """Whether another peer has named a later round or another timeline since `forget_later_rounds`.
+        """Whether another peer has named a later round or timeline since `forget_later_rounds`.
 
         It is a hint that this peer is behind.
         """
@@ -153,8 +153,8 @@ class RoundAdmission:
             self._newest_asked = round_number
             self._changed.notify()
 
-    def saw_other_timeline(self) -> None:
-        """Note that another peer is on another timeline, which passes for a later round, whatever round that is in."""
+    def saw_newer_timeline(self) -> None:
+        """Note that another peer is on a newer timeline, which passes for a later round, whatever round that is in."""
         self.saw_round(self._rounds.step.round_number + 1)
 
     def forget_later_rounds(self) -> None:

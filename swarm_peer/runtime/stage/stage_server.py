@@ -169,18 +169,18 @@ class StageServer:
     def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
         """Refuse a microbatch of another timeline.
 
-        After the run was cut in two, both parts may be in a round of the same number, with different weights. Both are
-        told of the next round, as if they were behind, so that both look where the run stands: either may have to leave
-        its timeline (Recovery.watch_run).
+        After the run was cut in two, both parts may be in a round of the same number, with different weights. Whoever
+        is on the older timeline is told of the next round, as if it were behind: so it looks where the run stands.
         """
         own, its = entered.step.timeline.first_round, microbatch.timeline
         if its is None or its == own:
             return
-        self._admission.saw_other_timeline()
+        if own < its:
+            self._admission.saw_round(entered.number + 1)
         text = (
             f"in round {entered.number}, the caller is on the timeline from round {its}, this peer on that from {own}"
         )
-        raise RoundClosed(text, entered.number + 1)
+        raise RoundClosed(text, entered.number + (its < own))
 
     def _check_sizes(self, call: MicrobatchCall, tensors: Sequence[memoryview]) -> None:
         if call.num_samples > self._manifest.training.microbatch_size:

@@ -331,21 +331,20 @@ class Recovery:
                 own, timeline = present.step, standing.timeline
                 if timeline > own.timeline and timeline.first_round > own.round_number:
                     return timeline
-                # The run was cut in two, and both parts went on. One of them leaves, and not both.
-                if timeline > own.timeline and overtaking is None:
+                if timeline > own.timeline:  # the run was cut in two, and both parts went on
                     raise CallError(f"the run has gone back to {timeline.first_optimizer_step} updates without it")
                 if timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:
                     raise CallError(
                         f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}"
                     )
-                if timeline == own.timeline and overtaking is not None:
+                if overtaking is not None:
                     raise CallError(
                         f"stage {overtaking} has passed round {own.timeline.first_round} without having heard that the "
                         f"run goes back to {own.timeline.first_optimizer_step} updates there"
                     )
 
     async def _compare(self, own: StepState) -> tuple[Standing, bool, int | None]:
-        """Where the run stands, whether no stage-mate is further than this peer, and which stage cannot come there.
+        """Where the run stands, whether no stage-mate is further than this peer, and which stage cannot come to it.
 
         Raises:
             CallError: nobody answers
@@ -354,12 +353,10 @@ class Recovery:
         serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, serving)
         claimed = claims_of(view, replies)
+        overtaking = find_overtaking(own.timeline, [c for c in claimed.values() if c.stage != self._stage])
         claims = believable(claimed).values()
-        standing = find_standing(own.timeline, claims)
         is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
-        # All peers ask this of the same timeline and, with their own, of the same claims, so that they agree.
-        own_claim = Claim(self._stage, own.round_number, own.timeline)
-        return standing, is_last, find_overtaking(standing.timeline, [*claimed.values(), own_claim])
+        return find_standing(own.timeline, claims), is_last, overtaking
 
     async def watch_stages(self) -> int:
         """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
