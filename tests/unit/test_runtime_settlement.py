@@ -773,6 +773,34 @@ async def test_one_that_does_without_others_for_ever_holds_up_few_barriers(group
     assert asked == [True, True, True, True, False, False]
 
 
+async def test_a_member_that_waits_goes_on_to_the_try_that_another_asks_about(group):
+    """It may wait for one that has gone on, and that asks it about a later try alone."""
+    waiting, asking, _ = await group.add("abc")
+    present = waiting.rounds_of.current
+    present.attempt = 0
+    gathering = asyncio.ensure_future(waiting.barrier.gather(present, 0))
+    await anyio.wait_all_tasks_blocked()
+    for attempt, newest in ((0, 0), (1, 1), (99, MANIFEST.averaging.max_tries)):
+        call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=attempt, counts=())
+        answering = asyncio.ensure_future(waiting.barrier.handle_ready(asking.peer_id, call, ()))
+        await anyio.wait_all_tasks_blocked()
+        assert present.asked_attempt == newest
+        assert gathering.done() == (newest > 0)
+        answering.cancel()
+    assert set(gathering.result()) == {waiting.peer_id}
+    assert not waiting.barrier._mates.is_left_out(asking.peer_id), "nobody was late"
+
+
+async def test_a_member_that_is_asked_about_a_later_try_settles_in_that(group):
+    waiting, asking = await group.add("ab")
+    own = waiting.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=1, counts=())
+    reply = await waiting.barrier.handle_ready(asking.peer_id, call, ())
+    assert reply.body["attempt"] == 1
+    assert_committed(await asyncio.gather(own, asking.settle(4)), mean([waiting, asking], [2, 4]), 6)
+
+
 async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):
     members = await group.add("abc")
     newcomer = members[2]
@@ -914,6 +942,13 @@ async def test_votes_of_the_round_before_are_still_answered(group):
     with pytest.raises(RoundClosed) as caught:
         await ask_vote(second, first, round_number=3)
     assert caught.value.round_number == 5
+
+
+async def test_a_member_that_has_gone_on_to_a_later_try_votes_on_no_earlier_one(group):
+    gone_on, other = await group.add("ab")
+    gone_on.rounds_of.current.attempt = 1
+    vote = await ask_vote(other, gone_on, round_number=3)
+    assert vote == {"attempt": 0, "checksum": None, "samples": 0, "abstains": False}, "as if it had failed"
 
 
 async def test_a_member_that_brings_as_many_samples_as_may_be_told_does_not_silence_the_votes(group):
