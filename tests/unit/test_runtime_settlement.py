@@ -672,6 +672,11 @@ def not_yet(reply):
     return reply
 
 
+def of_other_weights(reply):
+    reply.body |= {"attempt": 0, "history_hash": "M", "samples": 100}
+    return reply
+
+
 async def hold_up_a_round(group):
     """The last of three is not ready until the others go on without it. Returns them, in the next round."""
     *members, late = await group.add("abc")
@@ -792,7 +797,12 @@ async def test_a_member_that_waits_goes_on_to_the_try_that_another_asks_about(gr
 
 
 async def test_a_member_that_is_asked_about_a_later_try_settles_in_that(group):
+    """What the others have said of the earlier one is not all, and leads to nothing."""
     waiting, asking = await group.add("ab")
+    for name, fault in (("c", {"fail": RoundClosed("over", 4)}), ("d", {"tamper": of_other_weights})):
+        [other] = await group.add(name)
+        group.network.fault(op="ready", to=other.peer_id, **fault)
+        group.network.fault(op="ready", to=other.peer_id, fail=PeerUnreachable("gone"), times=10**6)
     own = waiting.settle(2)
     await anyio.wait_all_tasks_blocked()
     call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=1, counts=())

@@ -100,7 +100,8 @@ class Barrier:
         """Wait until all stage-mates are ready for an averaging round, or until one asks about a later try.
 
         Returns:
-            the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out
+            the reply of each peer that is ready, this peer included; stage-mates that do not answer are left out; of
+            this peer alone, if a later try is asked about
 
         Raises:
             LeftBehind: this peer has to follow stage-mates that are in a later round
@@ -143,6 +144,8 @@ class Barrier:
                 for peer_id in sorted(waited_for):
                     self._mates.was_late(peer_id, ending.number)
                 waited_for.clear()
+        if ending.asked_attempt > attempt:  # not all have been heard, so nothing follows from what they say
+            return {self._me: own}
         # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
         # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
         # other.

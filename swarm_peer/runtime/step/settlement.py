@@ -114,6 +114,9 @@ class StageGroup:
                 members = await self._barrier.gather(ending, attempt)
             except LeftBehind as behind:
                 return resync(ending, behind.holders, f"{len(behind.holders)} stage-mates have left it behind")
+            if ending.asked_attempt > attempt:
+                attempt = ending.asked_attempt
+                continue
             held = {peer: Vote(0, f"{reply.history_hash} {reply.weights_digest}") for peer, reply in members.items()}
             by_weights = agree(self._me, held, may_retry=False)
             if by_weights.verdict is Verdict.RESYNC:
@@ -121,7 +124,7 @@ class StageGroup:
                     return resync_weights(ending, by_weights.holders)
                 return resync(ending, by_weights.holders, "other stage-mates hold different weights")
             peers = set(by_weights.holders)
-            newest = max(ending.asked_attempt, *(reply.attempt or 0 for reply in members.values()))
+            newest = max(reply.attempt or 0 for reply in members.values())
             if newest > attempt:
                 attempt = newest
                 continue
