@@ -104,7 +104,7 @@ def main() -> None:
     """The command line."""
     namespace, ip, *address = sys.argv[1:]
     enter_namespace(namespace)
-    asyncio.run(run_end(ip, *address or [None]))
+    asyncio.run(run_end(ip, address[0] if address else None))
 
 
 if __name__ == "__main__":
