@@ -1,4 +1,4 @@
-"""What libp2p carries over the links of a box, in and out at once, which is the bandwidth that a swarm has.
+"""Measures what libp2p carries over the links of a box, in and out at once: the bandwidth that a swarm has.
 
 It is less than the links': TCP and both headers take their part, and libp2p's yamux sends the news that a reader has
 room again behind the data that waits to be sent. So each end of a connection that is full in both directions waits for
@@ -30,7 +30,7 @@ MEASURED_S = 20.0
 
 
 def carried_bytes_per_s(links: LinkOptions) -> float:
-    """What the link of the machine in the middle carries each way; the mean of both. It takes half a minute."""
+    """Measure what the link of the machine in the middle carries each way, the mean of both, in half a minute."""
     with box(1 + NUM_NEIGHBOURS, links) as network:
         middle = _start(network.machines[0])
         assert middle.stdout is not None
