@@ -78,7 +78,7 @@ class Records:
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
         givers: who has given each transfer
-        settled: rounds that a life of a peer has settled, by its host
+        settled: rounds that a life of a peer has settled on a timeline, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
     """
 
@@ -95,7 +95,7 @@ class Records:
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
     givers: dict[bytes, str] = field(default_factory=dict)
-    settled: Counter[str] = field(default_factory=Counter)
+    settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
     moves: int = 0
     rewinds: int = 0
@@ -214,7 +214,7 @@ class Invariants:
         step = ending.step
         place = (group._stage, step.timeline.first_round, step.round_number, group._me)
         self.records.brought[place] = dict(ending.counted)
-        self.records.settled[HOST.get().name] += 1
+        self.records.settled[(HOST.get().name, group._stage, step.timeline.first_round)] += 1
         self.records.shares[place] = [*ending.counted, *self.records.again.get(place, ())] if samples else []
         names = Counter(
             (author, name)
@@ -438,14 +438,15 @@ class Invariants:
         return int(sum(host.metrics.lost_samples._value.get() for host in self._tube.world.hosts))
 
     def check_snapshots(self) -> None:
-        """Who has made so many updates that there was a snapshot among them has one."""
+        """Who has made so many updates in a row that there was a snapshot among them has one."""
         least = 2 * self._resolved.manifest.recovery.snapshot_every
         for host in self._tube.peers():
-            held = None if host.peer is None else host.peer._parts.snapshots.snapshots()
-            if self.records.settled[host.name] >= least and not held and not host.storage.has_failed:
-                self._tube.violation(
-                    f"{host} has settled {self.records.settled[host.name]} rounds, and keeps no snapshot"
-                )
+            replica = None if host.peer is None else host.peer._replica
+            if host.peer is None or replica is None or host.storage.has_failed:
+                continue
+            settled = self.records.settled[(host.name, replica.stage, replica.step.timeline.first_round)]
+            if settled >= least and not host.peer._parts.snapshots.snapshots():
+                self._tube.violation(f"{host} has settled {settled} rounds in a row, and keeps no snapshot")
 
     def _history(self, place: Place) -> Iterator[tuple[bytes, ...]]:
         while True:
