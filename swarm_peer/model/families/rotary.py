@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,11 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from swarm_peer.model.families.base import Family
+
+# Transformers 5.24 has given the argument another name, and warns of the old one. Nothing is cached here.
+_NO_CACHE: dict[str, Any] = {
+    name: None for name in ("cache", "past_key_values") if name in inspect.signature(create_causal_mask).parameters
+}
 
 
 class RotaryFamily(Family):
@@ -72,7 +78,7 @@ class RotaryFamily(Family):
     def _mask(self, kind: str, hidden_BTD: Tensor) -> Tensor | None:
         """Added to attention in the layers of one kind; None where they see all tokens before and need no mask."""
         create = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
-        mask_11TT = create(config=self.config, inputs_embeds=hidden_BTD[:1], attention_mask=None, past_key_values=None)
+        mask_11TT = create(config=self.config, inputs_embeds=hidden_BTD[:1], attention_mask=None, **_NO_CACHE)
         assert mask_11TT is None or isinstance(mask_11TT, Tensor), "only flex attention has other masks"
         if mask_11TT is None or mask_11TT.dtype != torch.bool:
             return mask_11TT
