@@ -268,7 +268,7 @@ def draw(results: Results, arms: Sequence[str], title: str) -> Figure:
         if target is not None:
             axes.plot(100 * target, row, "|", color="#d98c3f", markersize=18, markeredgewidth=2)
     axes.set_yticks(range(len(arms)), arms)
-    axes.invert_yaxis()
+    axes.set_ylim(len(arms) - 0.5, -0.5)
     axes.set_xlabel("validation loss, % above the reference's (95 % interval; the bar is the target)")
     axes.set_title(title, fontsize="medium")
     return figure
