@@ -209,8 +209,12 @@ class Tube:
         return None if replica is None else replica.stage
 
     def check_not_emptied(self, stage: int, looked_s: float) -> None:
-        """A peer that moves leaves others in its stage, unless one of them has gone a short time ago."""
-        others = [host for host in self.peers() if self.stage_of(host) == stage and may_stay(host)]
+        """A peer that moves leaves others in its stage, unless one of them has gone a short time ago.
+
+        It may not have heard yet that another one was revoked.
+        """
+        alive = (*self.peers(), *self._revoked_peers())
+        others = [host for host in alive if self.stage_of(host) == stage and may_stay(host)]
         now = self.world.loop.time()
         gone = any(at_s > now - looked_s and of_stage in (None, stage) for at_s, of_stage in self._departures)
         if not others and not gone and not self._is_over:
