@@ -13,8 +13,8 @@ of the ratios to the first arm within a repetition.
 The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
 is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
 averaging round; in each direction. With --x-over-c alone A/C is what the model makes it; with --a-over-c, too, the
-stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit. A prediction is of what a
-libp2p connection carries over such links, which is measured first.
+stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit. A prediction is of the
+bandwidth that libp2p carries over such links, which is measured first (wan_goodput.py).
 
     python benchmarks/wan.py --arms swarm@0 swarm@100+-50 gpipe@100+-50 --microbatches 64
 """
@@ -90,7 +90,7 @@ class Measuring:
 
 @functools.cache
 def carried(links: LinkOptions) -> LinkOptions:
-    """The links with the bandwidth that a libp2p connection has over them."""
+    """The links with the bandwidth that libp2p carries over them."""
     return replace(links, bytes_per_s=carried_bytes_per_s(links)) if links.bytes_per_s else links
 
 
@@ -101,10 +101,11 @@ def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int)
         return measure_pipeline(workload, links, measuring.num_rounds, repetition, arm.system)
     keep = None if measuring.keep is None else measuring.keep / f"{arm.name}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
+    predicted_s = predicted_round_s(workload, carried(links))
     figures = measure_swarm(workload, links, measuring.num_rounds, repetition, keep)
     if links.bytes_per_s:
         figures["carried_share"] = round(carried(links).bytes_per_s / links.bytes_per_s, 3)
-    figures["predicted_round_s"] = round(predicted_round_s(workload, carried(links)), 2)
+    figures["predicted_round_s"] = round(predicted_s, 2)
     return figures
 
 

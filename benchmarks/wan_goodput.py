@@ -27,16 +27,25 @@ PIECE = bytes(1 << 18)
 # For windows to grow to what they come to.
 WARM_UP_S = 10.0
 MEASURED_S = 20.0
+TIMEOUT_S = 90.0
 
 
 def carried_bytes_per_s(links: LinkOptions) -> float:
-    """Measure what the link of the machine in the middle carries each way, the mean of both, in half a minute."""
+    """Measure what the link of the machine in the middle carries each way, the mean of both, in half a minute.
+
+    Raises:
+        subprocess.TimeoutExpired: the machines did not connect, or one of them ended; its traceback says why
+    """
     with box(1 + NUM_NEIGHBOURS, links) as network:
-        middle = _start(network.machines[0])
-        assert middle.stdout is not None
-        address = middle.stdout.readline().strip()
-        neighbours = [_start(machine, address) for machine in network.machines[1:]]
-        return sum(float(end.communicate()[0]) for end in (middle, *neighbours)) / 2
+        ends = [_start(network.machines[0])]
+        try:
+            assert ends[0].stdout is not None
+            address = ends[0].stdout.readline().strip()
+            ends += [_start(machine, address) for machine in network.machines[1:]]
+            return sum(float(end.communicate(timeout=TIMEOUT_S)[0]) for end in ends) / 2
+        finally:
+            for end in ends:
+                end.kill()
 
 
 def _start(machine: Machine, *address: str) -> subprocess.Popen[str]:

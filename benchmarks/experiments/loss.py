@@ -62,7 +62,7 @@ class Arm:
     target: float | None = None
 
 
-PLAIN_MEANS = "outer_learning_rate: 1, outer_momentum: 0}"
+PLAIN_MEANS = "outer_learning_rate: 1, outer_momentum: 0"
 ARMS = {
     REFERENCE: Arm(),
     "control": Arm(averaging="none"),
@@ -74,8 +74,8 @@ ARMS = {
     "delayed-plain": Arm(mode="{mode: delayed, eager_updates: false}"),
     "periodic-10": Arm(mode="{mode: periodic, inner_steps: 10}", target=0.003),
     "periodic-50": Arm(mode="{mode: periodic, inner_steps: 50}", target=0.01),
-    "periodic-10-means": Arm(mode="{mode: periodic, inner_steps: 10, " + PLAIN_MEANS, target=0.003),
-    "periodic-50-means": Arm(mode="{mode: periodic, inner_steps: 50, " + PLAIN_MEANS, target=0.01),
+    "periodic-10-means": Arm(mode=f"{{mode: periodic, inner_steps: 10, {PLAIN_MEANS}}}", target=0.003),
+    "periodic-50-means": Arm(mode=f"{{mode: periodic, inner_steps: 50, {PLAIN_MEANS}}}", target=0.01),
 }
 
 

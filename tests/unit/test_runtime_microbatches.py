@@ -747,6 +747,16 @@ async def test_a_round_of_the_same_number_on_another_timeline_is_another_round(s
     assert last.trainer.num_samples == SAMPLES
 
 
+async def test_a_newer_timeline_is_a_hint_in_whatever_round_it_is(pair):
+    _, last = pair
+    last.open(16)
+    assert not last.admission.is_behind
+    last.admission.saw_newer_timeline()
+    assert last.admission.is_behind
+    last.admission.forget_later_rounds()
+    assert not last.admission.is_behind
+
+
 async def test_a_microbatch_that_waits_while_a_rewind_changes_the_weights_is_not_counted(swarm, pair):
     """Its round is over: its gradient would join the accumulator of the round that the rewind begins."""
     first, last = pair

@@ -113,6 +113,11 @@ class MovePlan:
     merit: float
     capacity: tuple[float, ...]
 
+    @property
+    def pairs_at_once(self) -> Pairs:
+        """The moves that wait for no other one."""
+        return tuple(pair for pair, move in zip(self.pairs, self.moves, strict=True) if move.start_s <= 0)
+
 
 class MoveSearch:
     """Searches the moves of one view.
@@ -168,14 +173,14 @@ class MoveSearch:
 
     def _begins_well(self, plan: MovePlan) -> bool:
         """Whether some of the moves that a plan makes at once, if any, reduce the shortfall by themselves."""
-        return not _at_once(plan) or bool(self._beginning(plan))
+        return not plan.pairs_at_once or bool(self._beginning(plan))
 
     def _beginning(self, plan: MovePlan) -> Pairs:
         """Of the moves that a plan makes at once, those that reduce the shortfall by themselves.
 
         All others are planned anew once these have arrived. Less is missing each time, so that no move is taken back.
         """
-        pairs, missing_now = _at_once(plan), self._missing(self.rest)
+        pairs, missing_now = plan.pairs_at_once, self._missing(self.rest)
         while pairs and self._missing(self.schedule(pairs)) >= missing_now - NEARLY:
             shorter = itertools.combinations(pairs, len(pairs) - 1)
             pairs = min(shorter, key=lambda part: self._missing(self.schedule(part)))
@@ -293,8 +298,3 @@ class MoveSearch:
     def _shortfall(self, capacity: Floats) -> Floats:
         shortfall: Floats = np.maximum(0.0, 1.0 - capacity / self.ideal) ** SHORTFALL_POWER
         return shortfall
-
-
-def _at_once(plan: MovePlan) -> Pairs:
-    """The moves of a plan that wait for no other one."""
-    return tuple(pair for pair, move in zip(plan.pairs, plan.moves, strict=True) if move.start_s <= 0)

@@ -146,6 +146,6 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     waiting = f"; {later} more wait{'s' * (later == 1)} for movers under way" if later else ""
     after = min(plan.capacity)
     # Moves that wait for others are decided on anew once the others are there.
-    at_once = search.schedule(tuple(plan.pairs[n] for n, move in enumerate(plan.moves) if move.start_s <= 0))
+    at_once = search.schedule(plan.pairs_at_once)
     reason = f"the swarm's throughput rises from {rest:.3g} to {after:.3g} samples/s with {moves_words}{waiting}"
     return Rebalancing(moves, reason, min(at_once.capacity) / ideal)

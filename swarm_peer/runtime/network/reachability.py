@@ -100,7 +100,7 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
     seen = [f"{host}/tcp/{port}" for host in hosts for port in tried if (host, port) in opened]
     # There are callers without IPv6, and hardly any without IPv4. A single peer that sees this node by IPv4 is believed
     # in that it is closed: then the node calls others, which does no harm.
-    by_ip4 = [host for host in (*hosts, *(sight.host for sight in far)) if _protocol_of(host) == "ip4"]
+    by_ip4 = [sight.host for sight in far if _protocol_of(sight.host) == "ip4"]
     decisive = [host for host in by_ip4 if host in hosts] or by_ip4 or hosts
     open_hosts = {host for host, _ in opened}
     is_reachable = open_hosts.issuperset(decisive)

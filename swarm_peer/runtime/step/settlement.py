@@ -227,9 +227,10 @@ class StageGroup:
             vote = None if asked is None else asked.vote
             if vote is not None and vote.attempt >= call.attempt:
                 return vote
-            # This peer has gone on to a later try, and will not vote on that one any more.
-            has_gone_on = asked is not None and asked.attempt is not None and asked.attempt > call.attempt
-            return Vote(call.attempt, None) if has_gone_on else None
+            present = self._rounds.current
+            if present is asked and present.attempt is not None and present.attempt > call.attempt:
+                return Vote(call.attempt, None)  # this peer has gone on to a later try, and votes on that alone
+            return None
 
         with anyio.move_on_after(POLL_S):
             await self._changed.wait_for(lambda: known() is not None or self._rounds.is_past(call.round_number))
