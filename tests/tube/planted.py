@@ -33,6 +33,7 @@ from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.admission import RoundAdmission
@@ -529,6 +530,16 @@ def own_update_stays() -> Any:
 def own_update_in_state() -> Any:
     """A state holds the weights that the replica computes with."""
     return patch.object(EagerStrategy, "weights", DelayedStrategy.weights)
+
+
+@defect
+def slice_ends_early() -> Any:
+    """A peer that has come to the end of a slice tells of an end that is some windows before it."""
+
+    def take_ends(original: Any, pool: Any) -> Any:
+        return [end._replace(start=end.end // 2, end=end.end // 2) for end in original(pool)]
+
+    return _wrapped(SamplePool, "take_ends", take_ends)
 
 
 # --- peers
