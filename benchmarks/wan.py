@@ -46,6 +46,7 @@ from wan_workload import AveragingMode, Workload
 
 ARM = re.compile(r"(?P<system>\w+)@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
 SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "delayed": "delayed", "periodic": "periodic"}
+NEIGHBOURS_IN_PIPELINE = 2
 SYSTEMS = (*SWARMS, *SCHEDULES)
 STAGE_COLUMNS = ("busy_share", "fill_s", "inside_s", "idle_inside_s", "drain_s", "barrier_s", "averaging_s")
 
@@ -89,9 +90,25 @@ class Measuring:
 
 
 @functools.cache
-def carried(links: LinkOptions) -> LinkOptions:
-    """The links with the bandwidth that libp2p carries over them."""
-    return replace(links, bytes_per_s=carried_bytes_per_s(links)) if links.bytes_per_s else links
+def carried(links: LinkOptions, num_neighbours: int) -> float:
+    """The bandwidth that libp2p has over these links, of a machine that exchanges with so many; 0 for no limit."""
+    return carried_bytes_per_s(links, num_neighbours) if links.bytes_per_s else 0.0
+
+
+def predict(workload: Workload, links: LinkOptions) -> dict[str, float]:
+    """What a round should take by what libp2p carries, between two neighbours and among the members of a stage.
+
+    An average that goes on beside the pipeline has its bandwidth: both have more connections than two.
+    """
+    in_pipeline, in_averages = carried(links, NEIGHBOURS_IN_PIPELINE), 0.0
+    if workload.averaging_mode == "synchronous" and workload.num_peers > 1:
+        in_averages = carried(links, workload.num_peers - 1)
+    predicted_s = predicted_round_s(workload, replace(links, bytes_per_s=in_pipeline), in_averages)
+    found = {"predicted_round_s": round(predicted_s, 2)}
+    for name, bandwidth in (("carried_share", in_pipeline), ("carried_share_averaging", in_averages)):
+        if bandwidth:
+            found[name] = round(bandwidth / links.bytes_per_s, 3)
+    return found
 
 
 def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int) -> dict[str, Any]:
@@ -101,12 +118,8 @@ def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int)
         return measure_pipeline(workload, links, measuring.num_rounds, repetition, arm.system)
     keep = None if measuring.keep is None else measuring.keep / f"{arm.name}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
-    predicted_s = predicted_round_s(workload, carried(links))
-    figures = measure_swarm(workload, links, measuring.num_rounds, repetition, keep)
-    if links.bytes_per_s:
-        figures["carried_share"] = round(carried(links).bytes_per_s / links.bytes_per_s, 3)
-    figures["predicted_round_s"] = round(predicted_s, 2)
-    return figures
+    predicted = predict(workload, links)
+    return measure_swarm(workload, links, measuring.num_rounds, repetition, keep) | predicted
 
 
 def run_arms(workload: Workload, measuring: Measuring) -> dict[str, list[dict[str, Any]]]:

@@ -4,8 +4,8 @@ It is less than the links': TCP and both headers take their part, and libp2p's y
 room again behind the data that waits to be sent. So each end of a connection that is full in both directions waits for
 the other one. As in a pipeline, a machine in the middle exchanges all that it can with two others.
 
-On a machine of the box: `wan_goodput.py NAMESPACE IP` prints where it listens, `wan_goodput.py NAMESPACE IP ADDRESS`
-connects to that, and each prints the bytes per second that have arrived there.
+On a machine of the box: `wan_goodput.py NAMESPACE IP NEIGHBOURS` prints where it listens,
+`wan_goodput.py NAMESPACE IP 1 ADDRESS` connects to that, and each prints the bytes per second that have arrived there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from links import LinkOptions, Machine, box, enter_namespace
 
 PROTOCOL = "/swarm/goodput/1"
-NUM_NEIGHBOURS = 2
 PIECE = bytes(1 << 18)
 # For windows to grow to what they come to.
 WARM_UP_S = 10.0
@@ -30,26 +29,26 @@ MEASURED_S = 20.0
 TIMEOUT_S = 90.0
 
 
-def carried_bytes_per_s(links: LinkOptions) -> float:
+def carried_bytes_per_s(links: LinkOptions, num_neighbours: int) -> float:
     """Measure what the link of the machine in the middle carries each way, the mean of both, in half a minute.
 
     Raises:
         subprocess.TimeoutExpired: the machines did not connect, or one of them ended; its traceback says why
     """
-    with box(1 + NUM_NEIGHBOURS, links) as network:
-        ends = [_start(network.machines[0])]
+    with box(1 + num_neighbours, links) as network:
+        ends = [_start(network.machines[0], num_neighbours)]
         try:
             assert ends[0].stdout is not None
             address = ends[0].stdout.readline().strip()
-            ends += [_start(machine, address) for machine in network.machines[1:]]
+            ends += [_start(machine, 1, address) for machine in network.machines[1:]]
             return sum(float(end.communicate(timeout=TIMEOUT_S)[0]) for end in ends) / 2
         finally:
             for end in ends:
                 end.kill()
 
 
-def _start(machine: Machine, *address: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__)), machine.namespace, machine.ip, *address]
+def _start(machine: Machine, num_connections: int, *address: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__)), machine.namespace, machine.ip, str(num_connections), *address]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -90,9 +89,9 @@ class End:
         return (self.received - before) / (time.monotonic() - begun)
 
 
-async def run_end(ip: str, address: str | None) -> None:
+async def run_end(ip: str, num_connections: int, address: str | None) -> None:
     """Listen for the others, or connect to the one in the middle, and print what arrives."""
-    end = End(1 if address else NUM_NEIGHBOURS)
+    end = End(num_connections)
     p2p = await P2P.create(initial_peers=[address] if address else [], host_maddrs=[f"/ip4/{ip}/tcp/0"])
     if address is None:
         await p2p.add_binary_stream_handler(PROTOCOL, end.exchange)
@@ -111,9 +110,9 @@ async def run_end(ip: str, address: str | None) -> None:
 
 def main() -> None:
     """The command line."""
-    namespace, ip, *address = sys.argv[1:]
+    namespace, ip, num_connections, *address = sys.argv[1:]
     enter_namespace(namespace)
-    asyncio.run(run_end(ip, address[0] if address else None))
+    asyncio.run(run_end(ip, int(num_connections), address[0] if address else None))
 
 
 if __name__ == "__main__":

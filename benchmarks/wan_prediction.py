@@ -15,11 +15,17 @@ NEVER = 10**9
 NO_MEMORY = StageMemory(weight_bytes=0.0, weight_gradient_bytes=0.0, optimizer_bytes=0.0, microbatch_bytes=0.0)
 
 
-def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
+def predicted_round_s(workload: Workload, links: LinkOptions, averaging_bytes_per_s: float = 0.0) -> float:
     """Seconds of a round, by policy/planning. Devices take what they are told, and optimizers nothing.
 
     Where peers average periodically it is that of a round that no average ends, as it is measured.
+
+    Args:
+        workload: the run
+        links: with the bandwidth that pipelines have
+        averaging_bytes_per_s: the bandwidth that averages have, if it is another one
     """
+    averaging_cost = links.bytes_per_s / averaging_bytes_per_s if averaging_bytes_per_s else 1.0
     hop_bytes = float(codec_bytes(workload.sequence_length * workload.width, workload.wire))
     last = workload.num_stages - 1
     works = [
@@ -29,7 +35,7 @@ def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
             flops=workload.microbatch_s,
             activation_bytes=hop_bytes if stage < last else 0.0,
             gradient_bytes=hop_bytes if stage else 0.0,
-            averaging_bytes=float(codec_bytes(numbers, workload.averaging)),
+            averaging_bytes=codec_bytes(numbers, workload.averaging) * averaging_cost,
             memory=NO_MEMORY,
         )
         for stage, numbers in enumerate(workload.num_parameters())

@@ -420,12 +420,13 @@ class Invariants:
         """The updates of a later stage hold stage 0's microbatches, but for those that somebody has reported lost."""
         told = self.reported_lost()
         for stage in range(1, len(self._reference)):
-            missing = 0
+            # Of two that updated weights differently in the same round, each may lack the same one.
+            lacking: set[bytes] = set()
             for (of_stage, _, number, _), first in list(self.records.beginnings.items()):
                 other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
                 if other is not None and other.ids is not None and first.ids is not None:
-                    lacking = set(first.ids).difference(other.ids)
-                    missing += sum(len(self.records.microbatches[each][0]) for each in lacking)
+                    lacking.update(set(first.ids).difference(other.ids))
+            missing = sum(len(self.records.microbatches[each][0]) for each in lacking)
             died = self.records.died[stage]
             if missing > told + died:
                 self._tube.violation(

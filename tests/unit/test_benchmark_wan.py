@@ -44,3 +44,12 @@ def test_the_planner_knows_the_round_trips_of_each_mode(mode, seconds):
     workload = Workload(averaging_mode=mode)
     assert predicted_round_s(workload, LinkOptions(0.1, 0.05)) == pytest.approx(seconds, abs=0.01)
     assert predicted_round_s(workload, LinkOptions()) == pytest.approx(32.75, abs=0.01)
+
+
+def test_an_average_may_have_less_bandwidth_than_the_pipeline():
+    workload, links = Workload(averaging="none", num_microbatches=16), LinkOptions(bytes_per_s=10_000.0)
+    alike = predicted_round_s(workload, links)
+    assert predicted_round_s(workload, links, 10_000.0) == pytest.approx(alike)
+    of_half_the_bandwidth = predicted_round_s(workload, links, 5_000.0)
+    averages_s = max(workload.num_parameters()) * 4 / 10_000
+    assert of_half_the_bandwidth == pytest.approx(alike + averages_s, rel=0.01)
