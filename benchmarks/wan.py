@@ -96,12 +96,9 @@ def carried(links: LinkOptions, num_neighbours: int) -> float:
 
 
 def predict(workload: Workload, links: LinkOptions) -> dict[str, float]:
-    """What a round should take by what libp2p carries, between two neighbours and among the members of a stage.
-
-    An average that goes on beside the pipeline has its bandwidth: both have more connections than two.
-    """
+    """Predict a round with the bandwidth that libp2p carries between neighbours, and among the members of a stage."""
     in_pipeline, in_averages = carried(links, NEIGHBOURS_IN_PIPELINE), 0.0
-    if workload.averaging_mode == "synchronous" and workload.num_peers > 1:
+    if workload.averaging_mode != "periodic" and workload.num_peers > 1:
         in_averages = carried(links, workload.num_peers - 1)
     predicted_s = predicted_round_s(workload, replace(links, bytes_per_s=in_pipeline), in_averages)
     found = {"predicted_round_s": round(predicted_s, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
@@ -12,6 +13,8 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
 # After a rewind the run goes on above the highest round that any peer claims. At least this many must remain.
 MIN_ROUNDS_LEFT = 2**30
+# A new timeline begins up to so many rounds later than it has to.
+TIMELINE_OFFSETS = 64
 # If no peer is left that knows how far the run has come, it may have been this many snapshots further than the newest.
 SNAPSHOTS_MISSED = 4
 
@@ -164,6 +167,21 @@ def find_standing_by_snapshots(
     if round_seen > newest:
         newest, optimizer_step = round_seen, max(optimizer_step, optimizer_step_seen)
     return Standing(timeline, min(newest, MAX_ROUND - MIN_ROUNDS_LEFT), optimizer_step)
+
+
+def timeline_offset(stage: int, serving: Collection[str]) -> int:
+    """By how many rounds a new timeline begins later, so that no other one begins in the same round.
+
+    Microbatches name a timeline by that round. While the run is cut in two, both parts may lose a stage; or two stages
+    are lost at once. Rivals for the same stage know the same peers, and find the same timeline.
+
+    Args:
+        stage: the lost one
+        serving: the peers that serve the others; if there are none, all that begin have to find the same timeline
+    """
+    if not serving:
+        return 0
+    return int(hashlib.sha256(f"{stage} {min(serving)}".encode()).hexdigest(), 16) % TIMELINE_OFFSETS
 
 
 @dataclass(frozen=True, slots=True)

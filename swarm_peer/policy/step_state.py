@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 
 
@@ -25,6 +26,7 @@ class StepState:
     Attributes:
         timeline: the unbroken line of updates that led to the weights
         history_hash: digest of these updates
+        lineage: tells the earlier rounds of the same timeline apart from those of others (policy/lineage.py)
         ledger: at stage 0, the samples that these updates have counted, encoded
         weights_version: that of the trainer (StageTrainer.weights_version) while it holds these weights
         began_s: when the replica began the round, on the context's clock
@@ -33,6 +35,7 @@ class StepState:
     round_number: int = 0
     timeline: Timeline = FIRST_TIMELINE
     history_hash: str = ""
+    lineage: bytes = b""
     ledger: bytes = b""
     weights_version: int = -1
     began_s: float = 0.0
@@ -42,6 +45,11 @@ class StepState:
     def optimizer_step(self) -> int:
         """How many updates the weights have had."""
         return self.timeline.optimizer_step_at(self.round_number)
+
+    @property
+    def next_lineage(self) -> bytes:
+        """The lineage of the next round, if no state is taken over."""
+        return extend_lineage(self.lineage, self.history_hash)
 
     @property
     def begins_timeline(self) -> bool:

@@ -80,6 +80,7 @@ class Records:
         givers: who has given each transfer
         settled: rounds that a life of a peer has settled on a timeline, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
+        dead: the peers that have died; some of them have come back
     """
 
     microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], Life]] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Records:
     givers: dict[bytes, str] = field(default_factory=dict)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
+    dead: set[str] = field(default_factory=set)
     moves: int = 0
     rewinds: int = 0
     forks: int = 0
@@ -186,6 +188,8 @@ class Invariants:
 
     def _dying(self, host: Host) -> None:
         replica = None if host.peer is None else host.peer._replica
+        if host.is_alive:
+            self.records.dead.add(host.peer_id)
         if host.is_alive and replica is not None:
             self.records.died[replica.stage] += replica.parts.core.trainer.strategy.pending_samples
 
@@ -295,7 +299,9 @@ class Invariants:
         for peer_id in self.records.made[place]:
             yield self.records.shares[(stage, first_round, number - 1, peer_id)]
 
-    def _begun(self, loop: Any, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
+    def _begun(
+        self, loop: Any, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes
+    ) -> None:
         place = (loop._stage, timeline.first_round, round_number, history_hash)
         state = loop._trainer.state()
         known = self.records.beginnings.get(place)
@@ -400,12 +406,8 @@ class Invariants:
         A later stage may count one again: if a hop fails after it has counted a microbatch, its gradient stays there.
         """
         for stage in range(len(self._reference)):
-            ends = [place for place in self.records.beginnings if place[0] == stage]
-            if not ends:
-                continue
-            newest = max(ends, key=lambda place: (place[2], place[1]))
             names: Counter[SampleId] = Counter()
-            for ids in self._history(newest):
+            for ids in self._line(stage).values():
                 # Stage 0 counts a microbatch once. At a later one, failed hops may have had it counted by two peers.
                 for each in ids if stage == 0 else set(ids):
                     names.update(self.records.microbatches[each][1])
@@ -421,18 +423,31 @@ class Invariants:
         told = self.reported_lost()
         for stage in range(1, len(self._reference)):
             # Of two that updated weights differently in the same round, each may lack the same one.
-            lacking: set[bytes] = set()
+            lacking = self._lacking_in_line(stage)
             for (of_stage, _, number, _), first in list(self.records.beginnings.items()):
                 other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
                 if other is not None and other.ids is not None and first.ids is not None:
                     lacking.update(set(first.ids).difference(other.ids))
             missing = sum(len(self.records.microbatches[each][0]) for each in lacking)
-            died = self.records.died[stage]
+            # Who has died reports nothing, be it of rounds that its stage-mates ended without it.
+            brought = [(key[0], key[3], ids) for key, ids in self.records.brought.items()]
+            with_the_dead = {
+                each for of, peer, ids in brought if of == stage and peer in self.records.dead for each in ids
+            }
+            died = self.records.died[stage] + sum(
+                len(self.records.microbatches[each][0]) for each in lacking & with_the_dead
+            )
             if missing > told + died:
                 self._tube.violation(
                     f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and "
                     f"{told} were reported lost"
                 )
+
+    def _lacking_in_line(self, stage: int) -> set[bytes]:
+        """The microbatches that have led to the newest weights of stage 0, and not to those of a later stage."""
+        first, later = self._line(0), self._line(stage)
+        held = {each for ids in later.values() for each in ids}
+        return {each for number, ids in first.items() if number in later for each in ids} - held
 
     def reported_lost(self) -> int:
         """The samples that all peers have reported lost."""
@@ -449,11 +464,16 @@ class Invariants:
             if settled >= least and not host.peer._parts.snapshots.snapshots():
                 self._tube.violation(f"{host} has settled {settled} rounds in a row, and keeps no snapshot")
 
-    def _history(self, place: Place) -> Iterator[tuple[bytes, ...]]:
+    def _line(self, stage: int) -> dict[int, tuple[bytes, ...]]:
+        """The microbatches of each update that has led to the newest weights of a stage, by the next round."""
+        ends = [place for place in self.records.beginnings if place[0] == stage]
+        return dict(self._history(max(ends, key=lambda place: (place[2], place[1])))) if ends else {}
+
+    def _history(self, place: Place) -> Iterator[tuple[int, tuple[bytes, ...]]]:
         while True:
             beginning = self.records.beginnings[place]
             if beginning.parent is not None and beginning.ids is not None:
-                yield beginning.ids
+                yield place[2], beginning.ids
                 place = beginning.parent
                 continue
             timeline = beginning.timeline

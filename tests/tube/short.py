@@ -58,7 +58,9 @@ class ShortInvariants(Invariants):
             return
         newest = max(self._pass_at, key=lambda place: (place[2], place[1]))
         self.records.passes = self._pass_at[newest]
-        counted = {name for ids in (*self._history(newest), *self._given_up()) for name in self._names(ids)}
+        counted = {
+            name for ids in (*dict(self._history(newest)).values(), *self._given_up()) for name in self._names(ids)
+        }
         missing = [name for name in self._samples_before(self._pass_at[newest]) if name not in counted]
         excused = self.reported_lost() + self.records.died[0]
         if len(missing) > excused:

@@ -424,7 +424,9 @@ class Tube:
             newest = max(
                 (other for _, of_stage, other in steps if of_stage == stage), key=lambda each: each.round_number
             )
-            if step.timeline != newest.timeline or step.round_number < newest.round_number - ROUNDS_APART:
+            if any(step.timeline != other.timeline for _, _, other in steps):
+                found.append(f"{host} is on timeline {step.timeline}, and others are not")
+            elif step.round_number < newest.round_number - ROUNDS_APART:
                 found.append(f"{host} is in round {step.round_number}, and others of stage {stage} in another")
             elif step.round_number == newest.round_number and step.history_hash != newest.history_hash:
                 found.append(f"{host} has other weights in round {step.round_number} than others of stage {stage}")

@@ -17,6 +17,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase
@@ -43,6 +45,7 @@ from swarm_peer.runtime.state.recovery import (
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
+from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
 from swarm_peer.wire.identity import Identity
@@ -212,6 +215,7 @@ class Swarm:
 @pytest.fixture
 async def swarm(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "PAUSE_S", 0.0)
+    monkeypatch.setattr(recovery, "timeline_offset", lambda stage, serving: 0)
     swarm = Swarm(tmp_path)
     async with swarm.network:
         yield swarm
@@ -525,6 +529,15 @@ async def test_a_snapshot_that_not_all_stages_have_is_passed_over(swarm):
     start = await peer.recovery.find_start()
     assert start.timeline == Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 20, 20)
     assert_state(start.state, 1, 20)
+
+
+async def test_a_timeline_begins_where_no_other_one_does(swarm, monkeypatch):
+    asked = []
+    monkeypatch.setattr(recovery, "timeline_offset", lambda stage, serving: asked.append((stage, set(serving))) or 7)
+    await lost_stage(swarm)
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert start.timeline == Timeline(34 + ROUNDS_BETWEEN_TIMELINES + 7, 30, 30)
+    assert asked == [(1, {"a", "b"})]
 
 
 async def test_a_run_that_went_back_before_goes_back_again(swarm):
@@ -1063,7 +1076,7 @@ class Follower:
         for _ in range(optimizer_step):
             gradients = [torch.ones_like(parameter) for parameter in self.trainer.module.parameters()]
             self.trainer.apply(gradients)
-        self.steps._begin_round(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger")
+        self.steps._begin_round(optimizer_step, f"history_hash of {optimizer_step}", FIRST_TIMELINE, b"ledger", b"")
         self.rounds.enter(Phase.OPEN)
 
     async def rewind(
@@ -1210,7 +1223,7 @@ async def test_a_peer_goes_back_to_its_snapshot(follower):
     expected = state_of(follower.trainer)
     assert await follower.donor.take_snapshot(3)
     follower.trainer.apply([torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()])
-    follower.steps._begin_round(4, "history_hash of 4", FIRST_TIMELINE, b"")
+    follower.steps._begin_round(4, "history_hash of 4", FIRST_TIMELINE, b"", b"")
     running = asyncio.ensure_future(follower.steps.run())
     await follower.rewind(optimizer_step=3)
     await until(lambda: follower.steps.step.round_number == 38 and follower.admission.is_open)
@@ -1280,6 +1293,49 @@ async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypat
     with pytest.raises(InvalidMessage, match="the state lacks"):
         await follower.steps._catch_up_by_state(["a"], min_round=4, tries=1)
     assert follower.steps.step.round_number == 7, "nothing has changed"
+
+
+async def brought(follower, *samples):
+    """End rounds with so many samples of this peer's."""
+    for number in samples:
+        follower.steps._rounds.current.samples = number
+        gradients = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
+        history_hash = extend_history(follower.steps.step.history_hash, gradients)
+        await follower.steps._commit(Settlement(Verdict.COMMIT, gradients, history_hash, number))
+
+
+async def take_over(follower, round_number, history_hash, lineage, timeline=FIRST_TIMELINE):
+    tensors = state_of(follower.trainer)
+    await follower.steps._take_over(StageState(round_number, history_hash, tensors, timeline, lineage=lineage))
+
+
+@pytest.mark.parametrize(
+    ("num_common", "lost"), [(0, 2 + 3 + 4), (1, 3 + 4), (2, 4), (3, 0), (None, 2 + 3 + 4), ("other timeline", 0)]
+)
+async def test_what_a_peer_brought_to_rounds_that_its_stage_mates_ended_without_it_is_lost(follower, num_common, lost):
+    first, hashes = follower.steps.step.round_number, []
+    for number in (2, 3, 4):
+        hashes.append(follower.steps.step.history_hash)
+        await brought(follower, number)
+    hashes.append(follower.steps.step.history_hash)
+    for round_number in range(first, first + 4):
+        ref = SnapshotRef(1, round_number, round_number)
+        await follower.donor.store_snapshot(1, StageState(round_number, "x", {}, FIRST_TIMELINE))
+        assert ref in dict(follower.donor.store.snapshots()) or round_number < first + 2
+    before = follower.metrics.lost_samples._value.get()
+    timeline = Timeline(first + 9, 1, 1) if num_common == "other timeline" else FIRST_TIMELINE
+    common = hashes[: num_common + 1] if isinstance(num_common, int) else []
+    lineage = b""
+    for history_hash in (common + [f"other {number}" for number in range(9)])[:9]:
+        lineage = extend_lineage(lineage, history_hash)
+    await take_over(follower, first + 9, "their history", lineage, timeline)
+    assert follower.metrics.lost_samples._value.get() - before == lost
+    kept = [ref.created_at_round for ref, _ in follower.donor.store.snapshots()]
+    if isinstance(num_common, int):
+        assert kept == [number for number in (first + 2, first + 3) if number <= first + num_common]
+    # What was lost is not lost again.
+    await take_over(follower, first + 20, "their history then", b"", timeline)
+    assert follower.metrics.lost_samples._value.get() - before <= lost + sum((2, 3, 4)) - lost
 
 
 async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatch):
@@ -1355,7 +1411,7 @@ async def test_a_peer_that_reaches_later_rounds_as_it_is_told_to_go_back_goes_on
     async def end(ending):
         follower.rounds.enter(Phase.ENDING)
         await taken
-        follower.steps._begin_round(38, "new timeline", Timeline(38, 0, 0), b"")
+        follower.steps._begin_round(38, "new timeline", Timeline(38, 0, 0), b"", b"")
 
     monkeypatch.setattr(follower.steps, "_end", end)
     follower.steps._progress.saw_round(4)
@@ -1371,7 +1427,7 @@ async def test_a_peer_that_reaches_later_rounds_as_it_is_told_to_go_back_goes_on
 
 async def test_a_rewind_that_a_joiner_has_behind_it_is_dropped(follower):
     await follower.rewind(optimizer_step=0)
-    follower.steps._begin_round(45, "new timeline", Timeline(38, 0, 0), b"")
+    follower.steps._begin_round(45, "new timeline", Timeline(38, 0, 0), b"", b"")
     assert follower.target is None
 
 
@@ -1682,7 +1738,7 @@ async def test_a_stage_mate_whose_state_does_not_load_keeps_no_newcomer_out(mate
     await mates.end_round(*present)
     broken = present[1]
     next(broken.trainer.strategy.weights()).fill_(torch.nan)
-    broken.steps._begin_round(2, "history_hash of its own", FIRST_TIMELINE, b"")
+    broken.steps._begin_round(2, "history_hash of its own", FIRST_TIMELINE, b"", b"")
     newcomer = await mates.add("d")
     await newcomer.steps.join([member.peer_id for member in present])
     assert_alike([present[0], newcomer, present[2]], 1)

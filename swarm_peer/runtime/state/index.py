@@ -38,6 +38,7 @@ class StageState:
         history_hash: digest of the updates that led to the weights
         tensors: by name
         ledger: at stage 0, the samples that these updates have counted
+        lineage: that of the replica whose newest state this is; empty in snapshots and updates
     """
 
     round_number: int
@@ -45,6 +46,7 @@ class StageState:
     tensors: Mapping[str, torch.Tensor]
     timeline: Timeline = FIRST_TIMELINE
     ledger: bytes = b""
+    lineage: bytes = b""
 
     @property
     def optimizer_step(self) -> int:
@@ -79,6 +81,7 @@ def make_index(
         timeline_first_optimizer_step=state.timeline.first_optimizer_step,
         timeline_created_at_round=state.timeline.created_at_round,
         history_hash=state.history_hash,
+        lineage=state.lineage,
         ledger=state.ledger,
         entries=tuple(entries),
     )
@@ -127,7 +130,8 @@ def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
             tensors[entry.name] = buffer.view(DTYPES[entry.dtype]).view(entry.shape)
         except RuntimeError as error:
             raise InvalidMessage(f"tensor {entry.name:.100} of shape {entry.shape}: {error}") from error
-    return StageState(index.round_number, index.history_hash, tensors, timeline_of(index), index.ledger)
+    timeline = timeline_of(index)
+    return StageState(index.round_number, index.history_hash, tensors, timeline, index.ledger, index.lineage)
 
 
 def digest_weights(weights: Iterable[torch.Tensor]) -> str:

@@ -7,7 +7,7 @@ peer: step/step_loop.py loads the state or rewinds. Snapshots are taken by snaps
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from swarm_peer.policy.recovery import (
     find_standing,
     find_standing_by_snapshots,
     missed,
+    timeline_offset,
 )
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
@@ -171,7 +172,8 @@ class Recovery:
         self._wait_for_rivals(view, anybody_serves=bool(claims))
         # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
         intervals = 0 if first.first_optimizer_step else INTERVALS_FROM_SCRATCH
-        return await self._rewind(standing, snapshots, intervals * self._manifest.recovery.snapshot_every)
+        from_scratch = intervals * self._manifest.recovery.snapshot_every
+        return await self._rewind(standing, believed, snapshots, from_scratch)
 
     def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
         """Let peers with smaller ids go first."""
@@ -209,11 +211,16 @@ class Recovery:
         return snapshots
 
     async def _rewind(
-        self, standing: Standing, snapshots: Mapping[str, Sequence[SnapshotRef]], from_scratch: int
+        self,
+        standing: Standing,
+        believed: Collection[str],
+        snapshots: Mapping[str, Sequence[SnapshotRef]],
+        from_scratch: int,
     ) -> Start:
         """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
 
         Args:
+            believed: the peers that serve
             from_scratch: without such a state, begin anew if the run has made at most this many optimizer steps
 
         Raises:
@@ -223,7 +230,7 @@ class Recovery:
         rewind = choose_rewind(snapshots, num_stages, self._stage, standing.optimizer_step, from_scratch)
         if rewind.optimizer_step is None:
             raise CallError(rewind.reason)
-        first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES
+        first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES + timeline_offset(self._stage, believed)
         timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
         await self._check_loss(timeline)
         wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)

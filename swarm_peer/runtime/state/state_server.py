@@ -240,4 +240,11 @@ class StateServer:
         step, trainer = self._core.rounds.current.step, self._core.trainer
         if step.phase is Phase.EMPTY or trainer.weights_version != step.weights_version:
             return None
-        return StageState(step.round_number, step.history_hash, trainer.state(), step.timeline, step.ledger)
+        return StageState(
+            round_number=step.round_number,
+            history_hash=step.history_hash,
+            tensors=trainer.state(),
+            timeline=step.timeline,
+            ledger=step.ledger,
+            lineage=step.lineage,
+        )

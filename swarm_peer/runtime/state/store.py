@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -126,6 +126,7 @@ class SnapshotStore:
     async def store_snapshot(self, stage: int, state: StageState) -> None:
         """Keep a stage's state as a snapshot, and forget the oldest snapshot of that stage."""
         ref = SnapshotRef(stage, state.created_at_round, state.optimizer_step)
+        state = replace(state, lineage=b"")  # the run goes back to it as to the beginning of another timeline
         stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
@@ -142,6 +143,15 @@ class SnapshotStore:
         earlier = timeline_of(self._snapshots[ref].index)
         return self._newest_step.timeline.discarded(earlier, ref.created_at_round)
 
+    def give_up(self, timeline: Timeline, after_round: int) -> None:
+        """Forget the snapshots that were created on a timeline after a round: those of this peer's own part of the run.
+
+        The run has others of the same rounds, by the same names.
+        """
+        for ref in list(self._snapshots):
+            if timeline_of(self._snapshots[ref].index) == timeline and ref.created_at_round > after_round:
+                self._forget(ref, "stage-mates went on without this peer")
+
     async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:
         """Copy a snapshot into memory; None if it is not kept here."""
         if ref not in self._snapshots or self._is_given_up(ref):
@@ -155,12 +165,7 @@ class SnapshotStore:
         keeps another stage's of the same round.
         """
         for ref in [known for known in self._snapshots if self._is_given_up(known)]:
-            log.info(
-                "snapshot_dropped stage=%d optimizer_step=%d reason=the run has gone back",
-                ref.stage,
-                ref.optimizer_step,
-            )
-            self._forget(ref)
+            self._forget(ref, "the run has gone back")
         for stage in sorted({ref.stage for ref in self._snapshots}, key=self.sources.__contains__):
             for oldest in sorted(ref for ref in self._snapshots if ref.stage == stage)[:-SNAPSHOTS_KEPT]:
                 paired = any(
@@ -169,7 +174,10 @@ class SnapshotStore:
                 if not (stage in self.sources and paired):
                     self._forget(oldest)
 
-    def _forget(self, ref: SnapshotRef) -> None:
+    def _forget(self, ref: SnapshotRef, reason: str = "") -> None:
+        if reason:
+            text = "snapshot_dropped stage=%d optimizer_step=%d reason=%s"
+            log.info(text, ref.stage, ref.optimizer_step, reason)
         del self._snapshots[ref]
         self._storage.remove(_name_of(ref))
 

@@ -32,6 +32,7 @@ from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.step.brought import BroughtSamples
 from swarm_peer.runtime.step.handover import NOT_FINITE, GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.round_reports import RoundReports
@@ -103,6 +104,7 @@ class StepLoop:
             swarm=swarm,
             snapshots=snapshots,
         )
+        self._brought = BroughtSamples(context.metrics, snapshots)
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._rewind_to: Timeline | None = None
         self._failures: list[CallError] = []  # that ended `run`: this peer ends no more rounds
@@ -147,7 +149,7 @@ class StepLoop:
         weights = await self._device_thread.run(Priority.STEP, self._trainer.state)
         history_hash = await self._context.threads.run(extend_history, self._hash, list(weights.values()))
         await self._begin_to_read(timeline.first_round, timeline, b"")
-        self._begin_round(timeline.first_round, history_hash, timeline, b"")
+        self._begin_round(timeline.first_round, history_hash, timeline, ledger=b"", lineage=b"")
         self.reports.begin(self.step)
 
     async def join(self, donors: list[str], min_round: int = 0) -> None:
@@ -216,10 +218,8 @@ class StepLoop:
                     return
                 await self._end(self._rounds.current)
             self._rounds.enter(Phase.OPEN)
-        log.info(
-            "run_finished optimizer_step=%d: the coordinator saves the model now, and ends the run",
-            self.step.optimizer_step,
-        )
+        text = "run_finished optimizer_step=%d: the coordinator saves the model now, and ends the run"
+        log.info(text, self.step.optimizer_step)
 
     async def leave(self) -> None:
         """Hand this peer's gradient to a stage-mate, or end the round with them. Call `RoundAdmission.leave` first."""
@@ -320,8 +320,7 @@ class StepLoop:
         return [torch.zeros_like(tensor) for tensor in brought], 0
 
     async def _commit(self, settlement: Settlement) -> None:
-        step = self.step
-        round_number = step.round_number
+        step, round_number = self.step, self.step.round_number
         counter = self._progress.counter
         samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
         counted = b"" if self._leases is None else self._leases.end_round(round_number)
@@ -332,15 +331,17 @@ class StepLoop:
             await self._state_server.keep_complete()
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
-        self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted)
+        self._brought.note(self._rounds.current)
+        self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
-    def _begin_round(self, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes) -> None:
-        if self._rewind_to is not None and self._rewind_to.first_round <= round_number:
+    def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
+        if self._rewind_to is not None and self._rewind_to.first_round <= number:
             self._rewind_to = None  # but keep a newer one
         step = StepState(
-            round_number=round_number,
+            round_number=number,
             timeline=timeline,
             history_hash=history_hash,
+            lineage=lineage,
             ledger=ledger,
             weights_version=self._trainer.weights_version,
             began_s=self._clock.monotonic_s(),
@@ -362,7 +363,8 @@ class StepLoop:
         keeps_work = keeps_work and state.timeline == self.step.timeline
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         self._metrics.lost_samples.inc(await self._device_thread.run(Priority.STEP, load))
-        self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger)
+        self._brought.give_up(self.step, state)
+        self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
         self.reports.begin(self.step)
 
     async def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: bytes) -> None:
@@ -383,11 +385,12 @@ class StepLoop:
             except CallError as error:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
-            await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
+            number = step.round_number + 1
+            await self._begin_to_read(number, step.timeline, update.ledger)
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
             self._metrics.lost_samples.inc(num_pending - self._trainer.strategy.pending_samples)
-            self._begin_round(step.round_number + 1, update.history_hash, step.timeline, update.ledger)
+            self._begin_round(number, update.history_hash, step.timeline, update.ledger, step.next_lineage)
             self.reports.begin(self.step)
 
     async def _tell_next_stage(self) -> None:
