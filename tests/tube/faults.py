@@ -194,17 +194,22 @@ async def slow(tube: Tube, rng: random.Random) -> None:
 
 @kind(1.5)
 async def partition(tube: Tube, rng: random.Random) -> None:
-    """Some hosts are cut off from the others, perhaps in one direction alone, and the cut heals."""
+    """Some hosts are cut off from the others, perhaps in one direction alone, and the cut heals.
+
+    One in three cuts through all stages: then both parts may train, if each has a peer of every stage.
+    """
     hosts = tube.world.alive()
     if len(hosts) < 2:
         return
     inside = rng.sample(hosts, rng.randint(1, max(1, len(hosts) // 2)))
+    if cuts_stages := rng.random() < 1 / 3:
+        inside = sorted(rng.sample(hosts, len(hosts)), key=lambda host: tube.stage_of(host) or 0)[::2]
     outside = [host for host in hosts if host not in inside]
     direction = rng.choice(["both", "out", "in"])
     pairs = [(a, b) for a in inside for b in outside] if direction != "in" else []
     pairs += [(b, a) for a in inside for b in outside] if direction != "out" else []
     tube.struck("partition", *inside, direction)
-    await tube.block(pairs, rng.choice([1.0, 5.0, 15.0, 40.0]))
+    await tube.block(pairs, rng.choice([1.0, 5.0, 15.0, 40.0, 90.0] if cuts_stages else [1.0, 5.0, 15.0, 40.0]))
 
 
 @kind(1.0)

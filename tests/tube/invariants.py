@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from hosts import Host
@@ -20,6 +21,7 @@ from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import RoundStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
@@ -80,7 +82,9 @@ class Records:
         givers: who has given each transfer
         settled: rounds that a life of a peer has settled on a timeline, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
-        dead: the peers that have died; some of them have come back
+        own_part: the microbatches that a step loop has brought to updates of a timeline
+        stayed: the peers that were still there as faults had ceased
+        ends: where the furthest of them stood in each stage
     """
 
     microbatches: dict[bytes, tuple[torch.Tensor, tuple[SampleId, ...], Life]] = field(default_factory=dict)
@@ -98,7 +102,9 @@ class Records:
     givers: dict[bytes, str] = field(default_factory=dict)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
-    dead: set[str] = field(default_factory=set)
+    own_part: WeakKeyDictionary[Any, dict[Timeline, set[bytes]]] = field(default_factory=WeakKeyDictionary)
+    stayed: set[str] = field(default_factory=set)
+    ends: dict[int, Place] = field(default_factory=dict)
     moves: int = 0
     rewinds: int = 0
     forks: int = 0
@@ -132,6 +138,7 @@ class Invariants:
             around(StageGroup, "_average", self._averaged),
             around(StageGroup, "_ask_vote", self._asked),
             around(StepLoop, "_commit", self._committed),
+            around(StepLoop, "_take_over", self._taken_over),
             after(StepLoop, "_begin_round", self._begun),
             around(Mover, "_move", self._moved),
             after(Peer, "_describe", self._described),
@@ -139,6 +146,17 @@ class Invariants:
             self._watching_orders(),
         ):
             yield
+
+    def note_ends(self) -> None:
+        """Note where all peers stand, now that no fault strikes any more."""
+        for host in self._tube.peers():
+            replica = None if host.peer is None else host.peer._replica
+            self.records.stayed.add(host.peer_id)
+            if replica is None:
+                continue
+            step = replica.step
+            place = (replica.stage, step.timeline.first_round, step.round_number, step.history_hash)
+            self.records.ends[replica.stage] = max(place, self.records.ends.get(replica.stage, place))
 
     def shared(self, state: State) -> State:
         """The part of a stage's state that stage-mates hold alike."""
@@ -188,8 +206,6 @@ class Invariants:
 
     def _dying(self, host: Host) -> None:
         replica = None if host.peer is None else host.peer._replica
-        if host.is_alive:
-            self.records.dead.add(host.peer_id)
         if host.is_alive and replica is not None:
             self.records.died[replica.stage] += replica.parts.core.trainer.strategy.pending_samples
 
@@ -272,6 +288,26 @@ class Invariants:
             if not votes or not (is_last or any(vote.checksum == checksum or vote.abstains for vote in votes)):
                 self._tube.violation(f"{HOST.get()} commits round {mine[2]} of stage {mine[0]} against another's vote")
 
+    async def _taken_over(self, call: Any, loop: Any, state: Any, **options: Any) -> None:
+        """Who takes over weights reports what it had brought to updates that have not led to them."""
+        step, metrics, strategy = loop.step, loop._context.metrics, loop._trainer.strategy
+        pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
+        await call(state, **options)
+        if state.timeline != step.timeline or type(strategy) is not RoundStrategy:
+            return
+        place = (loop._stage, step.timeline.first_round, state.round_number, state.history_hash)
+        self.records.settled[(HOST.get().name, place[0], place[1])] = 0  # its snapshots may be given up
+        held = {each for _, ids in self._history(place) for each in ids}
+        own = self.records.own_part.setdefault(loop, {}).setdefault(step.timeline, set())
+        lacking = own - held
+        told = metrics.lost_samples._value.get() - before
+        if self._size(lacking) + pending > told:
+            self._tube.violation(
+                f"{HOST.get()} goes on from weights that lack {self._size(lacking) + pending} samples of its own, and "
+                f"reports {told:.0f} lost"
+            )
+        own.difference_update(lacking)
+
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
         mine = (stage, step.timeline.first_round, step.round_number, loop._group._me)
@@ -280,6 +316,8 @@ class Invariants:
             self._tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         await call(settlement)
+        own = self.records.own_part.setdefault(loop, {}).setdefault(step.timeline, set())
+        own.update(self.records.shares[mine])
         place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
         beginning = self.records.beginnings[place]
         ids = tuple(sorted(each for share in self.shares_in(place) for each in share))
@@ -406,8 +444,12 @@ class Invariants:
         A later stage may count one again: if a hop fails after it has counted a microbatch, its gradient stays there.
         """
         for stage in range(len(self._reference)):
+            ends = [place for place in self.records.beginnings if place[0] == stage]
+            if not ends:
+                continue
+            newest = max(ends, key=lambda place: (place[2], place[1]))
             names: Counter[SampleId] = Counter()
-            for ids in self._line(stage).values():
+            for _, ids in self._history(newest):
                 # Stage 0 counts a microbatch once. At a later one, failed hops may have had it counted by two peers.
                 for each in ids if stage == 0 else set(ids):
                     names.update(self.records.microbatches[each][1])
@@ -419,8 +461,7 @@ class Invariants:
                 self._tube.violation(f"stage {stage}: {len(twice)} samples count twice, such as {twice[:3]}")
 
     def check_shares(self) -> None:
-        """The updates of a later stage hold stage 0's microbatches, but for those that somebody has reported lost."""
-        told = self.reported_lost()
+        """The updates of a later stage hold stage 0's microbatches, but for those that peers have reported lost."""
         for stage in range(1, len(self._reference)):
             # Of two that updated weights differently in the same round, each may lack the same one.
             lacking = self._lacking_in_line(stage)
@@ -428,24 +469,25 @@ class Invariants:
                 other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
                 if other is not None and other.ids is not None and first.ids is not None:
                     lacking.update(set(first.ids).difference(other.ids))
-            missing = sum(len(self.records.microbatches[each][0]) for each in lacking)
-            # Who has died reports nothing, be it of rounds that its stage-mates ended without it.
-            brought = [(key[0], key[3], ids) for key, ids in self.records.brought.items()]
-            with_the_dead = {
-                each for of, peer, ids in brought if of == stage and peer in self.records.dead for each in ids
-            }
-            died = self.records.died[stage] + sum(
-                len(self.records.microbatches[each][0]) for each in lacking & with_the_dead
-            )
+            # Who is gone reports nothing of rounds that its stage-mates ended without it.
+            for (of_stage, _, _, peer_id), ids in self.records.brought.items():
+                if of_stage == stage and peer_id not in self.records.stayed:
+                    lacking.difference_update(ids)
+            missing, told, died = self._size(lacking), self.reported_lost(), self.records.died[stage]
             if missing > told + died:
                 self._tube.violation(
                     f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and "
                     f"{told} were reported lost"
                 )
 
+    def _size(self, ids: Iterable[bytes]) -> int:
+        return sum(len(self.records.microbatches[each][0]) for each in ids)
+
     def _lacking_in_line(self, stage: int) -> set[bytes]:
         """The microbatches that have led to the newest weights of stage 0, and not to those of a later stage."""
-        first, later = self._line(0), self._line(stage)
+        if not {0, stage} <= self.records.ends.keys():
+            return set()
+        first, later = (dict(self._history(self.records.ends[each])) for each in (0, stage))
         held = {each for ids in later.values() for each in ids}
         return {each for number, ids in first.items() if number in later for each in ids} - held
 
@@ -463,11 +505,6 @@ class Invariants:
             settled = self.records.settled[(host.name, replica.stage, replica.step.timeline.first_round)]
             if settled >= least and not host.peer._parts.snapshots.snapshots():
                 self._tube.violation(f"{host} has settled {settled} rounds in a row, and keeps no snapshot")
-
-    def _line(self, stage: int) -> dict[int, tuple[bytes, ...]]:
-        """The microbatches of each update that has led to the newest weights of a stage, by the next round."""
-        ends = [place for place in self.records.beginnings if place[0] == stage]
-        return dict(self._history(max(ends, key=lambda place: (place[2], place[1])))) if ends else {}
 
     def _history(self, place: Place) -> Iterator[tuple[int, tuple[bytes, ...]]]:
         while True:
@@ -538,7 +575,7 @@ def around(owner: type, name: str, call: Callable[..., Any]) -> Any:
         return call(functools.partial(original, self), self, *args, **options)
 
     @functools.wraps(original)
-    async def async_wrapped(self: Any, *args: Any) -> Any:
-        return await call(functools.partial(original, self), self, *args)
+    async def async_wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        return await call(functools.partial(original, self), self, *args, **options)
 
     return patch.object(owner, name, async_wrapped if inspect.iscoroutinefunction(original) else wrapped)

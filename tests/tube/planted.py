@@ -44,6 +44,7 @@ from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
 from swarm_peer.runtime.step.barrier import Barrier
+from swarm_peer.runtime.step.brought import BroughtSamples
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
@@ -91,6 +92,12 @@ def losses_not_told() -> Any:
         return original(loop)
 
     return _wrapped(StepLoop, "_contribution", contribution)
+
+
+@defect
+def own_part_not_told() -> Any:
+    """A peer that stage-mates went on without tells of no samples but those of its present round."""
+    return patch.object(BroughtSamples, "give_up", lambda brought, step, state: None)
 
 
 @defect

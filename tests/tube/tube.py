@@ -400,6 +400,7 @@ class Tube:
                 return
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
+        self.invariants.note_ends()
 
     async def _gather(self, deadline: float) -> None:
         """Every peer that is left gets to where the others are."""

@@ -177,6 +177,7 @@ class Group:
         self.unseen = set()  # names that nobody's view has
         self.joining = set()  # names of those that are not yet seen to serve
         self.strangers = set()  # ids that the directory was to look for
+        self.others = ()  # peers of other stages
 
     async def add(self, names, round_number=3, history_hash="L"):
         for name in names:
@@ -191,9 +192,8 @@ class Group:
     def view(self, member):
         peers = [m for m in self.members.values() if m.name not in self.unseen or m is member]
         states = dict.fromkeys(self.joining - {member.name}, PeerState.JOINING)
-        return SwarmView(
-            1, tuple(PeerView(peer_id=m.peer_id, stage=0, state=states.get(m.name, PeerState.SERVING)) for m in peers)
-        )
+        mates = [PeerView(peer_id=m.peer_id, stage=0, state=states.get(m.name, PeerState.SERVING)) for m in peers]
+        return SwarmView(2, (*mates, *self.others))
 
     async def settle(self, **samples):
         """Have members end the round at the same time; returns their settlements by name."""
@@ -848,6 +848,31 @@ async def test_where_half_went_on_the_others_follow(group):
         assert settlement.verdict is Verdict.RESYNC
         assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
     assert {member.history_hash for member in behind} == {"L"}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "follow"),
+    [
+        ((5, 6, 3), True),
+        ((5, 4, 4), False),  # a round ahead: as far as they come without this stage
+        ((5, 5, 3, 4), False),  # half of them
+        ((), False),
+    ],
+)
+async def test_most_of_a_stage_follow_the_one_that_has_gone_on_with_the_other_stages(group, rounds, follow):
+    behind = await group.add("ab", round_number=3)
+    [ahead] = await group.add("c", round_number=9, history_hash="M")
+    group.others = [
+        PeerView(peer_id=f"other {number}", stage=1, state=PeerState.SERVING, round_number=round_number)
+        for number, round_number in enumerate(rounds)
+    ]
+    group.others.append(PeerView(peer_id="joins", stage=1, state=PeerState.JOINING, round_number=0))
+    settled = await group.settle(a=2, b=2)
+    if not follow:
+        assert_committed(settled.values(), mean(behind, [2, 2]), 4)
+        return
+    for settlement in settled.values():
+        assert (settlement.verdict, settlement.holders) == (Verdict.RESYNC, (ahead.peer_id,))
 
 
 async def test_of_two_the_one_that_was_given_up_follows(group):

@@ -17,7 +17,7 @@ import anyio
 
 from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
 from swarm_peer.policy.step_state import Phase
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
@@ -65,6 +65,7 @@ class Barrier:
         self._me = transport.peer_id
         self._transport = transport
         self._progress = progress
+        self._view = view
         self._changed = context.changed
         self.timeout_s = limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
         self._mates = StageMates(
@@ -148,12 +149,17 @@ class Barrier:
             return {self._me: own}
         # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
         # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
-        # other.
-        if len(ahead) >= len(members):
+        # other. But if most of the other stages are ahead, too, it has gone on with the run.
+        if ahead and (len(ahead) >= len(members) or self._has_left(ending.number)):
             raise LeftBehind(sorted(ahead))
         if ahead:
             log.warning("some_are_ahead round=%d ready=%d ahead=%d", ending.number, len(members), len(ahead))
         return members
+
+    def _has_left(self, round_number: int) -> bool:
+        """Whether most peers of the other stages have gone through the next round as well."""
+        others = [peer for peer in self._view().peers if peer.stage != self._stage and peer.state is PeerState.SERVING]
+        return 2 * sum(peer.round_number > round_number + 1 for peer in others) > len(others)
 
     async def _ask_ready(
         self, peer_id: str, round_number: int, attempt: int, members: dict[str, ReadyReply], ahead: list[str]

@@ -39,7 +39,7 @@ class Settlement:
 
 
 class LeftBehind(Exception):
-    """At least as many stage-mates (`holders`) are in a later round already as are ready for this one."""
+    """Stage-mates (`holders`) are in a later round already: as many as are ready for this one, or with the run."""
 
     def __init__(self, holders: list[str]):
         super().__init__(holders)
