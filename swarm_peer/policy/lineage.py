@@ -1,46 +1,54 @@
-"""Finds the last round that two stage-mates had in common, from what each keeps of its last rounds.
+"""Finds the last optimizer step that two stage-mates had in common, from what each keeps of its last ones.
 
 Stage-mates that do not reach each other may go on by themselves, each with weights of its own. When they meet again,
-one takes over the state of the other, and no update holds what it has done since their last common round.
+one takes over the state of the other, and no update holds what it has done since their last common step.
 
-A lineage has a digest of DIGEST_BYTES for each of the last rounds of a timeline, up to the one before the present
-round: of the history hash that the round began with. Stage-mates with the same weights have the same lineage, byte by
-byte.
+A lineage has a digest of DIGEST_BYTES for each of the last optimizer steps, up to the one before the present step: of
+the history hash that belongs to its weights. Stage-mates with the same weights have the same lineage, byte by byte. It
+goes on through rewinds, which go back to an earlier step.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 DIGEST_BYTES = 8
-# Of a cut that lasts for more rounds, no common round is found.
-MOST_ROUNDS = 512
-MAX_LINEAGE_BYTES = MOST_ROUNDS * DIGEST_BYTES
+MOST_STEPS = 512
+MAX_LINEAGE_BYTES = MOST_STEPS * DIGEST_BYTES
+
+
+class Descent(NamedTuple):
+    """Where weights come from: their optimizer step, their history hash, and the lineage before them."""
+
+    optimizer_step: int
+    history_hash: str
+    lineage: bytes
 
 
 def extend_lineage(lineage: bytes, history_hash: str) -> bytes:
-    """The lineage of the next round, where the present one began with this history hash."""
+    """The lineage of the next weights, where the present ones have this history hash."""
     return (lineage + _digest(history_hash))[-MAX_LINEAGE_BYTES:]
 
 
-def last_common_round(own: tuple[int, str, bytes], other: tuple[int, str, bytes]) -> int | None:
-    """The last round that two peers on the same timeline began with the same weights.
-
-    Args:
-        own, other: the present round of each, the history hash that it began with, and the lineage before it
+def last_common_step(own: Descent, other: Descent) -> int | None:
+    """The last optimizer step that has led to both.
 
     Returns:
-        None if neither knows of one
+        None if they know of no step that both have gone through. If they know of some and none is common, the first one
+        that `own` knows of: they have parted before.
     """
-    ours, theirs = _by_round(*own), _by_round(*other)
-    return max((number for number, digest in ours.items() if theirs.get(number) == digest), default=None)
+    ours, theirs = _by_step(own), _by_step(other)
+    if not ours.keys() & theirs.keys():
+        return None
+    return max((step for step, digest in ours.items() if theirs.get(step) == digest), default=min(ours))
 
 
 def _digest(history_hash: str) -> bytes:
     return hashlib.sha256(history_hash.encode()).digest()[:DIGEST_BYTES]
 
 
-def _by_round(round_number: int, history_hash: str, lineage: bytes) -> dict[int, bytes]:
-    known = extend_lineage(lineage, history_hash)
+def _by_step(descent: Descent) -> dict[int, bytes]:
+    known = descent.lineage + _digest(descent.history_hash)
     digests = [known[at : at + DIGEST_BYTES] for at in range(0, len(known), DIGEST_BYTES)]
-    return dict(enumerate(digests, start=round_number - len(digests) + 1))
+    return dict(enumerate(digests, start=descent.optimizer_step - len(digests) + 1))

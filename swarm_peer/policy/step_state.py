@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from swarm_peer.policy.lineage import extend_lineage
+from swarm_peer.policy.lineage import Descent, extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 
 
@@ -26,7 +26,7 @@ class StepState:
     Attributes:
         timeline: the unbroken line of updates that led to the weights
         history_hash: digest of these updates
-        lineage: tells the earlier rounds of the same timeline apart from those of others (policy/lineage.py)
+        lineage: tells the updates that led here apart from those of others (policy/lineage.py)
         ledger: at stage 0, the samples that these updates have counted, encoded
         weights_version: that of the trainer (StageTrainer.weights_version) while it holds these weights
         began_s: when the replica began the round, on the context's clock
@@ -47,8 +47,13 @@ class StepState:
         return self.timeline.optimizer_step_at(self.round_number)
 
     @property
+    def descent(self) -> Descent:
+        """Where the weights come from."""
+        return Descent(self.optimizer_step, self.history_hash, self.lineage)
+
+    @property
     def next_lineage(self) -> bytes:
-        """The lineage of the next round, if no state is taken over."""
+        """The lineage of the weights after the next update."""
         return extend_lineage(self.lineage, self.history_hash)
 
     @property

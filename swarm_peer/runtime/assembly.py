@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.stage.time_meter import TimeMeter
 from swarm_peer.runtime.state.index import digest_weights
+from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
 from swarm_peer.runtime.state.state_server import StateServer
@@ -59,6 +60,7 @@ class PeerParts:
         device: what the device thread computes on
         dispatcher: answers the calls of other peers
         snapshots: the snapshots of any stage that this peer keeps
+        own_work: what this peer brought to the updates of each stage that it has served, by stage
     """
 
     context: PeerContext
@@ -69,6 +71,7 @@ class PeerParts:
     dispatcher: CallDispatcher
     directory: Directory
     snapshots: SnapshotStore
+    own_work: dict[int, OwnWork] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +227,7 @@ class Assembly:
             admission=admission,
             executor=executor,
             time=time,
+            own_work=self.peer.own_work.setdefault(spec.index, OwnWork(context.metrics, self.peer.snapshots)),
         )
 
     def _make_group(self, rounds: RoundBook, averager: GradientAverager, barrier: Barrier) -> StageGroup:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from swarm_peer.policy.lineage import MAX_LINEAGE_BYTES
+from swarm_peer.policy.lineage import DIGEST_BYTES, MAX_LINEAGE_BYTES
 from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber, Samples
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
 
@@ -312,7 +312,7 @@ class StateIndex(Body):
     Attributes:
         round_number: the round that begins with this state, or that ended with this update
         history_hash: digest of the updates that led to these weights
-        lineage: of a replica's newest state, see policy/lineage.py; empty in snapshots and updates
+        lineage: of a state, see policy/lineage.py; whole digests
         ledger: at stage 0, the samples that these updates have counted (ledger_codec.py)
     """
 
@@ -326,6 +326,13 @@ class StateIndex(Body):
     lineage: bytes = Field(b"", max_length=MAX_LINEAGE_BYTES)
     ledger: bytes = Field(b"", max_length=MAX_LEDGER_BYTES)
     entries: tuple[StateEntry, ...] = Field(max_length=MAX_STATE_TENSORS, fail_fast=True)
+
+    @field_validator("lineage")
+    @classmethod
+    def _has_whole_digests(cls, lineage: bytes) -> bytes:
+        if len(lineage) % DIGEST_BYTES:
+            raise ValueError(f"{len(lineage)} bytes are no lineage")
+        return lineage
 
 
 class StateChunkCall(Call):

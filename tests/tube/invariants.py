@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
-from weakref import WeakKeyDictionary
 
 import torch
 from hosts import Host
@@ -82,8 +81,8 @@ class Records:
         givers: who has given each transfer
         settled: rounds that a life of a peer has settled on a timeline, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
-        own_part: the microbatches that a step loop has brought to updates of a timeline
-        stayed: the peers that were still there as faults had ceased
+        own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
+        stayed: the peers that were still there as faults had ceased, with their stages
         ends: where the furthest of them stood in each stage
     """
 
@@ -102,8 +101,8 @@ class Records:
     givers: dict[bytes, str] = field(default_factory=dict)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
-    own_part: WeakKeyDictionary[Any, dict[Timeline, set[bytes]]] = field(default_factory=WeakKeyDictionary)
-    stayed: set[str] = field(default_factory=set)
+    own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
+    stayed: set[tuple[str, int]] = field(default_factory=set)
     ends: dict[int, Place] = field(default_factory=dict)
     moves: int = 0
     rewinds: int = 0
@@ -151,9 +150,9 @@ class Invariants:
         """Note where all peers stand, now that no fault strikes any more."""
         for host in self._tube.peers():
             replica = None if host.peer is None else host.peer._replica
-            self.records.stayed.add(host.peer_id)
             if replica is None:
                 continue
+            self.records.stayed.add((host.peer_id, replica.stage))
             step = replica.step
             place = (replica.stage, step.timeline.first_round, step.round_number, step.history_hash)
             self.records.ends[replica.stage] = max(place, self.records.ends.get(replica.stage, place))
@@ -293,20 +292,23 @@ class Invariants:
         step, metrics, strategy = loop.step, loop._context.metrics, loop._trainer.strategy
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         await call(state, **options)
-        if state.timeline != step.timeline or type(strategy) is not RoundStrategy:
+        if type(strategy) is not RoundStrategy:
             return
-        place = (loop._stage, step.timeline.first_round, state.round_number, state.history_hash)
+        place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
         self.records.settled[(HOST.get().name, place[0], place[1])] = 0  # its snapshots may be given up
         held = {each for _, ids in self._history(place) for each in ids}
-        own = self.records.own_part.setdefault(loop, {}).setdefault(step.timeline, set())
-        lacking = own - held
+        own = self.records.own_work[HOST.get().name, loop._stage]
+        # A rewind's samples are read again.
+        end = None if state.timeline == step.timeline else state.timeline.first_optimizer_step
+        lacking = {each for made_at, ids in own.items() if end is None or made_at < end for each in ids} - held
         told = metrics.lost_samples._value.get() - before
         if self._size(lacking) + pending > told:
             self._tube.violation(
                 f"{HOST.get()} goes on from weights that lack {self._size(lacking) + pending} samples of its own, and "
                 f"reports {told:.0f} lost"
             )
-        own.difference_update(lacking)
+        for made_at, ids in own.items():
+            own[made_at] = held.intersection(ids)
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
@@ -316,8 +318,8 @@ class Invariants:
             self._tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         await call(settlement)
-        own = self.records.own_part.setdefault(loop, {}).setdefault(step.timeline, set())
-        own.update(self.records.shares[mine])
+        own = self.records.own_work[HOST.get().name, stage]
+        own[step.optimizer_step] = set(self.records.shares[mine])
         place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
         beginning = self.records.beginnings[place]
         ids = tuple(sorted(each for share in self.shares_in(place) for each in share))
@@ -469,9 +471,9 @@ class Invariants:
                 other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
                 if other is not None and other.ids is not None and first.ids is not None:
                     lacking.update(set(first.ids).difference(other.ids))
-            # Who is gone reports nothing of rounds that its stage-mates ended without it.
+            # Who has left the stage reports nothing of rounds that its stage-mates ended without it.
             for (of_stage, _, _, peer_id), ids in self.records.brought.items():
-                if of_stage == stage and peer_id not in self.records.stayed:
+                if of_stage == stage and (peer_id, stage) not in self.records.stayed:
                     lacking.difference_update(ids)
             missing, told, died = self._size(lacking), self.reported_lost(), self.records.died[stage]
             if missing > told + died:

@@ -40,11 +40,11 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state.joining import StateDownloads
+from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
 from swarm_peer.runtime.step.barrier import Barrier
-from swarm_peer.runtime.step.brought import BroughtSamples
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
@@ -97,7 +97,7 @@ def losses_not_told() -> Any:
 @defect
 def own_part_not_told() -> Any:
     """A peer that stage-mates went on without tells of no samples but those of its present round."""
-    return patch.object(BroughtSamples, "give_up", lambda brought, step, state: None)
+    return patch.object(OwnWork, "give_up", lambda own_work, state: None)
 
 
 @defect

@@ -125,6 +125,7 @@ class Peer:
             admission=self.admission,
             executor=self.executor,
             time=None,
+            own_work=None,
         )
         barrier = Barrier(
             context=context,

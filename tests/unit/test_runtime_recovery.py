@@ -24,6 +24,7 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, Snapshot
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
@@ -32,8 +33,10 @@ from swarm_peer.runtime.network.transport import Reply, check_body
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state import joining, recovery
 from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
+from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
     INTERVALS_FROM_SCRATCH,
     JOINER_PATIENCE,
@@ -264,22 +267,6 @@ async def test_a_peer_that_was_not_told_goes_back_with_the_others(swarm, watchin
     for peer_id, stage in (("a", 0), ("c", 2)):
         await swarm.add(peer_id, stage, round_number=53, timeline=Timeline(51, 40, 40))
     assert await watching.see() == Timeline(51, 40, 40)
-
-
-async def test_a_peer_that_was_not_told_goes_back_though_its_stage_goes_through_rounds(swarm, watching):
-    """The rounds that are over elsewhere end here, too, without a microbatch."""
-    for peer_id, stage in (("a", 0), ("c", 2)):
-        await swarm.add(peer_id, stage, round_number=153, timeline=Timeline(151, 40, 40))
-
-    async def go_through_rounds():
-        while watching.peer.donor.current.round_number < 150:
-            await asyncio.sleep(0.004)
-            watching.peer.enter(watching.peer.donor.current.round_number + 1)
-            watching.rounds.enter(Phase.ENDING)
-
-    going = asyncio.ensure_future(go_through_rounds())
-    assert await watching.see() == Timeline(151, 40, 40)
-    going.cancel()
 
 
 async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, watching):
@@ -1057,6 +1044,7 @@ class Follower:
             admission=self.admission,
             executor=None,
             time=None,
+            own_work=OwnWork(self.metrics, self.donor.store),
         )
         self.steps = StepLoop(
             context=context,
@@ -1295,6 +1283,26 @@ async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(fol
     assert follower.steps.step.round_number == 111
 
 
+@pytest.mark.parametrize(("round_number", "patience_s", "tries"), [(4, 0.0, 1), (4, 60.0, 3), (5, 0.0, 3)])
+async def test_a_state_that_nobody_has_any_more_is_not_waited_for(
+    follower, monkeypatch, round_number, patience_s, tries
+):
+    """The stage-mate that went on has gone, and those that are left wait for its state, too."""
+    monkeypatch.setattr(joining, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(follower.steps._downloads, "_patience_s", patience_s)
+    follower.peers.append(PeerView(peer_id="b", stage=0, state=PeerState.SERVING, round_number=round_number))
+    asked = []
+
+    async def fetch(transport, donors, call, **options):
+        asked.append(call.min_round)
+        raise NotServing("not in that round")
+
+    monkeypatch.setattr(joining, "fetch_state", fetch)
+    with pytest.raises(NotServing):
+        await follower.steps._catch_up_by_state(["c"], min_round=5, tries=3)
+    assert len(asked) == tries
+
+
 async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypatch):
     monkeypatch.setattr(joining, "RETRY_PAUSE_S", 0.0)
     good = state_of(follower.trainer)
@@ -1312,50 +1320,120 @@ async def test_a_state_that_does_not_load_is_asked_for_again(follower, monkeypat
     assert follower.steps.step.round_number == 7, "nothing has changed"
 
 
-async def bring(follower, samples):
-    """End a round with so many samples of this peer's."""
-    follower.steps._rounds.current.samples = samples
-    gradients = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
-    history_hash = extend_history(follower.steps.step.history_hash, gradients)
-    await follower.steps._commit(Settlement(Verdict.COMMIT, gradients, history_hash, samples))
+class Split:
+    """A follower that has made three updates more since stage-mates could not reach it: of 2, 3 and 4 samples."""
+
+    def __init__(self, follower):
+        self.follower, self.steps = follower, follower.steps
+        self.step, self.hashes = follower.steps.step.optimizer_step, []
+
+    async def go_on(self):
+        for samples in (2, 3, 4):
+            self.hashes.append(self.steps.step.history_hash)
+            self.steps._rounds.current.samples = samples
+            gradients = [torch.ones_like(parameter) for parameter in self.follower.trainer.module.parameters()]
+            history_hash = extend_history(self.hashes[-1], gradients)
+            await self.steps._commit(Settlement(Verdict.COMMIT, gradients, history_hash, samples))
+        self.hashes.append(self.steps.step.history_hash)
+        for step in (self.step + 1, self.step + 3):
+            await self.follower.donor.store_snapshot(1, StageState(step, "x", {}, FIRST_TIMELINE))
+
+    def lineage(self, num_common, length):
+        """Of stage-mates with so many of the same updates, who have made `length` since."""
+        theirs = (self.hashes[: num_common + 1] + [f"other {number}" for number in range(length)])[:length]
+        return functools.reduce(extend_lineage, theirs, b"")
+
+    async def take_over(self, round_number, lineage, timeline=FIRST_TIMELINE, history_hash="theirs"):
+        state = StageState(round_number, history_hash, state_of(self.follower.trainer), timeline, lineage=lineage)
+        await self.steps._take_over(state)
+
+    @property
+    def lost(self):
+        return self.follower.metrics.lost_samples._value.get()
+
+    @property
+    def snapshots(self):
+        return [ref.optimizer_step - self.step for ref, _ in self.follower.donor.store.snapshots()]
 
 
-async def take_over(follower, round_number, lineage, timeline=FIRST_TIMELINE):
-    tensors = state_of(follower.trainer)
-    state = StageState(round_number, f"theirs of {round_number}", tensors, timeline, lineage=lineage)
-    await follower.steps._take_over(state)
+@pytest.fixture
+async def split(follower):
+    split = Split(follower)
+    await split.go_on()
+    return split
 
 
-@pytest.mark.parametrize(("num_common", "lost"), [(0, 2 + 3 + 4), (1, 3 + 4), (2, 4), (3, 0), (None, 2 + 3 + 4)])
-async def test_what_a_peer_brought_to_rounds_that_its_stage_mates_ended_without_it_is_lost(follower, num_common, lost):
-    first, hashes = follower.steps.step.round_number, []
-    for samples in (2, 3, 4):
-        hashes.append(follower.steps.step.history_hash)
-        await bring(follower, samples)
-    hashes.append(follower.steps.step.history_hash)
-    for round_number in (first + 1, first + 3):
-        await follower.donor.store_snapshot(1, StageState(round_number, "x", {}, FIRST_TIMELINE))
-    common = [] if num_common is None else hashes[: num_common + 1]
-    theirs = (common + [f"other {number}" for number in range(9)])[:9]
-    lineage = functools.reduce(extend_lineage, theirs, b"")
-    before = follower.metrics.lost_samples._value.get()
-    await take_over(follower, first + 9, lineage)
-    assert follower.metrics.lost_samples._value.get() - before == lost
-    # The copies of another stage's snapshots are of the same part of the run.
-    kept = [ref.created_at_round for ref, _ in follower.donor.store.snapshots()]
-    assert kept == [number for number in (first + 1, first + 3) if number <= first + (num_common or 0)]
-    assert follower.steps.step.lineage == lineage
-    await take_over(follower, first + 20, b"")
-    assert follower.metrics.lost_samples._value.get() - before == 2 + 3 + 4, "nothing is lost twice"
+@pytest.mark.parametrize(
+    ("num_common", "lost", "snapshots"), [(0, 9, []), (1, 7, [1]), (2, 4, [1]), (3, 0, [1, 3]), (-1, 9, [])]
+)
+async def test_what_a_peer_brought_to_updates_that_its_stage_mates_did_not_make_is_lost(
+    split, num_common, lost, snapshots
+):
+    lineage = split.lineage(num_common, 9)
+    await split.take_over(split.step + 9, lineage)
+    assert (split.lost, split.snapshots) == (lost, snapshots)
+    assert split.steps.step.lineage == lineage
+    await split.take_over(split.step + 20, split.lineage(-1, 20))
+    assert split.lost == 9, "nothing is lost twice"
 
 
-async def test_what_a_rewind_takes_back_is_read_again_and_not_lost(follower):
-    first = follower.steps.step.round_number
-    await bring(follower, 2)
-    before = follower.metrics.lost_samples._value.get()
-    await take_over(follower, first + 9, b"", Timeline(first + 8, 1, 1))
-    await take_over(follower, first + 10, b"", Timeline(first + 8, 1, 1))
-    assert follower.metrics.lost_samples._value.get() == before
+async def test_nothing_is_lost_where_stage_mates_are_too_far_to_know(split):
+    await split.take_over(split.step + 9, b"")
+    assert (split.lost, split.snapshots) == (0, [1, 3])
+
+
+@pytest.mark.parametrize(("num_common", "lost"), [(2, 0), (1, 3), (0, 5)])
+async def test_what_a_rewind_takes_back_is_read_again_and_what_came_before_is_not(split, num_common, lost):
+    """The run goes back to after the second update, of which there may be two."""
+    timeline = Timeline(50, split.step + 2, split.step + 2)
+    end = split.hashes[2] if num_common == 2 else "theirs"
+    await split.take_over(50, split.lineage(num_common, 2), timeline, end)
+    assert split.lost == lost
+    await split.take_over(53, split.lineage(num_common, 5), timeline)
+    assert split.lost == lost
+
+
+async def test_who_joins_its_stage_anew_finds_out_what_it_has_lost(split):
+    split.steps._rounds = RoundBook(Condition())  # as that of another replica
+    await split.take_over(split.step + 9, split.lineage(1, 9))
+    assert split.lost == 7
+
+
+async def test_a_snapshot_that_is_being_written_as_its_part_is_given_up_is_dropped(split):
+    store, release = split.follower.donor.store, anyio.Event()
+    run = store._threads.run
+
+    async def slow(work, *args):
+        stored = await run(work, *args)
+        await release.wait()
+        return stored
+
+    store._threads = SimpleNamespace(run=slow)
+    storing = [
+        asyncio.ensure_future(store.store_snapshot(2, StageState(split.step + after, "x", {}, FIRST_TIMELINE)))
+        for after in (1, 3)
+    ]
+    await asyncio.sleep(0)
+    store.give_up_after(split.step + 2)
+    release.set()
+    await asyncio.gather(*storing)
+    assert [(ref.stage, ref.optimizer_step - split.step) for ref, _ in store.snapshots()] == [(1, 1), (2, 1)]
+
+
+async def test_in_rounds_without_an_average_nothing_is_brought(follower, monkeypatch):
+    """What was computed in them is brought with the next average."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 2})
+    monkeypatch.setattr(follower.steps, "_manifest", MANIFEST.model_copy(update={"averaging": averaging}))
+    split = Split(follower)
+    await split.go_on()
+    await split.take_over(split.step + 9, split.lineage(0, 9))
+    brought = [
+        samples
+        for number, samples in enumerate((2, 3, 4))
+        if averaging.averages_at(split.step + number, begins_timeline=False)
+    ]
+    assert 0 < len(brought) < 3
+    assert split.lost == sum(brought)
 
 
 async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatch):

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.lineage import Descent
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, ListSnapshotsReply, StateEntry, StateIndex
@@ -38,7 +39,7 @@ class StageState:
         history_hash: digest of the updates that led to the weights
         tensors: by name
         ledger: at stage 0, the samples that these updates have counted
-        lineage: that of the replica whose newest state this is; empty in snapshots and updates
+        lineage: tells the updates that led to a state apart from those of others; empty in updates
     """
 
     round_number: int
@@ -57,6 +58,11 @@ class StageState:
     def created_at_round(self) -> int:
         """The first round that ever began with these weights."""
         return self.timeline.creation_round(self.round_number)
+
+    @property
+    def descent(self) -> Descent:
+        """Where the weights come from."""
+        return Descent(self.optimizer_step, self.history_hash, self.lineage)
 
 
 def make_index(

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 # Pause before the next try when no stage-mate gave its state.
 RETRY_PAUSE_S = 1.0
 DOWNLOAD_TRIES = 30
+# Lifetimes of an announcement until a peer that is further is sure to have announced it.
+FURTHER_PATIENCE = 2
 
 
 class StateDownloads:
@@ -63,6 +65,7 @@ class StateDownloads:
         self._shapes = list(shapes)
         self._swarm = swarm
         self._snapshots = snapshots
+        self._patience_s = FURTHER_PATIENCE * context.resolved.manifest.limits.announcement_s
         self.bytes_per_s = 0.0
 
     async def take_newest(
@@ -80,7 +83,7 @@ class StateDownloads:
             take: loads the state; if it raises InvalidMessage, another donor's is downloaded
 
         Raises:
-            CallError: no peer gave such a state
+            CallError: no peer gave such a state, or those that were further have gone
         """
 
         async def take_timed(state: StageState) -> None:
@@ -89,7 +92,7 @@ class StateDownloads:
             self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
 
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_round=min_round)
-        view, donors = self._swarm.view(), list(donors)
+        view, donors, begun_s = self._swarm.view(), list(donors), self._context.clock.monotonic_s()
         for attempt in range(1, tries + 1):
             serving = [peer.round_number for peer in view.peers if peer.state is PeerState.SERVING]
             began_s = self._context.clock.monotonic_s()
@@ -110,6 +113,10 @@ class StateDownloads:
                 await anyio.sleep(RETRY_PAUSE_S)
                 view = await self._swarm.look(range(self._context.resolved.num_stages))
                 donors = self._swarm.stage_mates(self._stage) or donors
+                # Stage-mates that wait for the same state would be asked in vain, as long as they are here.
+                further = any(peer.round_number >= min_round for peer in view.serving(self._stage))
+                if not further and self._context.clock.monotonic_s() >= begun_s + self._patience_s:
+                    raise
             else:
                 return
 

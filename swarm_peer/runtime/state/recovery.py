@@ -326,18 +326,18 @@ class Recovery:
             # At the end of a round some are further for a moment. Only a peer that is stuck is left behind. Callers
             # avoid it for ever longer, so it does not wait for another one to name a later round.
             await anyio.sleep(patience_s)
-            is_stuck, compared = rounds.current is present, rounds.step
+            if rounds.current is not present:
+                continue
             try:
-                standing, is_last, overtaking = await self._compare(compared)
+                standing, is_last, overtaking = await self._compare(present.step)
             except CallError as error:
                 log.info("standing_unknown reason=%s", error)
                 continue
             await anyio.sleep(patience_s)
-            own, timeline = rounds.step, standing.timeline
-            if timeline > own.timeline == compared.timeline and timeline.first_round > own.round_number:
-                # Stuck or not: those that were left on the older timeline may go through rounds without a microbatch.
-                return timeline
-            if is_stuck and rounds.current is present and own.phase is Phase.OPEN:
+            if rounds.current is present and rounds.step.phase is Phase.OPEN:
+                own, timeline = present.step, standing.timeline
+                if timeline > own.timeline and timeline.first_round > own.round_number:
+                    return timeline
                 if timeline > own.timeline:  # the run was cut in two, and both parts went on
                     raise CallError(f"the run has gone back to {timeline.first_optimizer_step} updates without it")
                 if timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:

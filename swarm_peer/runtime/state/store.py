@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ from swarm_peer.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+GONE_ON = "stage-mates went on without this peer"
 # Snapshots of each stage that are kept: a peer may still be downloading the one before the newest.
 SNAPSHOTS_KEPT = 2
 
@@ -107,6 +108,7 @@ class SnapshotStore:
         self._storage = storage
         self._is_member = is_member
         self._snapshots: dict[SnapshotRef, StoredState] = {}
+        self._num_given_up, self._given_up_after = 0, 0
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -126,10 +128,13 @@ class SnapshotStore:
     async def store_snapshot(self, stage: int, state: StageState) -> None:
         """Keep a stage's state as a snapshot, and forget the oldest snapshot of that stage."""
         ref = SnapshotRef(stage, state.created_at_round, state.optimizer_step)
-        state = replace(state, lineage=b"")  # the run goes back to it as to the beginning of another timeline
+        given_up_before = self._num_given_up
         stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
+        if self._num_given_up != given_up_before and state.optimizer_step > self._given_up_after:
+            self._forget(ref, GONE_ON)
+            return
         log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, stored.num_bytes)
         self._forget_old()
 
@@ -143,14 +148,15 @@ class SnapshotStore:
         earlier = timeline_of(self._snapshots[ref].index)
         return self._newest_step.timeline.discarded(earlier, ref.created_at_round)
 
-    def give_up(self, timeline: Timeline, after_round: int) -> None:
-        """Forget the snapshots that were created on a timeline after a round: those of this peer's own part of the run.
+    def give_up_after(self, optimizer_step: int) -> None:
+        """Forget the snapshots of later steps, also what is being written: the run has gone on from others.
 
-        The run has others of the same rounds, by the same names.
+        The copies of other stages' snapshots go, too: they are of the same part of the run.
         """
-        for ref in list(self._snapshots):
-            if timeline_of(self._snapshots[ref].index) == timeline and ref.created_at_round > after_round:
-                self._forget(ref, "stage-mates went on without this peer")
+        self._num_given_up += 1
+        self._given_up_after = optimizer_step
+        for ref in [known for known in self._snapshots if known.optimizer_step > optimizer_step]:
+            self._forget(ref, GONE_ON)
 
     async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:
         """Copy a snapshot into memory; None if it is not kept here."""

@@ -32,7 +32,6 @@ from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
-from swarm_peer.runtime.step.brought import BroughtSamples
 from swarm_peer.runtime.step.handover import NOT_FINITE, GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.round_reports import RoundReports
@@ -89,7 +88,6 @@ class StepLoop:
         self._progress = swarm.progress
         self._handover = handover
         self._leases = leases
-        self._transport = swarm.transport
         self._gossip = swarm.gossip
         self._view = swarm.view
         self._look_again = swarm.look
@@ -104,7 +102,7 @@ class StepLoop:
             swarm=swarm,
             snapshots=snapshots,
         )
-        self._brought = BroughtSamples(context.metrics, snapshots)
+        self._own_work = core.own_work
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._rewind_to: Timeline | None = None
         self._failures: list[CallError] = []  # that ended `run`: this peer ends no more rounds
@@ -331,7 +329,7 @@ class StepLoop:
             await self._state_server.keep_complete()
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
-        self._brought.note(self._rounds.current)
+        self._own_work.note(self._rounds.current, self._manifest.averaging)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
     def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
@@ -347,6 +345,7 @@ class StepLoop:
             began_s=self._clock.monotonic_s(),
         )
         self._rounds.begin(step)
+        self._own_work.stand_at(step)
         self._progress.forget_past()
         self._metrics.optimizer_step.set(step.optimizer_step)
 
@@ -363,7 +362,7 @@ class StepLoop:
         keeps_work = keeps_work and state.timeline == self.step.timeline
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         self._metrics.lost_samples.inc(await self._device_thread.run(Priority.STEP, load))
-        self._brought.give_up(self.step, state)
+        self._own_work.give_up(state)
         self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
         self.reports.begin(self.step)
 
@@ -385,12 +384,13 @@ class StepLoop:
             except CallError as error:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
-            number = step.round_number + 1
-            await self._begin_to_read(number, step.timeline, update.ledger)
+            await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
             self._metrics.lost_samples.inc(num_pending - self._trainer.strategy.pending_samples)
-            self._begin_round(number, update.history_hash, step.timeline, update.ledger, step.next_lineage)
+            self._begin_round(
+                step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
+            )
             self.reports.begin(self.step)
 
     async def _tell_next_stage(self) -> None:

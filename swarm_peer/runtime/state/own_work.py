@@ -1,0 +1,65 @@
+"""Knows what this peer brought to the last updates of a stage, which is lost if stage-mates go on without it.
+
+Outlives the replica: a peer that joins its stage anew finds out then what it has lost. Must not know how a peer takes
+over a state: step/step_loop.py does.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from swarm_peer.config import AveragingSection
+from swarm_peer.policy.lineage import MOST_STEPS, Descent, last_common_step
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.step_state import StepState
+from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.store import SnapshotStore
+
+log = logging.getLogger(__name__)
+
+
+class OwnWork:
+    """Counts what this peer brought to each of the last updates of one stage. Belongs to the event loop's thread."""
+
+    def __init__(self, metrics: PeerMetrics, snapshots: SnapshotStore):
+        self._metrics = metrics
+        self._snapshots = snapshots
+        self._samples: dict[int, int] = {}  # by the optimizer step before the update
+        self._timeline: Timeline | None = None
+        self._descent: Descent | None = None
+
+    def note(self, ended: Round, averaging: AveragingSection) -> None:
+        """Note what this peer has brought to the update that ends a round; where nobody averages, nothing."""
+        step = ended.step
+        if averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):
+            self._samples[step.optimizer_step] = ended.samples
+
+    def stand_at(self, step: StepState) -> None:
+        """Note where this peer stands."""
+        self._timeline, self._descent = step.timeline, step.descent
+        oldest = step.optimizer_step - MOST_STEPS
+        self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at >= oldest}
+
+    def give_up(self, state: StageState) -> None:
+        """Give up what has not led to a state that this peer takes over: its samples are lost.
+
+        Snapshots of such weights are dropped: the run has others of the same steps. Where the state begins another
+        timeline, samples since then are read again, so nothing of them is lost.
+        """
+        if self._descent is None:
+            return
+        end = self._descent.optimizer_step
+        if state.timeline != self._timeline:
+            end = min(end, state.timeline.first_optimizer_step)
+        common = last_common_step(self._descent, state.descent)
+        parted = end if common is None else min(common, end)
+        lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
+        self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at < parted}
+        if lost:
+            self._metrics.lost_samples.inc(lost)
+            text = "samples_lost samples=%d optimizer_step=%d until=%d reason=stage-mates went on without this peer"
+            log.error(text, lost, parted, end)
+        if parted < end:
+            self._snapshots.give_up_after(parted)
