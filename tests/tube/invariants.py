@@ -291,13 +291,13 @@ class Invariants:
         """Who takes over weights reports what it had brought to updates that have not led to them."""
         step, metrics, strategy = loop.step, loop._context.metrics, loop._trainer.strategy
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
+        own = dict(self.records.own_work[HOST.get().name, loop._stage])
         await call(state, **options)
         if type(strategy) is not RoundStrategy:
             return
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
         self.records.settled[(HOST.get().name, place[0], place[1])] = 0  # its snapshots may be given up
         held = {each for _, ids in self._history(place) for each in ids}
-        own = self.records.own_work[HOST.get().name, loop._stage]
         # A rewind's samples are read again.
         end = None if state.timeline == step.timeline else state.timeline.first_optimizer_step
         lacking = {each for made_at, ids in own.items() if end is None or made_at < end for each in ids} - held
@@ -307,8 +307,8 @@ class Invariants:
                 f"{HOST.get()} goes on from weights that lack {self._size(lacking) + pending} samples of its own, and "
                 f"reports {told:.0f} lost"
             )
-        for made_at, ids in own.items():
-            own[made_at] = held.intersection(ids)
+        kept = {made_at: held.intersection(ids) for made_at, ids in own.items() if made_at < state.optimizer_step}
+        self.records.own_work[HOST.get().name, loop._stage] = kept
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
@@ -343,6 +343,8 @@ class Invariants:
         self, loop: Any, round_number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes
     ) -> None:
         place = (loop._stage, timeline.first_round, round_number, history_hash)
+        if round_number == timeline.first_round and not timeline.first_optimizer_step:
+            self.records.own_work[HOST.get().name, loop._stage].clear()
         state = loop._trainer.state()
         known = self.records.beginnings.get(place)
         if known is None:

@@ -1393,6 +1393,12 @@ async def test_what_a_rewind_takes_back_is_read_again_and_what_came_before_is_no
     assert split.lost == lost
 
 
+async def test_who_begins_anew_has_nothing_to_lose(split):
+    await split.steps.begin(Timeline(50, 0, 0), None)
+    await split.take_over(60, split.lineage(-1, 10), Timeline(50, 0, 0))
+    assert split.lost == 0
+
+
 async def test_who_joins_its_stage_anew_finds_out_what_it_has_lost(split):
     split.steps._rounds = RoundBook(Condition())  # as that of another replica
     await split.take_over(split.step + 9, split.lineage(1, 9))

@@ -39,8 +39,8 @@ class OwnWork:
     def stand_at(self, step: StepState) -> None:
         """Note where this peer stands."""
         self._timeline, self._descent = step.timeline, step.descent
-        oldest = step.optimizer_step - MOST_STEPS
-        self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at >= oldest}
+        past = range(step.optimizer_step - MOST_STEPS, step.optimizer_step)
+        self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at in past}
 
     def give_up(self, state: StageState) -> None:
         """Give up what has not led to a state that this peer takes over: its samples are lost.
