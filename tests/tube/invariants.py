@@ -293,10 +293,10 @@ class Invariants:
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         own = dict(self.records.own_work[HOST.get().name, loop._stage])
         await call(state, **options)
-        if type(strategy) is not RoundStrategy:
-            return
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
         self.records.settled[(HOST.get().name, place[0], place[1])] = 0  # its snapshots may be given up
+        if type(strategy) is not RoundStrategy:
+            return
         held = {each for _, ids in self._history(place) for each in ids}
         # A rewind's samples are read again.
         end = None if state.timeline == step.timeline else state.timeline.first_optimizer_step
