@@ -147,7 +147,7 @@ class Assembly:
             swarm=swarm,
             group=group,
             state_server=state_server,
-            snapshots=self.peer.snapshots,
+            own_work=self.peer.own_work.setdefault(spec.index, OwnWork(context.metrics, self.peer.snapshots)),
             handover=handover,
             leases=leases,
         )
@@ -227,7 +227,6 @@ class Assembly:
             admission=admission,
             executor=executor,
             time=time,
-            own_work=self.peer.own_work.setdefault(spec.index, OwnWork(context.metrics, self.peer.snapshots)),
         )
 
     def _make_group(self, rounds: RoundBook, averager: GradientAverager, barrier: Barrier) -> StageGroup:

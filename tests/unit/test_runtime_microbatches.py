@@ -125,7 +125,6 @@ class Peer:
             admission=self.admission,
             executor=self.executor,
             time=None,
-            own_work=None,
         )
         barrier = Barrier(
             context=context,

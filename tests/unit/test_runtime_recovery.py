@@ -1044,7 +1044,6 @@ class Follower:
             admission=self.admission,
             executor=None,
             time=None,
-            own_work=OwnWork(self.metrics, self.donor.store),
         )
         self.steps = StepLoop(
             context=context,
@@ -1052,7 +1051,7 @@ class Follower:
             swarm=SwarmAccess(transport=transport, progress=progress, gossip=gossip, view=self.view, look=self.look),
             group=group,
             state_server=self.donor.server,
-            snapshots=self.donor.store,
+            own_work=OwnWork(self.metrics, self.donor.store),
             handover=None,
             leases=None,
         )

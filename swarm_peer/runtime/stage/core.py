@@ -13,7 +13,6 @@ from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.time_meter import TimeMeter
-from swarm_peer.runtime.state.own_work import OwnWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,6 @@ class ReplicaCore:
         admission: admits microbatches of the present round
         executor: runs microbatches
         time: how the replica's time is spent
-        own_work: what this peer brought to the stage's updates, also before it had this replica
     """
 
     trainer: StageTrainer
@@ -39,7 +37,6 @@ class ReplicaCore:
     admission: RoundAdmission
     executor: StageExecutor
     time: TimeMeter
-    own_work: OwnWork
 
     @property
     def stage(self) -> int:

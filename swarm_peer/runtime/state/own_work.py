@@ -21,11 +21,15 @@ log = logging.getLogger(__name__)
 
 
 class OwnWork:
-    """Counts what this peer brought to each of the last updates of one stage. Belongs to the event loop's thread."""
+    """Counts what this peer brought to each of the last updates of one stage. Belongs to the event loop's thread.
+
+    Attributes:
+        snapshots: those that this peer keeps, some of which are given up together with what it brought
+    """
 
     def __init__(self, metrics: PeerMetrics, snapshots: SnapshotStore):
+        self.snapshots = snapshots
         self._metrics = metrics
-        self._snapshots = snapshots
         self._samples: dict[int, int] = {}  # by the optimizer step before the update
         self._timeline: Timeline | None = None
         self._descent: Descent | None = None
@@ -62,4 +66,4 @@ class OwnWork:
             text = "samples_lost samples=%d optimizer_step=%d until=%d reason=stage-mates went on without this peer"
             log.error(text, lost, parted, end)
         if parted < end:
-            self._snapshots.give_up_after(parted)
+            self.snapshots.give_up_after(parted)

@@ -30,8 +30,8 @@ from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
+from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.state_server import StateServer
-from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.step.handover import NOT_FINITE, GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.round_reports import RoundReports
@@ -66,7 +66,7 @@ class StepLoop:
         swarm: SwarmAccess,
         group: StageGroup,
         state_server: StateServer,
-        snapshots: SnapshotStore,
+        own_work: OwnWork,
         handover: GradientHandover,
         leases: SliceLeases | None,
     ):
@@ -100,9 +100,9 @@ class StepLoop:
             stage=core.stage,
             shapes=[parameter.shape for parameter in core.trainer.module.parameters()],
             swarm=swarm,
-            snapshots=snapshots,
+            snapshots=own_work.snapshots,
         )
-        self._own_work = core.own_work
+        self._own_work = own_work
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._rewind_to: Timeline | None = None
         self._failures: list[CallError] = []  # that ended `run`: this peer ends no more rounds
