@@ -14,6 +14,7 @@ import hashlib
 from typing import NamedTuple
 
 DIGEST_BYTES = 8
+# Of peers that have been apart for more steps, nothing is known.
 MOST_STEPS = 512
 MAX_LINEAGE_BYTES = MOST_STEPS * DIGEST_BYTES
 

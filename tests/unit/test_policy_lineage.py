@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from swarm_peer.policy.lineage import (
     DIGEST_BYTES,
@@ -8,6 +9,7 @@ from swarm_peer.policy.lineage import (
     extend_lineage,
     last_common_step,
 )
+from swarm_peer.wire.messages import StateIndex
 
 
 def descent(first_step, hashes):
@@ -50,3 +52,11 @@ def test_a_lineage_of_any_bytes_breaks_nothing():
     own = descent(10, "abc")
     for told in (b"", b"x", bytes(DIGEST_BYTES + 3), bytes(MAX_LINEAGE_BYTES)):
         assert last_common_step(own, Descent(11, "x", told)) == 10
+
+
+def test_an_index_whose_lineage_is_cut_off_in_a_digest_is_refused():
+    told = {"stage": 0, "kind": "state", "round_number": 1, "history_hash": "x", "entries": ()}
+    told |= {f"timeline_{name}": 0 for name in ("first_round", "first_optimizer_step", "created_at_round")}
+    assert StateIndex(**told, lineage=bytes(2 * DIGEST_BYTES)).lineage
+    with pytest.raises(ValidationError, match="9 bytes are no lineage"):
+        StateIndex(**told, lineage=bytes(DIGEST_BYTES + 1))

@@ -3,6 +3,7 @@ import functools
 import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import anyio
@@ -1390,6 +1391,12 @@ async def test_what_a_rewind_takes_back_is_read_again_and_what_came_before_is_no
     assert split.lost == lost
     await split.take_over(53, split.lineage(num_common, 5), timeline)
     assert split.lost == lost
+
+
+async def test_what_was_brought_to_a_newer_timeline_is_lost_where_stage_mates_go_on_with_the_older_one(split):
+    split.steps._own_work.stand_at(replace(split.steps.step, timeline=Timeline(split.step, split.step, split.step)))
+    await split.take_over(split.step + 9, split.lineage(1, 9))
+    assert split.lost == 7
 
 
 async def test_who_begins_anew_has_nothing_to_lose(split):

@@ -49,13 +49,13 @@ class OwnWork:
     def give_up(self, state: StageState) -> None:
         """Give up what has not led to a state that this peer takes over: its samples are lost.
 
-        Snapshots of such weights are dropped: the run has others of the same steps. Where the state begins another
-        timeline, samples since then are read again, so nothing of them is lost.
+        Snapshots of such weights are dropped: the run has others of the same steps. Where the run has gone back, to a
+        newer timeline, samples since then are read again, so nothing of them is lost.
         """
-        if self._descent is None:
+        if self._descent is None or self._timeline is None:
             return
         end = self._descent.optimizer_step
-        if state.timeline != self._timeline:
+        if state.timeline > self._timeline:
             end = min(end, state.timeline.first_optimizer_step)
         common = last_common_step(self._descent, state.descent)
         parted = end if common is None else min(common, end)
