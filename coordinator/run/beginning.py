@@ -1,4 +1,7 @@
-"""Where and when a run began, as its coordinators publish it: peers begin there if nothing was computed since."""
+"""Where and when a run began, and how far it has come, as its coordinators publish it.
+
+Peers begin there if nothing was computed since. Newcomers that see no other peer learn from it that something was.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ class Beginning:
     Attributes:
         timeline: the run's first timeline
         begun_s: Unix seconds at which the run began, or was resumed
+        reached: the latest round that a coordinator has seen the run in, and the optimizer step of its weights
     """
 
     def __init__(self, dht: SwarmDHT, run_id: str, now_s: float):
@@ -29,6 +33,7 @@ class Beginning:
         self._run_id = run_id
         self.timeline = FIRST_TIMELINE
         self.begun_s = int(now_s)
+        self.reached = 0, 0
 
     async def find(self) -> None:
         """Find out what another coordinator has published, if the run is under way; wait until the DHT answers."""
@@ -47,6 +52,8 @@ class Beginning:
         known = records.get(self._run_id)
         if known is not None and self._is_better(known.timeline(), known.begun):
             self.timeline, self.begun_s = known.timeline(), known.begun
+        if known is not None and known.timeline() == self.timeline:
+            self.reached = max(self.reached, known.reached())
         return True
 
     def _is_better(self, timeline: Timeline, begun_s: int) -> bool:
@@ -62,4 +69,6 @@ class Beginning:
             first_round=self.timeline.first_round,
             first_optimizer_step=self.timeline.first_optimizer_step,
             begun=self.begun_s,
+            reached_round=self.reached[0],
+            reached_optimizer_step=self.reached[1],
         )

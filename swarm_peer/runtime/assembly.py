@@ -12,7 +12,6 @@ import torch
 from swarm_peer.errors import CallError
 from swarm_peer.model.costs import REPLIES_KEPT
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
@@ -37,6 +36,7 @@ from swarm_peer.runtime.stage.time_meter import TimeMeter
 from swarm_peer.runtime.state.index import digest_weights
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import Recovery
+from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -87,6 +87,7 @@ class ReplicaParts:
     swarm: SwarmAccess
     step_loop: StepLoop
     recovery: Recovery
+    run_watch: RunWatch
     snapshot_keeper: SnapshotKeeper
     state_server: StateServer
     launcher: MicrobatchLauncher | None
@@ -128,14 +129,7 @@ class Assembly:
             shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
             transport=self.peer.transport,
         )
-        barrier = Barrier(
-            context=context,
-            stage=spec.index,
-            rounds=rounds,
-            transport=self.peer.transport,
-            progress=progress,
-            view=lambda: directory.view,
-        )
+        barrier = self._make_barrier(core, progress)
         group = self._make_group(rounds, averager, barrier)
         leases = self._make_leases(progress, core.admission) if spec.is_first else None
         swarm = self._make_swarm_access(progress, barrier, leases)
@@ -164,10 +158,22 @@ class Assembly:
             swarm=swarm,
             step_loop=step_loop,
             recovery=self._make_recovery(swarm),
+            run_watch=RunWatch(context=context, stage=spec.index, swarm=swarm),
             snapshot_keeper=snapshot_keeper,
             state_server=state_server,
             launcher=None if leases is None else self._make_launcher(core, swarm, leases),
             calls=calls,
+        )
+
+    def _make_barrier(self, core: ReplicaCore, progress: ProgressBook) -> Barrier:
+        return Barrier(
+            context=self.peer.context,
+            stage=core.stage,
+            rounds=core.rounds,
+            transport=self.peer.transport,
+            progress=progress,
+            view=lambda: self.peer.directory.view,
+            on_other_timeline=core.admission.saw_other_timeline,
         )
 
     def _make_recovery(self, swarm: SwarmAccess) -> Recovery:
@@ -177,13 +183,13 @@ class Assembly:
             stage=self.trainer.spec.index,
             swarm=swarm,
             snapshots=self.peer.snapshots,
-            first_timeline=self._first_timeline,
+            beginning=self._beginning,
             unreached=directory.unreached,
             furthest=lambda: directory.furthest,
         )
 
-    async def _first_timeline(self) -> Timeline:
-        """The timeline that the run began with, by word of the run key.
+    async def _beginning(self) -> TimelineRecord:
+        """The timeline that the run began with, and how far it has come, by word of the run key.
 
         Raises:
             CallError: the DHT does not answer, or no coordinator has published it yet
@@ -192,7 +198,7 @@ class Assembly:
         records = await self.peer.dht.fetch(timeline_key(run_id), TimelineRecord, run_id)
         if run_id not in records:
             raise CallError("the run's coordinator has not said where it begins")
-        return records[run_id].timeline()
+        return records[run_id]
 
     def _make_core(self, rounds: RoundBook, progress: ProgressBook, time: TimeMeter) -> ReplicaCore:
         context, spec = self.peer.context, self.trainer.spec
@@ -252,7 +258,7 @@ class Assembly:
             transport=self.peer.transport,
             progress=progress,
             view=lambda: self.peer.directory.view,
-            on_newer_timeline=admission.saw_newer_timeline,
+            on_other_timeline=admission.saw_other_timeline,
         )
 
     def _make_swarm_access(self, progress: ProgressBook, barrier: Barrier, leases: SliceLeases | None) -> SwarmAccess:

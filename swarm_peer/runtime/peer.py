@@ -7,7 +7,8 @@ import logging
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, NotAdmitted, UserError
+from swarm_peer.errors import CallError, NotAdmitted, OtherTimeline, UserError
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
@@ -104,6 +105,7 @@ class Peer:
         # Where its stage-mates are left behind as well, it must not take their state and serve on. They leave, too; but
         # whoever has left them behind may die before they know, and then theirs is the only state.
         self._min_round, self._holds_out_until_s = 0, 0.0
+        self._shunned: Timeline | None = None
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
@@ -202,7 +204,7 @@ class Peer:
         if self._moved_from == stage:
             self._moved_from = UNDECIDED
         else:
-            self._min_round = 0
+            self._min_round, self._shunned = 0, None
         self._lifecycle.begin_stay()
 
     async def _work(self, replica: StageReplica) -> None:
@@ -238,7 +240,7 @@ class Peer:
             await self._directory.refresh_surely(range(self._manifest.stages.count))
             try:
                 holds_out = self._context.clock.monotonic_s() < self._holds_out_until_s
-                return await replica.join(self._min_round if holds_out else 0)
+                return await (replica.join(self._min_round, self._shunned) if holds_out else replica.join())
             except CallError as error:
                 note = f"waits to join stage {replica.stage}: {error}"
                 if note != self._lifecycle.note:
@@ -251,7 +253,10 @@ class Peer:
     def _join_anew(self, replica: StageReplica, error: CallError) -> None:
         """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""
         log.error("joining_anew stage=%d reason=%s", replica.stage, error)
-        self._min_round = replica.step.round_number + 1
+        # On another timeline the run may be in an earlier round.
+        has_left_timeline = isinstance(error, OtherTimeline)
+        self._shunned = replica.step.timeline if has_left_timeline else None
+        self._min_round = 0 if has_left_timeline else replica.step.round_number + 1
         patience_s = LEFT_BEHIND_PATIENCE * self._manifest.limits.announcement_s
         self._holds_out_until_s = self._context.clock.monotonic_s() + patience_s
         self._lifecycle.move(replica.stage)

@@ -18,6 +18,7 @@ from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts
@@ -123,11 +124,12 @@ class StageReplica:
         """Ids of the other peers in view that serve this stage."""
         return self.parts.swarm.stage_mates(self.stage)
 
-    async def join(self, min_round: int = 0) -> Start | None:
+    async def join(self, min_round: int = 0, shunned: Timeline | None = None) -> Start | None:
         """Get the stage's state: from stage-mates, or where there are none, from where recovery says to begin.
 
         Args:
             min_round: of stage-mates, take no state of an earlier round
+            shunned: nor one of stage-mates that are on this timeline
 
         Returns:
             where the replica began; None if stage-mates gave their state
@@ -137,6 +139,8 @@ class StageReplica:
         """
         donors = self.stage_mates()
         if donors:
+            if shunned is not None:
+                donors = await self.parts.run_watch.leave_out(donors, shunned)
             await self.parts.step_loop.join(donors, min_round)
             return None
         start = await self.parts.recovery.find_start()
@@ -168,10 +172,10 @@ class StageReplica:
 
     async def _follow_run(self, left_behind: Callable[[CallError], None]) -> None:
         """Go back with the run if nobody has told this replica to; or leave, if the whole stage is left behind."""
-        core, recovery = self.parts.core, self.parts.recovery
+        core = self.parts.core
         try:
             while True:
-                timeline = await recovery.watch_run(core.rounds, lambda: core.admission.is_behind)
+                timeline = await self.parts.run_watch.wait_until_left(core.rounds, core.admission)
                 self.parts.step_loop.go_back(timeline)
         except CallError as error:
             left_behind(error)

@@ -127,16 +127,22 @@ class GreetCall(RoundCall):
 
 
 class CountsReply(Body):
-    """The round that the callee is in, and the progress counts that it knows."""
+    """The round that the callee is in, with the first round of its timeline, and the progress counts that it knows."""
 
     round_number: RoundNumber
+    timeline: RoundNumber
     counts: SignedCounts
 
 
 class ReadyCall(RoundCall):
-    """Says that the caller has finished its microbatches of the round and is ready to average with its stage-mates."""
+    """Says that the caller has finished its microbatches of the round and is ready to average with its stage-mates.
+
+    Attributes:
+        timeline: first round of the timeline that the caller is on
+    """
 
     op: Literal["ready"] = "ready"
+    timeline: RoundNumber
     attempt: Attempt
     counts: SignedCounts
 

@@ -8,7 +8,7 @@ so keep all newer ones out.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -72,16 +72,25 @@ class TimelineRecord(Record):
 
     Attributes:
         begun: Unix seconds at which the run began, or was resumed
+        reached_round: the round that the run has come to, as far as its coordinator has seen; perhaps on a later
+            timeline
+        reached_optimizer_step: that of the weights which this round begins with
     """
 
     kind = "timeline"
     first_round: RoundNumber
     first_optimizer_step: OptimizerStep
     begun: Seconds
+    reached_round: RoundNumber = 0
+    reached_optimizer_step: OptimizerStep = 0
 
     def timeline(self) -> Timeline:
         """The timeline that this record publishes."""
         return Timeline(self.first_round, self.first_optimizer_step, created_at_round=self.first_round)
+
+    def reached(self) -> tuple[int, int]:
+        """The round that the run has come to, and the optimizer step of its weights."""
+        return self.reached_round, self.reached_optimizer_step
 
 
 class EndRecord(Record):
@@ -214,10 +223,15 @@ class CoordinationRecord(Record):
 
 
 class Progress(Record):
-    """The count of one round by one life of a stage-0 peer (see policy/progress_counter.py)."""
+    """The count of one round by one life of a stage-0 peer (see policy/progress_counter.py).
+
+    Attributes:
+        timeline: first round of the timeline that the samples have counted on
+    """
 
     kind = "progress"
     round_number: RoundNumber
+    timeline: RoundNumber = 0
     samples: Samples
     claimed: Samples
     loss_sum: FiniteFloat
@@ -329,37 +343,6 @@ def parse(model: type[AnyRecord], body: bytes, name: str) -> AnyRecord:
         return model.model_validate(unpack(body, name))
     except ValidationError as error:
         raise InvalidMessage(f"{name}: {describe(error):.300}") from error
-
-
-class PeekedCount(NamedTuple):
-    """The numbers of a progress count whose signature nobody has checked."""
-
-    round_number: int
-    incarnation: int
-    samples: int
-    claimed: int
-
-
-def peek_count(envelope: object) -> PeekedCount:
-    """Read the numbers of a progress count, in a fiftieth of the time that its signature takes.
-
-    Raises:
-        InvalidMessage: it is malformed
-    """
-    name = "progress count"
-    if not isinstance(envelope, bytes) or len(envelope) > MAX_RECORD_BYTES:
-        raise InvalidMessage(f"{name}: not an envelope of at most {MAX_RECORD_BYTES} bytes")
-    match unpack(envelope, name):
-        case [str(), str(), bytes() as body, bytes()]:
-            fields = unpack(body, name)
-        case _:
-            raise InvalidMessage(f"{name}: an envelope is [kind, run, body, signature]")
-    told = [fields.get(field) for field in PeekedCount._fields] if isinstance(fields, dict) else []
-    match told:
-        case [int() as round_number, int() as incarnation, int() as samples, int() as claimed]:
-            return PeekedCount(round_number, incarnation, samples, claimed)
-        case _:
-            raise InvalidMessage(f"{name}: round, incarnation, samples or claimed is missing")
 
 
 # DHT key of the manifests of all runs: a newcomer knows an address and no run.

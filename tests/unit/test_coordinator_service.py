@@ -119,6 +119,26 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
     assert standby.begun_s == resumed.begun
 
 
+async def test_how_far_the_run_has_come_is_published_and_outlives_a_coordinator(tmp_path):
+    board = Board(tmp_path, {})
+    key = timeline_key(board.identity.peer_id)
+    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+    await run._publish_run()
+    assert board.held[key].reached() == (0, 0)
+    run.watch.lines.append({"round": 52, "optimizer_step": 41})
+    await run._publish_run()
+    assert board.held[key].reached() == (53, 41)
+    restarted = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+    await restarted._beginning.find()
+    await restarted._publish_run()
+    assert board.held[key].reached() == (53, 41)
+    board.held[key] = TimelineRecord(first_round=0, first_optimizer_step=0, begun=1, reached_round=99)
+    resumed = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+    resumed._beginning.timeline = Timeline(160, 40, 160)
+    assert await resumed._beginning.learn()
+    assert resumed._beginning.reached == (0, 0), "of the time before"
+
+
 @pytest.mark.parametrize("num_failures", [0, 2, service.END_TRIES])
 async def test_the_end_is_told_until_the_dht_takes_it(tmp_path, monkeypatch, caplog, num_failures):
     monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)

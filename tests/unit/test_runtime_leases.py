@@ -64,9 +64,9 @@ class Peer:
             transport=self.transport,
             progress=self.progress,
             view=self.view,
-            on_newer_timeline=lambda: self.newer_timelines.append(1),
+            on_other_timeline=lambda: self.other_timelines.append(1),
         )
-        self.newer_timelines: list[int] = []
+        self.other_timelines: list[int] = []
         self.state = PeerState.SERVING
         self.task: asyncio.Task[None] | None = None
 
@@ -583,8 +583,8 @@ async def test_only_stage_mates_lease(swarm: Swarm) -> None:
     assert refused == (((SliceId(0, 0)), a.peer_id),) or a.ledger.owner(SliceId(0, 0)) == "stranger"
 
 
-async def test_who_is_asked_from_a_newer_timeline_learns_that_it_is_behind(swarm: Swarm) -> None:
-    """Without leases it sends nothing to the next stage, and nobody else names later rounds to it."""
+async def test_who_is_asked_from_another_timeline_learns_of_it(swarm: Swarm) -> None:
+    """Without leases it sends nothing to the next stage, and nobody else shows it the timeline."""
     a = await swarm.add("a", *[10] * 20)
     a.leases.welcome("ahead")
     for caller, first_round, heard in (("stranger", 9, []), ("ahead", 0, []), ("ahead", 9, [1])):
@@ -592,7 +592,7 @@ async def test_who_is_asked_from_a_newer_timeline_learns_that_it_is_behind(swarm
         refused = caller == "stranger" or first_round > 0
         with pytest.raises(NotServing) if refused else nullcontext():
             await a.leases.handle_lease(caller, call, ())
-        assert a.newer_timelines == heard
+        assert a.other_timelines == heard
 
 
 async def test_a_stage_mate_cannot_fill_memory_with_leases(swarm: Swarm) -> None:

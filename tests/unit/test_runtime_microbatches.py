@@ -133,6 +133,7 @@ class Peer:
             transport=self.transport,
             progress=self.progress,
             view=swarm.view,
+            on_other_timeline=self.admission.saw_other_timeline,
         )
         handler = StageServer(
             context=context, core=core, progress=self.progress, view=swarm.view, serves=lambda *who: swarm.serves(*who)
@@ -741,20 +742,11 @@ async def test_a_round_of_the_same_number_on_another_timeline_is_another_round(s
     with pytest.raises(RoundClosed) as caught:
         await first.run(microbatch)
     assert caught.value.round_number == 16 + (behind == "caller"), "it names a later round to whoever is behind"
-    assert last.admission.is_behind == (behind == "callee")
+    assert last.admission.met_other_timeline
+    assert not last.admission.is_behind
     assert last.trainer.num_samples == 0
     await first.run(replace(microbatch, timeline=8))
     assert last.trainer.num_samples == SAMPLES
-
-
-async def test_a_newer_timeline_is_a_hint_in_whatever_round_it_is(pair):
-    _, last = pair
-    last.open(16)
-    assert not last.admission.is_behind
-    last.admission.saw_newer_timeline()
-    assert last.admission.is_behind
-    last.admission.forget_later_rounds()
-    assert not last.admission.is_behind
 
 
 async def test_a_microbatch_that_waits_while_a_rewind_changes_the_weights_is_not_counted(swarm, pair):

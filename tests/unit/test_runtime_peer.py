@@ -1,11 +1,13 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import NotServing
+from swarm_peer.errors import NotServing, OtherTimeline
+from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
@@ -23,7 +25,14 @@ MANIFEST = RunManifest.model_validate(
 OPTIONS = PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1",))
 
 
-async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_that_were_not(monkeypatch):
+STEP = SimpleNamespace(round_number=7, timeline=FIRST_TIMELINE)
+
+
+@pytest.mark.parametrize(
+    ("error", "terms"),
+    [(NotServing("the run has gone back without it"), (8, None)), (OtherTimeline("most go on"), (0, FIRST_TIMELINE))],
+)
+async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_that_were_not(monkeypatch, error, terms):
     """Who left it behind may have died since, and its stage-mates hold the only state that is left."""
     monkeypatch.setattr(peers, "JOIN_PAUSE_S", 0.0)
     clock, asked = MovedClock(now=1.0), []
@@ -35,9 +44,9 @@ async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_tha
         def stage_mates(self):
             return ["mate"]
 
-        async def join(self, min_round):
-            asked.append(min_round)
-            if min_round > 7:
+        async def join(self, min_round=0, shunned=None):
+            asked.append((min_round, shunned))
+            if asked[-1] == terms:
                 clock.now += 100.0
                 raise NotServing("this peer is in round 7, not in 8")
 
@@ -46,8 +55,8 @@ async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_tha
     peer._manifest = MANIFEST
     peer._directory = SimpleNamespace(announce=nothing, refresh_surely=nothing)
     peer._lifecycle = Lifecycle(clock)
-    replica = Replica(stage=1, step=SimpleNamespace(round_number=7))
-    peer._join_anew(replica, NotServing("the run has gone back without it"))
+    replica = Replica(stage=1, step=STEP)
+    peer._join_anew(replica, error)
     await peer._join(replica)
     held_out = math.ceil(peers.LEFT_BEHIND_PATIENCE * MANIFEST.limits.announcement_s / 100.0)
-    assert asked == [8] * held_out + [0]
+    assert asked == [terms] * held_out + [(0, None)]

@@ -9,6 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life
 from swarm_peer.runtime.network import progress
 from swarm_peer.runtime.network.progress import (
@@ -32,13 +34,14 @@ IDENTITIES = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([seed]) * 32))
 ME, AUTHOR, STRANGER = IDENTITIES
 
 
-def make_book(identity=ME, authors=(ME, AUTHOR), clock=None, strangers=None, incarnation=1):
+def make_book(identity=ME, authors=(ME, AUTHOR), clock=None, strangers=None, incarnation=1, step=StepState):
     known = {author.peer_id for author in authors}
     return ProgressBook(
         context=make_context(unparsed(RUN, global_batch_size=GLOBAL_BATCH), identity=identity, clock=clock),
         incarnation=incarnation,
         is_author=known.__contains__,
         on_stranger=[].append if strangers is None else strangers.append,
+        step=step,
     )
 
 
@@ -68,6 +71,22 @@ def test_counts_travel_from_book_to_book():
     assert mine.counter.samples(0) == 6
     assert mine.counter.loss_sum(0) == 15.0
     assert sorted(mine.signed_counts()) == sorted(theirs.signed_counts()), "others' counts are passed on"
+
+
+def test_counts_of_another_timeline_are_none_of_this_peers():
+    """Two parts of a run that was cut in two may be in rounds of the same number."""
+    steps = {ME: StepState(round_number=9), AUTHOR: StepState(round_number=9, timeline=Timeline(8, 5, 5))}
+    mine, theirs = make_book(step=lambda: steps[ME]), make_book(AUTHOR, step=lambda: steps[AUTHOR])
+    theirs.forget_past()
+    theirs.count_own(9, RoundCount(4, 6, 10.0))
+    mine.count_own(9, RoundCount(2, 2, 5.0))
+    mine.merge(theirs.signed_counts())
+    assert mine.counter.samples(9) == 2
+    steps[ME] = steps[AUTHOR]
+    mine.forget_past()
+    assert mine.counter.samples(9) == 0, "what has counted on the timeline that was left"
+    mine.merge(theirs.signed_counts())
+    assert mine.counter.samples(9) == 4
 
 
 def test_own_counts_are_published_when_they_have_grown():
@@ -293,7 +312,7 @@ def test_many_authors_with_long_counts_do_not_make_any_message_too_long():
         authors = [author for author, _ in told]
         assert {ME.peer_id, AUTHOR.peer_id} < set(authors), "what honest peers have counted goes with each message"
         assert len(set(told)) == len(told)
-        head = Frame(FrameType.REPLY, 1, "", CountsReply(round_number=0, counts=told).model_dump()).head()
+        head = Frame(FrameType.REPLY, 1, "", CountsReply(round_number=0, timeline=0, counts=told).model_dump()).head()
         assert len(head) < max_bytes + 4096 < MAX_HEADER_BYTES
 
 
@@ -326,7 +345,7 @@ def test_the_counts_of_as_many_peers_as_fit_make_a_message():
             pass
     told = book.signed_counts()
     assert len(told) < len(every_count(book)), "the message is full"
-    assert CountsReply(round_number=0, counts=told).counts == told
+    assert CountsReply(round_number=0, timeline=0, counts=told).counts == told
 
 
 def test_only_so_many_signatures_are_checked_for_one_message_and_the_others_come_again(verified):

@@ -2,7 +2,7 @@ import asyncio
 import functools
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from given_states import GivenStates
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Verdict
@@ -47,6 +47,7 @@ from swarm_peer.runtime.state.recovery import (
     UNREACHED_PATIENCE,
     Recovery,
 )
+from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
@@ -55,6 +56,7 @@ from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply, StateIndexCall
+from swarm_peer.wire.records import TimelineRecord
 
 EVERY = 10
 MANIFEST = RunManifest.model_validate(
@@ -117,10 +119,11 @@ class Peer:
             stage=stage,
             swarm=access,
             snapshots=self.donor.store,
-            first_timeline=swarm.first_timeline,
+            beginning=swarm.beginning,
             unreached=swarm.unreached,
             furthest=lambda: swarm.furthest,
         )
+        self.run_watch = RunWatch(context=context, stage=stage, swarm=access)
         self.keeper = SnapshotKeeper(
             context=context, stage=stage, swarm=access, state_server=self.donor.server, snapshots=self.donor.store
         )
@@ -188,7 +191,7 @@ class Swarm:
         self.made = []  # also those that were removed, or whose id another one has taken
         self.dropped = set()
         self.timeline = FIRST_TIMELINE
-        self.furthest = 0, 0
+        self.furthest = self.reached = 0, 0
         self.looks = 0
         self.max_age_s = 0.0  # of the last look
 
@@ -213,8 +216,14 @@ class Swarm:
         self.max_age_s = max_age_s
         return SwarmView(3, tuple(peer for peer in self.view().peers if peer.stage in stages))
 
-    async def first_timeline(self):
-        return self.timeline
+    async def beginning(self):
+        return TimelineRecord(
+            first_round=self.timeline.first_round,
+            first_optimizer_step=self.timeline.first_optimizer_step,
+            begun=1,
+            reached_round=self.reached[0],
+            reached_optimizer_step=self.reached[1],
+        )
 
 
 @pytest.fixture
@@ -245,14 +254,20 @@ class Watching:
     """A peer of stage 1 that stands in a round when a caller names a later one, and then avoids it."""
 
     def __init__(self, swarm, peer):
-        self.peer, self.rounds = peer, peer.donor.rounds
+        self.swarm, self.peer, self.rounds = swarm, peer, peer.donor.rounds
         self.rounds.enter(Phase.OPEN)
-        self.hints = [True]
+        self.admission = RoundAdmission(capacity=1, rounds=self.rounds, changed=peer.changed)
+        self.admission.saw_round(self.rounds.step.round_number + 1)
+
+    def meet_another(self):
+        """Meet a stage-mate of another timeline, in the midst of work."""
+        self.admission.saw_other_timeline()
+        self.rounds.enter(Phase.ENDING)
 
     async def see(self):
         """What it finds out after a while."""
         with anyio.move_on_after(0.2):
-            return await self.peer.recovery.watch_run(self.rounds, lambda: bool(self.hints) and self.hints.pop())
+            return await self.peer.run_watch.wait_until_left(self.rounds, self.admission)
         return None
 
 
@@ -260,7 +275,7 @@ class Watching:
 async def watching(swarm, monkeypatch, request):
     limits = MANIFEST.limits.model_copy(update={"announcement_s": 0.01})
     peer = await swarm.add("b", 1, round_number=47, timeline=getattr(request, "param", FIRST_TIMELINE))
-    monkeypatch.setattr(peer.recovery, "_manifest", MANIFEST.model_copy(update={"limits": limits}))
+    monkeypatch.setattr(peer.run_watch, "_manifest", MANIFEST.model_copy(update={"limits": limits}))
     return Watching(swarm, peer)
 
 
@@ -316,6 +331,58 @@ async def test_a_peer_that_is_not_left_behind_stays(swarm, watching, others):
     assert await watching.see() is None
 
 
+NEWER = Timeline(45, 40, 40)
+
+
+@pytest.mark.parametrize(
+    ("watching", "others", "outcome"),
+    [
+        pytest.param(FIRST_TIMELINE, [("a", 0, 53, Timeline(51, 40, 40))], Timeline(51, 40, 40), id="goes back"),
+        pytest.param(FIRST_TIMELINE, [("a", 0, 46, NEWER)], "gone back to 40 updates without it", id="has passed it"),
+        pytest.param(
+            NEWER, [("a", 0, 30, FIRST_TIMELINE), ("m", 1, 30, FIRST_TIMELINE)], "most go on", id="went alone"
+        ),
+        pytest.param(NEWER, [("a", 0, 46, NEWER), ("m", 1, 30, FIRST_TIMELINE)], None, id="a stage is on it"),
+        pytest.param(FIRST_TIMELINE, [("a", 0, 47, FIRST_TIMELINE), ("m", 1, 46, NEWER)], None, id="one mate is"),
+    ],
+    indirect=["watching"],
+)
+async def test_who_meets_another_timeline_finds_out_which_one_the_run_is_on(swarm, watching, others, outcome):
+    """In the midst of its work, which each of two parts goes on with."""
+    for peer_id, stage, round_number, timeline in others:
+        await swarm.add(peer_id, stage, round_number=round_number, timeline=timeline)
+    watching.admission.forget_later_rounds()
+    assert await watching.see() is None, "nobody has been met"
+    watching.meet_another()
+    if isinstance(outcome, str):
+        with pytest.raises(OtherTimeline, match=outcome):
+            await watching.see()
+    else:
+        assert await watching.see() == outcome
+    assert not watching.admission.met_other_timeline
+
+
+async def test_what_was_found_out_about_a_timeline_that_has_been_left_does_not_count(swarm, watching):
+    await swarm.add("a", 0, round_number=53, timeline=Timeline(51, 40, 40))
+
+    async def look(stages, **_):
+        watching.peer.enter(60, Timeline(60, 40, 40))  # the peer goes back meanwhile
+        return swarm.view()
+
+    watching.admission.forget_later_rounds()
+    watching.peer.run_watch._swarm.look = look
+    watching.meet_another()
+    assert await watching.see() is None
+
+
+@pytest.mark.parametrize(("donors", "left"), [("am", ["a"]), ("m", None), ("x", None)])
+async def test_who_has_left_a_timeline_takes_no_state_of_it(swarm, watching, donors, left):
+    await swarm.add("a", 1, round_number=53)
+    await swarm.add("m", 1, round_number=53, timeline=NEWER)
+    with nullcontext() if left else pytest.raises(CallError, match="no stage-mate says that it is on another"):
+        assert await watching.peer.run_watch.leave_out(list(donors), NEWER) == left
+
+
 async def test_a_round_that_is_ending_is_not_left_behind(swarm, watching):
     for peer_id, stage in (("a", 0), ("c", 2)):
         await swarm.add(peer_id, stage, round_number=49)
@@ -334,9 +401,10 @@ async def test_a_fresh_run_begins_with_its_initial_weights(swarm):
 
 
 @pytest.mark.parametrize("seen", [(2 * INTERVALS_FROM_SCRATCH * EVERY, 2 * INTERVALS_FROM_SCRATCH * EVERY), (7, 7)])
-async def test_who_has_heard_of_later_rounds_does_not_take_the_run_for_new(swarm, seen):
-    """The peers that it has heard of may only be out of its reach."""
-    swarm.furthest = seen
+@pytest.mark.parametrize("teller", ["furthest", "reached"])
+async def test_who_has_heard_of_later_rounds_does_not_take_the_run_for_new(swarm, seen, teller):
+    """The peers that it, or a coordinator, has heard of may only be out of its reach."""
+    setattr(swarm, teller, seen)
     peer = await swarm.newcomer()
     if seen[1] > INTERVALS_FROM_SCRATCH * EVERY:
         with pytest.raises(CallError, match="no snapshot of stage 1 exists"):
@@ -1017,7 +1085,13 @@ class Follower:
             step=lambda: self.rounds.step,
         )
         barrier = Barrier(
-            context=context, stage=0, rounds=self.rounds, transport=transport, progress=progress, view=self.view
+            context=context,
+            stage=0,
+            rounds=self.rounds,
+            transport=transport,
+            progress=progress,
+            view=self.view,
+            on_other_timeline=self.admission.saw_other_timeline,
         )
         group = StageGroup(
             context=context,

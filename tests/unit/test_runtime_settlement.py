@@ -11,9 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network import progress
 from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
@@ -115,6 +116,7 @@ class Member:
             transport=self.transport,
             progress=self.progress,
             view=lambda: group.view(self),
+            on_other_timeline=lambda: group.met_other_timeline.add(self.name),
         )
         self.group = StageGroup(
             context=context,
@@ -140,6 +142,11 @@ class Member:
     def enter(self, round_number, history_hash):
         """As the step loop does it."""
         begin_round(self.rounds_of, round_number, history_hash=history_hash)
+        self.progress.forget_past()
+
+    def go_elsewhere(self, round_number):
+        """Go to a round of another timeline."""
+        self.rounds_of.begin(replace(self.rounds_of.step, round_number=round_number, timeline=ELSEWHERE))
         self.progress.forget_past()
 
     async def digest_weights(self):
@@ -177,6 +184,7 @@ class Group:
         self.unseen = set()  # names that nobody's view has
         self.joining = set()  # names of those that are not yet seen to serve
         self.strangers = set()  # ids that the directory was to look for
+        self.met_other_timeline = set()  # names of those that have
         self.others = ()  # peers of other stages
 
     async def add(self, names, round_number=3, history_hash="L"):
@@ -349,7 +357,7 @@ async def test_one_liar_cannot_have_the_others_take_over_its_state(group, liar_i
     *members, liar = await group.add("abcd")
     if not liar_is_announced:
         group.unseen = {"d"}
-        call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=0, counts=())
+        call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=0, attempt=0, counts=())
         asking = [asyncio.ensure_future(liar.transport.call(m.peer_id, call, timeout_s=5.0)) for m in members]
         await anyio.wait_all_tasks_blocked()
     fault = group.network.fault(op="ready", to=liar.peer_id, fail=RoundClosed("over", 4), times=3)
@@ -786,7 +794,7 @@ async def test_a_member_that_waits_goes_on_to_the_try_that_another_asks_about(gr
     gathering = asyncio.ensure_future(waiting.barrier.gather(present, 0))
     await anyio.wait_all_tasks_blocked()
     for attempt, newest in ((0, 0), (1, 1), (99, MANIFEST.averaging.max_tries)):
-        call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=attempt, counts=())
+        call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=0, attempt=attempt, counts=())
         answering = asyncio.ensure_future(waiting.barrier.handle_ready(asking.peer_id, call, ()))
         await anyio.wait_all_tasks_blocked()
         assert present.asked_attempt == newest
@@ -805,7 +813,7 @@ async def test_a_member_that_is_asked_about_a_later_try_settles_in_that(group):
         group.network.fault(op="ready", to=other.peer_id, fail=PeerUnreachable("gone"), times=10**6)
     own = waiting.settle(2)
     await anyio.wait_all_tasks_blocked()
-    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=1, counts=())
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=0, attempt=1, counts=())
     reply = await waiting.barrier.handle_ready(asking.peer_id, call, ())
     assert reply.body["attempt"] == 1
     assert_committed(await asyncio.gather(own, asking.settle(4)), mean([waiting, asking], [2, 4]), 6)
@@ -1020,21 +1028,61 @@ async def test_a_peer_that_is_not_there_yet_says_so(group, monkeypatch, op):
     monkeypatch.setattr(f"swarm_peer.runtime.step.{'barrier' if op == 'ready' else 'settlement'}.POLL_S", 0.0)
     first, second = await group.add("ab")
     fields = {"manifest": MANIFEST.hash, "stage": 0, "round_number": 3, "attempt": 0}
-    call = ReadyCall(**fields, counts=()) if op == "ready" else VoteCall(**fields)
+    call = ReadyCall(**fields, timeline=0, counts=()) if op == "ready" else VoteCall(**fields)
     reply = await second.transport.call(first.peer_id, call, timeout_s=5.0)
     assert reply.body["attempt"] is None
 
 
 async def test_a_ready_call_of_an_old_round_is_told_the_new_one(group):
     first, second = await group.add("ab", round_number=7)
-    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=6, attempt=0, counts=())
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=6, timeline=0, attempt=0, counts=())
     with pytest.raises(RoundClosed) as caught:
         await second.transport.call(first.peer_id, call, timeout_s=5.0)
     assert caught.value.round_number == 7
 
 
+ELSEWHERE = Timeline(5, 2, 2)
+
+
+async def test_stage_mates_of_another_timeline_do_not_meet(group):
+    """Neither averages with the other, goes through rounds towards it, or takes its state unasked."""
+    first, second, third = await group.add("abc", round_number=7)
+    third.go_elsewhere(9)
+    settled = await group.settle(a=2, b=2, c=2)
+    assert [settled[name].verdict for name in "abc"] == [Verdict.COMMIT] * 3
+    assert [settled[name].samples for name in "abc"] == [4, 4, 2]
+    assert group.met_other_timeline == {"a", "b", "c"}
+    assert [member.progress.newest_round_seen for member in (first, second, third)] == [7, 7, 0]
+
+
+async def test_who_goes_back_while_it_is_asked_refuses(group):
+    first, second = await group.add("ab")
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=0, attempt=0, counts=())
+    asking = asyncio.ensure_future(second.transport.call(first.peer_id, call, timeout_s=5.0))
+    await anyio.wait_all_tasks_blocked()
+    first.go_elsewhere(9)
+    with pytest.raises(OtherTimeline):
+        await asking
+
+
+async def test_a_stranger_of_another_timeline_is_no_hint(group):
+    first, second = await group.add("ab")
+    group.unseen.add("b")
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=8, attempt=0, counts=())
+    with pytest.raises(OtherTimeline):
+        await second.transport.call(first.peer_id, call, timeout_s=5.0)
+    assert not group.met_other_timeline
+
+
+async def test_rounds_of_another_timeline_are_not_chased(group):
+    first, second = await group.add("ab", round_number=7)
+    second.go_elsewhere(6)
+    assert await second.gossip.greet(0, [first.peer_id]) == 6
+
+
 async def test_forged_counts_in_a_ready_call_are_refused(group):
     first, second = await group.add("ab")
-    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, attempt=0, counts=((second.peer_id, b"forged"),))
+    counts = ((second.peer_id, b"forged"),)
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=0, attempt=0, counts=counts)
     with pytest.raises(InvalidMessage):
         await second.transport.call(first.peer_id, call, timeout_s=5.0)

@@ -54,13 +54,13 @@ class SliceLeases:
         transport: Transport,
         progress: ProgressBook,
         view: Callable[[], SwarmView],
-        on_newer_timeline: Callable[[], None],
+        on_other_timeline: Callable[[], None],
     ):
         """Make an object that leases nothing and has no ledger before `begin`.
 
         Args:
             reader: the reader that the pool reads with
-            on_newer_timeline: called when a stage-mate asks from a newer timeline than this peer's
+            on_other_timeline: called when a stage-mate asks from another timeline than this peer's
         """
         self._context = context
         self._reader = reader
@@ -69,7 +69,7 @@ class SliceLeases:
         self._me = transport.peer_id
         self._progress = progress
         self._view = view
-        self._on_newer_timeline = on_newer_timeline
+        self._on_other_timeline = on_other_timeline
         self._patience_s = PATIENCE * context.resolved.manifest.limits.announcement_s
         self.generation = 0
         self._ledger: SampleLedger | None = None
@@ -332,9 +332,8 @@ class SliceLeases:
         if caller not in self._live():
             raise NotServing("only peers of stage 0 read the data, and this one does not know the caller")
         if call.timeline_first_round != self._timeline_first_round:
-            # Without leases this peer sends nothing to the next stage, which would tell it of later rounds.
-            if call.timeline_first_round > self._timeline_first_round:
-                self._on_newer_timeline()
+            # Without leases this peer sends nothing to the next stage, which would tell it of the other timeline.
+            self._on_other_timeline()
             raise NotServing(
                 f"this peer is on the timeline that begins with round {self._timeline_first_round}, in which other "
                 f"samples have counted"

@@ -55,7 +55,7 @@ class Gossip:
         """Tell stage-mates that this peer serves from now on. Their averaging rounds expect it afterwards.
 
         Returns:
-            the newest round that one of them or this peer is in
+            the newest round that one of them or this peer is in, on this peer's timeline
         """
         body = GreetCall(
             manifest=self.manifest_hash,
@@ -86,7 +86,8 @@ class Gossip:
         """Send a call to these peers and merge the counts of their answers.
 
         Returns:
-            the newest round that one of them or this peer is in, and the peers that do not know this one yet
+            the newest round that one of them or this peer is in, on this peer's timeline; and the peers that do not
+            know this one yet
         """
         newest, refused = self.progress.round_number, set[str]()
 
@@ -96,7 +97,8 @@ class Gossip:
                 reply = await self.transport.call(peer_id, body, timeout_s=TIMEOUT_S)
                 answer = check_body(CountsReply, reply.body)
                 self.progress.merge(answer.counts, vouched=isinstance(body, GreetCall))
-                newest = max(newest, answer.round_number)
+                if answer.timeline == self.progress.timeline:
+                    newest = max(newest, answer.round_number)
             except CallError as error:
                 log.info("peer_not_told peer=%s op=%s reason=%s: %s", peer_id, body.op, error.code, error)
                 if isinstance(error, NotServing):
@@ -111,9 +113,12 @@ class Gossip:
         self, caller: str, call: CountsCall | GreetCall | GoodbyeCall, tensors: Sequence[memoryview]
     ) -> Reply:
         self.progress.merge(call.counts)
-        return Reply(
-            CountsReply(round_number=self.progress.round_number, counts=self.progress.signed_counts()).model_dump()
+        reply = CountsReply(
+            round_number=self.progress.round_number,
+            timeline=self.progress.timeline,
+            counts=self.progress.signed_counts(),
         )
+        return Reply(reply.model_dump())
 
     async def _handle_greet(self, caller: str, call: GreetCall, tensors: Sequence[memoryview]) -> Reply:
         self.welcome(caller)

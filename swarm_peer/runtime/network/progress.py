@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
+from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.wire.fields import MAX_LOSS
 from swarm_peer.wire.messages import SignedCount
-from swarm_peer.wire.records import Progress, open_envelope, parse, peek_count, seal
+from swarm_peer.wire.peeked_count import peek_count
+from swarm_peer.wire.records import Progress, open_envelope, parse, seal
 
 # A count of a round further ahead than this is not honest: it would only fill memory.
 MAX_COUNTED_ROUNDS_AHEAD = 2
@@ -64,6 +66,7 @@ class ProgressBook:
         self._on_stranger = on_stranger
         self._signed: dict[int, dict[str, dict[int, bytes]]] = {}  # by round, peer and incarnation
         self._step = step
+        self._counted_timeline = 0  # the first round of the timeline that the counts are of
         self._heard_at: dict[str, float] = {}  # when a count of each peer last grew, in this round
         self._num_messages = 0
 
@@ -71,6 +74,11 @@ class ProgressBook:
     def round_number(self) -> int:
         """The round that this peer is in."""
         return self._step().round_number
+
+    @property
+    def timeline(self) -> int:
+        """The first round of the timeline that this peer is on."""
+        return self._step().timeline.first_round
 
     def count_own(self, round_number: int, count: RoundCount) -> Progress:
         """Set this stage-0 peer's own count of a round. All calls and replies carry it from now on."""
@@ -81,6 +89,7 @@ class ProgressBook:
             loss_sum=count.loss_sum,
             ranges=count.ranges,
             incarnation=self.author.incarnation,
+            timeline=self.timeline,
         )
         if self.counter.merge(round_number, self.author, count):
             self._keep(round_number, self.author, seal(record, self._run, self._identity))
@@ -167,13 +176,15 @@ class ProgressBook:
         return num_left_out
 
     def _may_be_news(self, peer_id: str, envelope: bytes) -> bool:
-        """Whether a count is of a round that matters, newer than the known one, and one for which there is room.
+        """Whether a count is of a round and timeline that matter, newer than the known one, and has room.
 
         Raises:
             InvalidMessage: it is malformed
         """
         told = peek_count(envelope)
         author = Life(peer_id, told.incarnation)
+        if told.timeline != self.timeline:
+            return False
         if not -1 <= told.round_number - self.round_number <= MAX_COUNTED_ROUNDS_AHEAD:
             return False
         if self.counter.knows(told.round_number, author, RoundCount(told.samples, told.claimed)):
@@ -198,9 +209,10 @@ class ProgressBook:
         return {peer for peer in peers if max(self._heard_at.get(peer, 0.0), self._step().began_s) >= oldest}
 
     def forget_past(self) -> None:
-        """Forget the counts of all rounds before the previous one."""
+        """Forget the counts of all rounds before the previous one; after a change of the timeline, all."""
         self._heard_at.clear()
-        oldest = self.round_number - 1
+        oldest = self.round_number - 1 if self.timeline == self._counted_timeline else MAX_ROUND
+        self._counted_timeline = self.timeline
         self.counter.forget_before(oldest)
         self._signed = {known: counts for known, counts in self._signed.items() if known >= oldest}
 

@@ -36,12 +36,14 @@ class RoundAdmission:
 
     Attributes:
         admitted: number of microbatches that are inside the present round, or still inside one that was given up
+        met_other_timeline: whether a peer has shown that it is on another timeline; RunWatch resets it
         held: number of microbatches that wait to get in
     """
 
     def __init__(self, *, capacity: int, rounds: RoundBook, changed: Condition):
         self.capacity = capacity
         self.admitted = 0
+        self.met_other_timeline = False
         self.held = 0
         self._by_caller: Counter[str] = Counter()  # admitted and held
         self._rounds = rounds
@@ -141,7 +143,7 @@ class RoundAdmission:
 
     @property
     def is_behind(self) -> bool:
-        """Whether another peer has named a later round or timeline since `forget_later_rounds`.
+        """Whether another peer has named a later round since `forget_later_rounds`.
 
         It is a hint that this peer is behind.
         """
@@ -153,9 +155,10 @@ class RoundAdmission:
             self._newest_asked = round_number
             self._changed.notify()
 
-    def saw_newer_timeline(self) -> None:
-        """Note that another peer is on a newer timeline, which passes for a later round, whatever round that is in."""
-        self.saw_round(self._rounds.step.round_number + 1)
+    def saw_other_timeline(self) -> None:
+        """Note that another peer is on another timeline, newer or older: one of the two does not go on with the run."""
+        self.met_other_timeline = True
+        self._changed.notify()
 
     def forget_later_rounds(self) -> None:
         """Forget the later rounds that callers have named, since one of the callers may have lied."""

@@ -169,14 +169,13 @@ class StageServer:
     def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
         """Refuse a microbatch of another timeline.
 
-        After the run was cut in two, both parts may be in a round of the same number, with different weights. Whoever
-        is on the older timeline is told of the next round, as if it were behind: so it looks where the run stands.
+        After the run was cut in two, both parts may be in a round of the same number, with different weights. So this
+        peer looks where the run stands, and the caller if its timeline is the older one.
         """
         own, its = entered.step.timeline.first_round, microbatch.timeline
         if its is None or its == own:
             return
-        if own < its:
-            self._admission.saw_round(entered.number + 1)
+        self._admission.saw_other_timeline()
         text = (
             f"in round {entered.number}, the caller is on the timeline from round {its}, this peer on that from {own}"
         )

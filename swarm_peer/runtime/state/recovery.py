@@ -21,23 +21,21 @@ from swarm_peer.policy.recovery import (
     Timeline,
     choose_mover,
     choose_rewind,
-    find_overtaking,
     find_standing,
     find_standing_by_snapshots,
     missed,
     timeline_offset,
 )
-from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
-from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state.claims import CALL_TIMEOUT_S, believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.joining import fetch_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
+from swarm_peer.wire.records import TimelineRecord
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +107,7 @@ class Recovery:
         stage: int,
         swarm: SwarmAccess,
         snapshots: SnapshotStore,
-        first_timeline: Callable[[], Awaitable[Timeline]],
+        beginning: Callable[[], Awaitable[TimelineRecord]],
         unreached: Callable[[], Sequence[PeerView]],
         furthest: Callable[[], tuple[int, int]],
     ):
@@ -117,7 +115,7 @@ class Recovery:
 
         Args:
             snapshots: the snapshots that this peer keeps itself
-            first_timeline: the run's first timeline, signed by the run key
+            beginning: the run's first timeline, and how far it has come; signed by the run key
             unreached: peers with a recent announcement that could not be reached, and are not in the view for that
                 reason
             furthest: the latest round that any announcement has told of, and its optimizer step
@@ -136,7 +134,7 @@ class Recovery:
             snapshots=snapshots,
             rng=context.random.stream("recovery"),
         )
-        self._first_timeline = first_timeline
+        self._beginning = beginning
         self._unreached = unreached
         self._furthest = furthest
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
@@ -151,13 +149,14 @@ class Recovery:
         view = self._swarm.view()
         missing = missed(view, self._stage, self._unreached())
         self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
-        first = await self._first_timeline()
+        record = await self._beginning()
+        first = record.timeline()
         # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
         asked = [peer.peer_id for peer in view.peers] + [self._context.run_id] * bool(first.first_optimizer_step)
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, asked)
         claims = claims_of(view, replies)
         believed = believable(claims)
-        standing = self._find_standing(first, believed, replies)
+        standing = self._find_standing(first, believed, replies, record.reached())
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
@@ -183,14 +182,23 @@ class Recovery:
         self._for_rivals.check([f"peer {peer.peer_id} is taking stage {peer.stage} over" for peer in rivals])
 
     def _find_standing(
-        self, first: Timeline, claims: Mapping[str, Claim], replies: Mapping[str, ListSnapshotsReply]
+        self,
+        first: Timeline,
+        claims: Mapping[str, Claim],
+        replies: Mapping[str, ListSnapshotsReply],
+        reached: tuple[int, int],
     ) -> Standing:
-        """How far the run has come: by the claims of serving peers, or without any by what they have left."""
+        """How far the run has come: by the claims of serving peers, or without any by what they have left.
+
+        Args:
+            reached: the latest round that a coordinator has seen the run in, and its optimizer step
+        """
         if claims:
             return find_standing(first, claims.values())
         left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
         left += self._snapshots.snapshots()
-        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every, *self._furthest())
+        seen = max(self._furthest(), reached)
+        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every, *seen)
 
     def _snapshots_on(
         self, timeline: Timeline, replies: Mapping[str, ListSnapshotsReply]
@@ -306,64 +314,6 @@ class Recovery:
                 for peer_id in sorted(others):
                     tasks.start_soon(tell, peer_id)
             await anyio.sleep(PAUSE_S)
-
-    async def watch_run(self, rounds: RoundBook, is_behind: Callable[[], bool]) -> Timeline:
-        """Wait until the run has gone back and this peer has not heard of it. Returns the run's timeline.
-
-        The peer that takes a lost stage over tells all others, but it may die, or be cut off from some, before it has.
-        These meet nobody of their own round any more, and would wait for ever.
-
-        Args:
-            is_behind: whether another peer has named a later round of late
-
-        Raises:
-            CallError: the run has gone on without this peer, and it has to join anew
-        """
-        patience_s = self._manifest.limits.announcement_s
-        while True:
-            await self._context.changed.wait_for(is_behind)
-            present = rounds.current
-            # At the end of a round some are further for a moment. Only a peer that is stuck is left behind. Callers
-            # avoid it for ever longer, so it does not wait for another one to name a later round.
-            await anyio.sleep(patience_s)
-            if rounds.current is not present:
-                continue
-            try:
-                standing, is_last, overtaking = await self._compare(present.step)
-            except CallError as error:
-                log.info("standing_unknown reason=%s", error)
-                continue
-            await anyio.sleep(patience_s)
-            if rounds.current is present and rounds.step.phase is Phase.OPEN:
-                own, timeline = present.step, standing.timeline
-                if timeline > own.timeline and timeline.first_round > own.round_number:
-                    return timeline
-                if timeline > own.timeline:  # the run was cut in two, and both parts went on
-                    raise CallError(f"the run has gone back to {timeline.first_optimizer_step} updates without it")
-                if timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last:
-                    raise CallError(
-                        f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}"
-                    )
-                if overtaking is not None:
-                    raise CallError(
-                        f"stage {overtaking} has passed round {own.timeline.first_round} without having heard that the "
-                        f"run goes back to {own.timeline.first_optimizer_step} updates there"
-                    )
-
-    async def _compare(self, own: StepState) -> tuple[Standing, bool, int | None]:
-        """Where the run stands, whether no stage-mate is further than this peer, and which stage cannot come to it.
-
-        Raises:
-            CallError: nobody answers
-        """
-        view = await self._swarm.look(range(self._context.resolved.num_stages))
-        serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
-        replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, serving)
-        claimed = claims_of(view, replies)
-        overtaking = find_overtaking(own.timeline, [c for c in claimed.values() if c.stage != self._stage])
-        claims = believable(claimed).values()
-        is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
-        return find_standing(own.timeline, claims), is_last, overtaking
 
     async def watch_stages(self) -> int:
         """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from swarm_peer.errors import CallError, NotServing, PeerUnreachable, RoundClosed
+from swarm_peer.errors import CallError, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
@@ -54,8 +54,13 @@ class Barrier:
         transport: Transport,
         progress: ProgressBook,
         view: Callable[[], SwarmView],
+        on_other_timeline: Callable[[], None],
     ):
-        """Make a barrier for the stage-mates in the view."""
+        """Make a barrier for the stage-mates in the view.
+
+        Args:
+            on_other_timeline: called when a stage-mate shows that it is on another timeline
+        """
         manifest = context.resolved.manifest
         limits, averaging = manifest.limits, manifest.averaging
         self._hash = context.resolved.hash
@@ -66,6 +71,7 @@ class Barrier:
         self._transport = transport
         self._progress = progress
         self._view = view
+        self._on_other_timeline = on_other_timeline
         self._changed = context.changed
         self.timeout_s = limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
         self._mates = StageMates(
@@ -123,7 +129,7 @@ class Barrier:
 
         async def ask(peer_id: str) -> None:
             waited_for.add(peer_id)
-            await self._ask_ready(peer_id, ending.number, attempt, members, ahead)
+            await self._ask_ready(peer_id, ending, attempt, members, ahead)
             waited_for.remove(peer_id)
 
         async def look_for_later_try(scope: anyio.CancelScope) -> None:
@@ -162,15 +168,16 @@ class Barrier:
         return 2 * sum(peer.round_number > round_number + 1 for peer in others) > len(others)
 
     async def _ask_ready(
-        self, peer_id: str, round_number: int, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
+        self, peer_id: str, ending: Round, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
     ) -> None:
-        on_trial = self._mates.begin_trial(peer_id, round_number)
+        on_trial = self._mates.begin_trial(peer_id, ending.number)
         while True:
             begin = anyio.current_time()
             body = ReadyCall(
                 manifest=self._hash,
                 stage=self._stage,
-                round_number=round_number,
+                round_number=ending.number,
+                timeline=ending.step.timeline.first_round,
                 attempt=attempt,
                 counts=self._progress.signed_counts(),
             )
@@ -183,6 +190,8 @@ class Barrier:
                 return
             except CallError as error:
                 log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
+                if isinstance(error, OtherTimeline):
+                    self._on_other_timeline()
                 if isinstance(error, PeerUnreachable):
                     self._mates.was_unreachable(peer_id)
                 return
@@ -192,7 +201,7 @@ class Barrier:
                 self._mates.was_ready(peer_id)
                 return
             if answer.does_without:
-                self._mates.does_without(peer_id, round_number)
+                self._mates.does_without(peer_id, ending.number)
             if on_trial:
                 log.warning("stage_mate_left_out peer=%s reason=it says that it is ready, and is not", peer_id)
                 return
@@ -201,6 +210,7 @@ class Barrier:
     async def handle_ready(self, caller: str, call: ReadyCall, tensors: Sequence[memoryview]) -> Reply:
         """Say whether this peer is ready for the caller's averaging round, after a short wait for it."""
         is_mate = self.is_mate(caller)
+        self._check_timeline(call, is_mate)
         self._progress.merge(call.counts, vouched=is_mate)
         if is_mate:
             # One round ahead is enough for this peer to look for itself; a false number does not last beyond that.
@@ -231,6 +241,7 @@ class Barrier:
             await self._changed.wait_for(lambda: has_left() or self._rounds.is_past(call.round_number) or is_ready())
         if has_left():
             raise NotServing("this peer has left")
+        self._check_timeline(call, is_mate)
         asked = self._rounds.find(call.round_number)
         # A round without an average ends for a peer as soon as it knows that all are ready, and others still ask.
         has_settled = asked is not None and caller in asked.settled_with
@@ -249,3 +260,14 @@ class Barrier:
             counts=self._progress.signed_counts(),
         )
         return Reply(reply.model_dump())
+
+    def _check_timeline(self, call: ReadyCall, is_mate: bool) -> None:
+        """Refuse a stage-mate that is on another timeline: it holds other weights, whatever round it is in.
+
+        Neither goes through rounds to meet the other. Recovery decides which of the timelines the run goes on with.
+        """
+        own = self._rounds.step
+        if own.phase is not Phase.EMPTY and call.timeline != own.timeline.first_round:
+            if is_mate:
+                self._on_other_timeline()
+            raise OtherTimeline(f"this peer is on the timeline that begins with round {own.timeline.first_round}")
