@@ -101,6 +101,18 @@ def own_part_not_told() -> Any:
 
 
 @defect
+def timelines_meet_at_barriers() -> Any:
+    """A barrier does not ask which timeline a stage-mate is on."""
+    return patch.object(Barrier, "_check_timeline", lambda *_: None)
+
+
+@defect
+def other_timelines_not_looked_into() -> Any:
+    """A peer that meets another timeline does not ask which one the run goes on with."""
+    return patch.object(RoundAdmission, "saw_other_timeline", lambda admission: None)
+
+
+@defect
 def failure_counted() -> Any:
     """The launcher counts a microbatch that has failed, and launches it again."""
 
