@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import anyio
@@ -69,6 +69,7 @@ class FrameStream:
     max_payload_bytes: int
     metrics: PeerMetrics
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _turn_of_tensors: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def _on_network(self, timeout_s: float, tensors: Sequence[memoryview] = ()) -> AbstractContextManager[None]:
         return on_network(timeout_s, tensors, is_closing=self.writer.is_closing)
@@ -98,13 +99,16 @@ class FrameStream:
     ) -> bool:
         """Write a whole frame, or close the stream if that fails.
 
+        Frames with tensors line up among themselves, so that those without wait for one of them at most: a hundred
+        parts of an average take seconds on a slow link, in which a stage-mate that asks something would time out.
+
         Args:
             wanted: asked when the frame's turn comes
 
         Returns:
             False if the frame was not wanted any more, and nothing was written
         """
-        async with self._turn:
+        async with self._turn_of_tensors if tensors else nullcontext(), self._turn:
             if not wanted():
                 return False
             with ExitStack() as unless_whole, self._on_network(FRAME_TIMEOUT_S, tensors):
