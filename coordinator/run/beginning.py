@@ -33,7 +33,7 @@ class Beginning:
         self._run_id = run_id
         self.timeline = FIRST_TIMELINE
         self.begun_s = int(now_s)
-        self.reached = 0, 0
+        self.reached = self._void = 0, 0
 
     async def find(self) -> None:
         """Find out what another coordinator has published, if the run is under way; wait until the DHT answers."""
@@ -51,6 +51,8 @@ class Beginning:
             return False
         known = records.get(self._run_id)
         if known is not None and self._is_better(known.timeline(), known.begun):
+            if known.timeline() != self.timeline:  # the run was resumed: what it had come to before is void
+                self._void, self.reached = max(self._void, self.reached), (0, 0)
             self.timeline, self.begun_s = known.timeline(), known.begun
         if known is not None and known.timeline() == self.timeline:
             self.reached = max(self.reached, known.reached())
@@ -62,6 +64,12 @@ class Beginning:
         if FIRST_TIMELINE in (timeline, self.timeline):
             return self.timeline == FIRST_TIMELINE
         return begun_s > self.begun_s
+
+    def see(self, round_number: int, optimizer_step: int) -> None:
+        """Note that this coordinator has seen the run in a round."""
+        seen = round_number, optimizer_step
+        if seen > self._void:
+            self.reached = max(self.reached, seen)
 
     def record(self) -> TimelineRecord:
         """The record that this coordinator publishes."""

@@ -355,8 +355,6 @@ class RunService:
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""
-        seen = max(self.watch.round_number + 1, 0), self.watch.optimizer_step
-        self._beginning.reached = max(self._beginning.reached, seen)
         await self._store_for_run(timeline_key(self._run_id), self._beginning.record())
         manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
         await self._store_for_run(MANIFESTS_KEY, manifest)
@@ -373,6 +371,7 @@ class RunService:
         while True:
             await anyio.sleep(PUBLISH_RUN_S)
             await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
+            self._beginning.see(max(self.watch.round_number + 1, 0), self.watch.optimizer_step)
             if await self._beginning.learn():
                 await self._publish_run()
 

@@ -120,6 +120,22 @@ def find_standing(first: Timeline, claims: Collection[Claim]) -> Standing:
     return Standing(timeline, newest, timeline.optimizer_step_at(reached))
 
 
+def find_viable_standing(claims: Collection[Claim], all_claims: Collection[Claim]) -> Standing:
+    """Like `find_standing`, but of the timelines that all stages can come to.
+
+    After a cut, a timeline may have begun in a round that some stage has passed. Its own peers leave it sooner or
+    later, so nobody goes to it.
+
+    Args:
+        claims: the credible ones
+        all_claims: and the others: peers that were cut off may be far from most others
+    """
+    standing = find_standing(FIRST_TIMELINE, claims)
+    while find_overtaking(standing.timeline, all_claims) is not None:
+        standing = find_standing(FIRST_TIMELINE, [c for c in all_claims if c.timeline < standing.timeline])
+    return standing
+
+
 def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None:
     """A stage that cannot go back to a timeline, since its peers have passed the round in which that began.
 
@@ -127,7 +143,7 @@ def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None
     in vain. More than half of the stage's peers have to claim it.
 
     Args:
-        claims: of the peers of other stages, credible or not: those that were cut off may be far from most others
+        claims: credible or not: peers that were cut off may be far from most others
     """
     for stage in sorted({claim.stage for claim in claims}):
         here = [claim for claim in claims if claim.stage == stage and claim.timeline.allows_round(claim.round_number)]

@@ -252,6 +252,8 @@ class Peer:
 
     def _join_anew(self, replica: StageReplica, error: CallError) -> None:
         """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""
+        if self._lifecycle.stop.is_set():  # it leaves already, perhaps for another reason
+            return
         log.error("joining_anew stage=%d reason=%s", replica.stage, error)
         # On another timeline the run may be in an earlier round.
         has_left_timeline = isinstance(error, OtherTimeline)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm_peer.config import PeerOptions
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, OtherTimeline
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
@@ -53,6 +53,7 @@ class StageReplica:
         self._peer = assembly.peer
         self._trainer = assembly.trainer
         self._manifest = self._peer.context.resolved.manifest
+        self._leaves_timeline = False  # its stage-mates, on another one, end no round with it
 
     @classmethod
     async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> StageReplica:
@@ -129,7 +130,7 @@ class StageReplica:
 
         Args:
             min_round: of stage-mates, take no state of an earlier round
-            shunned: nor one of stage-mates that are on this timeline
+            shunned: nor one of stage-mates that are on this timeline, which this peer has left
 
         Returns:
             where the replica began; None if stage-mates gave their state
@@ -139,8 +140,7 @@ class StageReplica:
         """
         donors = self.stage_mates()
         if donors:
-            if shunned is not None:
-                donors = await self.parts.run_watch.leave_out(donors, shunned)
+            donors = await self.parts.run_watch.choose_donors(donors, shunned)
             await self.parts.step_loop.join(donors, min_round)
             return None
         start = await self.parts.recovery.find_start()
@@ -178,6 +178,7 @@ class StageReplica:
                 timeline = await self.parts.run_watch.wait_until_left(core.rounds, core.admission)
                 self.parts.step_loop.go_back(timeline)
         except CallError as error:
+            self._leaves_timeline = isinstance(error, OtherTimeline)
             left_behind(error)
 
     async def leave(self) -> None:
@@ -195,7 +196,7 @@ class StageReplica:
             # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
             with anyio.move_on_after(LAST_REPLIES_S):
                 await self._peer.transport.answered()
-            await parts.step_loop.leave()
+            await parts.step_loop.leave(may_end_round=not self._leaves_timeline)
         has_gradient = self.step.phase is not Phase.LEFT
         if grace.cancelled_caught and has_gradient and (samples := self._trainer.strategy.pending_samples):
             self._peer.context.metrics.lost_samples.inc(samples)

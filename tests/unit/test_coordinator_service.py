@@ -119,24 +119,45 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
     assert standby.begun_s == resumed.begun
 
 
-async def test_how_far_the_run_has_come_is_published_and_outlives_a_coordinator(tmp_path):
+async def published(run):
+    """Have a coordinator publish what it knows."""
+    with anyio.move_on_after(0.1):
+        await run._keep_published()
+
+
+async def test_how_far_the_run_has_come_is_published_and_outlives_a_coordinator(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "PUBLISH_RUN_S", 0.01)
     board = Board(tmp_path, {})
     key = timeline_key(board.identity.peer_id)
     run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
-    await run._publish_run()
+    await published(run)
     assert board.held[key].reached() == (0, 0)
     run.watch.lines.append({"round": 52, "optimizer_step": 41})
-    await run._publish_run()
+    await published(run)
     assert board.held[key].reached() == (53, 41)
     restarted = RunService(RESOLVED, board, RunOptions(output=tmp_path))
     await restarted._beginning.find()
-    await restarted._publish_run()
+    await published(restarted)
     assert board.held[key].reached() == (53, 41)
-    board.held[key] = TimelineRecord(first_round=0, first_optimizer_step=0, begun=1, reached_round=99)
+
+
+async def test_what_was_before_a_run_was_resumed_has_not_been_reached(tmp_path, monkeypatch):
+    """Neither what an older record tells, nor what a standby has seen, further than the one that resumes."""
+    monkeypatch.setattr(service, "PUBLISH_RUN_S", 0.01)
+    board = Board(tmp_path, {})
+    key = timeline_key(board.identity.peer_id)
     resumed = RunService(RESOLVED, board, RunOptions(output=tmp_path))
     resumed._beginning.timeline = Timeline(160, 40, 160)
-    assert await resumed._beginning.learn()
-    assert resumed._beginning.reached == (0, 0), "of the time before"
+    board.held[key] = TimelineRecord(first_round=0, first_optimizer_step=0, begun=1, reached_round=99)
+    await published(resumed)
+    assert board.held[key].reached() == (0, 0)
+    standby = RunService(RESOLVED, board, RunOptions(output=tmp_path, standby=True))
+    standby.watch.lines.append({"round": 170, "optimizer_step": 100})
+    await published(standby)
+    assert board.held[key].reached() == (0, 0)
+    standby.watch.lines.append({"round": 180, "optimizer_step": 60})
+    await published(standby)
+    assert board.held[key].reached() == (181, 60)
 
 
 @pytest.mark.parametrize("num_failures", [0, 2, service.END_TRIES])

@@ -16,6 +16,7 @@ from swarm_peer.policy.recovery import (
     credible,
     find_overtaking,
     find_standing,
+    find_viable_standing,
     last_credible_round,
 )
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
@@ -312,3 +313,27 @@ def test_the_reason_says_why_nobody_may_move():
     assert mover(serving("a", 0), serving("b", 2)) == Mover(None, reason)
     assert mover(serving("a", 0), serving("b", 0), movable=()) == Mover(None, reason)
     assert mover() == Mover(None, reason)
+
+
+BEFORE, AFTER, LATER = FIRST_TIMELINE, Timeline(110, 40, 40), Timeline(130, 40, 40)
+
+
+@pytest.mark.parametrize(
+    ("claims", "timeline"),
+    [
+        pytest.param([(0, 115, AFTER), (1, 115, AFTER)], AFTER, id="all are on it"),
+        pytest.param([(0, 90, BEFORE), (1, 115, AFTER)], AFTER, id="a stage may come to it"),
+        pytest.param(
+            [(0, 500, BEFORE), (1, 500, BEFORE), (1, 115, AFTER), (1, 115, AFTER)], BEFORE, id="a stage has passed it"
+        ),
+        pytest.param(
+            [(0, 700, BEFORE), (1, 115, AFTER), (1, 115, AFTER), (1, 115, AFTER)], BEFORE, id="far, and not credible"
+        ),
+        pytest.param([(0, 115, AFTER), (1, 140, AFTER), (2, 140, LATER)], AFTER, id="the older one of two"),
+        pytest.param([], BEFORE, id="nobody"),
+    ],
+)
+def test_nobody_goes_to_a_timeline_that_some_stage_has_passed(claims, timeline):
+    told = [Claim(*claim) for claim in claims]
+    believed = credible({str(number): claim for number, claim in enumerate(told)})
+    assert find_viable_standing(believed.values(), told).timeline == timeline

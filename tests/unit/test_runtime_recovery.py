@@ -264,11 +264,26 @@ class Watching:
         self.admission.saw_other_timeline()
         self.rounds.enter(Phase.ENDING)
 
-    async def see(self):
-        """What it finds out after a while."""
-        with anyio.move_on_after(0.2):
-            return await self.peer.run_watch.wait_until_left(self.rounds, self.admission)
-        return None
+    async def see(self, looks=2):
+        """What it finds out by so many looks; None if it stays as it is."""
+        found, before = [], self.swarm.looks
+
+        async def watch():
+            try:
+                found.append(await self.peer.run_watch.wait_until_left(self.rounds, self.admission))
+            except CallError as error:
+                found.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            with anyio.fail_after(10.0):
+                while not found and self.swarm.looks < before + looks:  # noqa: ASYNC110
+                    await anyio.sleep(0.001)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        if found and isinstance(found[0], CallError):
+            raise found[0]
+        return found[0] if found else None
 
 
 @pytest.fixture
@@ -287,9 +302,9 @@ async def test_a_peer_that_was_not_told_goes_back_with_the_others(swarm, watchin
 
 async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, watching):
     """The run was cut in two, and both parts went on. Rounds never go back, and those of the other part are used up."""
-    for peer_id, stage in (("a", 0), ("c", 2)):
+    for peer_id, stage in (("a", 0), ("m", 1), ("c", 2)):
         await swarm.add(peer_id, stage, round_number=46, timeline=Timeline(45, 40, 40))
-    with pytest.raises(CallError, match="the run has gone back to 40 updates without it"):
+    with pytest.raises(OtherTimeline, match="the run has gone back to 40 updates without it"):
         await watching.see()
 
 
@@ -338,9 +353,18 @@ NEWER = Timeline(45, 40, 40)
     ("watching", "others", "outcome"),
     [
         pytest.param(FIRST_TIMELINE, [("a", 0, 53, Timeline(51, 40, 40))], Timeline(51, 40, 40), id="goes back"),
-        pytest.param(FIRST_TIMELINE, [("a", 0, 46, NEWER)], "gone back to 40 updates without it", id="has passed it"),
         pytest.param(
-            NEWER, [("a", 0, 30, FIRST_TIMELINE), ("m", 1, 30, FIRST_TIMELINE)], "most go on", id="went alone"
+            FIRST_TIMELINE, [("a", 0, 46, NEWER), ("m", 1, 46, NEWER)], "gone back to 40 updates", id="has passed it"
+        ),
+        pytest.param(FIRST_TIMELINE, [("a", 0, 46, NEWER)], None, id="its stage has"),
+        pytest.param(
+            FIRST_TIMELINE,
+            [("a", 0, 500, FIRST_TIMELINE), ("m", 1, 46, NEWER), ("o", 1, 46, NEWER)],
+            None,
+            id="another stage has",
+        ),
+        pytest.param(
+            NEWER, [("a", 0, 30, FIRST_TIMELINE), ("m", 1, 30, FIRST_TIMELINE)], "no stage goes back", id="went alone"
         ),
         pytest.param(NEWER, [("a", 0, 46, NEWER), ("m", 1, 30, FIRST_TIMELINE)], None, id="a stage is on it"),
         pytest.param(FIRST_TIMELINE, [("a", 0, 47, FIRST_TIMELINE), ("m", 1, 46, NEWER)], None, id="one mate is"),
@@ -352,7 +376,7 @@ async def test_who_meets_another_timeline_finds_out_which_one_the_run_is_on(swar
     for peer_id, stage, round_number, timeline in others:
         await swarm.add(peer_id, stage, round_number=round_number, timeline=timeline)
     watching.admission.forget_later_rounds()
-    assert await watching.see() is None, "nobody has been met"
+    assert await watching.see(looks=0) is None, "nobody has been met"
     watching.meet_another()
     if isinstance(outcome, str):
         with pytest.raises(OtherTimeline, match=outcome):
@@ -366,6 +390,7 @@ async def test_what_was_found_out_about_a_timeline_that_has_been_left_does_not_c
     await swarm.add("a", 0, round_number=53, timeline=Timeline(51, 40, 40))
 
     async def look(stages, **_):
+        swarm.looks += 1
         watching.peer.enter(60, Timeline(60, 40, 40))  # the peer goes back meanwhile
         return swarm.view()
 
@@ -375,12 +400,71 @@ async def test_what_was_found_out_about_a_timeline_that_has_been_left_does_not_c
     assert await watching.see() is None
 
 
-@pytest.mark.parametrize(("donors", "left"), [("am", ["a"]), ("m", None), ("x", None)])
-async def test_who_has_left_a_timeline_takes_no_state_of_it(swarm, watching, donors, left):
-    await swarm.add("a", 1, round_number=53)
-    await swarm.add("m", 1, round_number=53, timeline=NEWER)
+async def test_what_two_looks_do_not_agree_on_is_looked_at_again(swarm, watching):
+    """Peers of both timelines may die or leave between: then all of both would leave them at once."""
+    for peer_id in "am":
+        await swarm.add(peer_id, "am".index(peer_id), round_number=9)
+    watching.admission.forget_later_rounds()
+    watching.peer.enter(47, NEWER)
+    watching.rounds.enter(Phase.OPEN)
+    look = swarm.look
+
+    async def look_and_change(stages, **_):
+        view = await look(stages)
+        swarm.peers["m"].enter(46, NEWER if swarm.looks % 2 else FIRST_TIMELINE)
+        return view
+
+    watching.peer.run_watch._swarm.look = look_and_change
+    watching.meet_another()
+    assert await watching.see(looks=4) is None
+    watching.peer.run_watch._swarm.look = look
+    swarm.peers["m"].enter(9, FIRST_TIMELINE)
+    watching.meet_another()
+    with pytest.raises(OtherTimeline):
+        await watching.see()
+
+
+@pytest.mark.parametrize("watching", [NEWER], indirect=True)
+@pytest.mark.parametrize("silent", ["dac", "c"])
+async def test_no_timeline_is_left_on_the_word_of_a_few(swarm, watching, silent):
+    """Answers get lost as long as a cut heals."""
+    for peer_id, stage in (("a", 0), ("m", 1), ("d", 0), ("c", 2)):
+        await swarm.add(peer_id, stage, round_number=9)
+    watching.admission.forget_later_rounds()
+    faults = [
+        swarm.network.fault(op="list_snapshots", to=peer, fail=PeerUnreachable("gone"), times=1000) for peer in silent
+    ]
+    watching.meet_another()
+    assert await watching.see(looks=4) is None
+    for fault in faults:
+        fault.times = 0
+    watching.meet_another()
+    with pytest.raises(OtherTimeline):
+        await watching.see()
+
+
+@pytest.mark.parametrize(
+    ("donors", "shunned", "left"),
+    [
+        ("am", NEWER, ["a"]),
+        ("m", NEWER, None),
+        ("x", NEWER, None),
+        ("x", None, ["x"]),
+        ("m", None, ["m"]),
+        ("am", None, ["m"]),
+        ("amo", None, ["a", "o"]),
+    ],
+)
+async def test_a_state_is_taken_of_mates_on_the_runs_timeline(swarm, watching, donors, shunned, left):
+    """And of none that are on the timeline which this peer has left."""
+    for peer_id, timeline in (("a", FIRST_TIMELINE), ("m", NEWER), ("o", FIRST_TIMELINE)):
+        if peer_id in donors:
+            await swarm.add(peer_id, 1, round_number=53, timeline=timeline)
+    del swarm.peers["b"]  # this peer serves no more
+    if donors == "am":
+        await swarm.add("z", 0, round_number=53, timeline=NEWER)
     with nullcontext() if left else pytest.raises(CallError, match="no stage-mate says that it is on another"):
-        assert await watching.peer.run_watch.leave_out(list(donors), NEWER) == left
+        assert await watching.peer.run_watch.choose_donors(list(donors), shunned) == left
 
 
 async def test_a_round_that_is_ending_is_not_left_behind(swarm, watching):

@@ -15,6 +15,7 @@ from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, OtherTime
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network import progress
 from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
@@ -1055,6 +1056,28 @@ async def test_stage_mates_of_another_timeline_do_not_meet(group):
     assert [member.progress.newest_round_seen for member in (first, second, third)] == [7, 7, 0]
 
 
+async def test_both_that_meet_across_timelines_learn_of_it(group):
+    first, second = await group.add("ab", round_number=7)
+    second.go_elsewhere(9)
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=7, timeline=0, attempt=0, counts=())
+    with pytest.raises(OtherTimeline):
+        await first.transport.call(second.peer_id, call, timeout_s=5.0)
+    assert group.met_other_timeline == {"b"}, "who was asked"
+    group.met_other_timeline.clear()
+    await first.barrier._ask_ready(second.peer_id, first.rounds_of.current, 0, {}, [])
+    assert group.met_other_timeline == {"a", "b"}, "and who asks"
+
+
+async def test_who_has_no_weights_yet_is_on_no_timeline(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.0)
+    first, second = await group.add("ab")
+    first.rounds_of.step = replace(first.rounds_of.step, phase=Phase.EMPTY)
+    call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=8, attempt=0, counts=())
+    reply = await second.transport.call(first.peer_id, call, timeout_s=5.0)
+    assert reply.body["attempt"] is None
+    assert not group.met_other_timeline
+
+
 async def test_who_goes_back_while_it_is_asked_refuses(group):
     first, second = await group.add("ab")
     call = ReadyCall(manifest=MANIFEST.hash, stage=0, round_number=3, timeline=0, attempt=0, counts=())
@@ -1078,6 +1101,11 @@ async def test_rounds_of_another_timeline_are_not_chased(group):
     first, second = await group.add("ab", round_number=7)
     second.go_elsewhere(6)
     assert await second.gossip.greet(0, [first.peer_id]) == 6
+    assert await second.gossip.greet(0, [first.peer_id], newer_timelines=True) == 6, "it is older"
+    assert await first.gossip.greet(0, [second.peer_id]) == 7
+    second.go_elsewhere(9)
+    assert await first.gossip.greet(0, [second.peer_id]) == 7
+    assert await first.gossip.greet(0, [second.peer_id], newer_timelines=True) == 9, "who joins goes there"
 
 
 async def test_forged_counts_in_a_ready_call_are_refused(group):

@@ -170,7 +170,7 @@ class StageServer:
         """Refuse a microbatch of another timeline.
 
         After the run was cut in two, both parts may be in a round of the same number, with different weights. So this
-        peer looks where the run stands, and the caller if its timeline is the older one.
+        peer looks where the run stands.
         """
         own, its = entered.step.timeline.first_round, microbatch.timeline
         if its is None or its == own:

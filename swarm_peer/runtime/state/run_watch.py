@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import anyio
 
 from swarm_peer.errors import CallError, OtherTimeline
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, Standing, Timeline, find_overtaking, find_standing
+from swarm_peer.policy.recovery import Claim, Standing, Timeline, find_overtaking, find_viable_standing
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import PeerContext
@@ -24,12 +25,29 @@ from swarm_peer.runtime.state.index import timeline_of
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Where the run stands, beside one peer of it.
+
+    Attributes:
+        is_last: whether no stage-mate is further than the peer
+        overtaking: a stage that cannot come to the peer's timeline
+        has_quorum: whether more than half of the serving peers have answered, and some of each stage
+    """
+
+    standing: Standing
+    is_last: bool
+    overtaking: int | None
+    has_quorum: bool
+
+
 class RunWatch:
     """Compares where one replica stands with where the run stands. Belongs to the event loop's thread."""
 
     def __init__(self, *, context: PeerContext, stage: int, swarm: SwarmAccess):
         """Make a watch for one stage."""
         self._context = context
+        self._hash = context.resolved.hash
         self._manifest = context.resolved.manifest
         self._stage = stage
         self._swarm = swarm
@@ -54,57 +72,98 @@ class RunWatch:
             # avoid it for ever longer, so it does not wait for another one to name a later round.
             await anyio.sleep(patience_s)
             is_split, admission.met_other_timeline = admission.met_other_timeline, False
+            # After a rewind, peers meet for a moment that have gone back and that have not.
+            is_split = is_split and rounds.step.timeline == present.step.timeline
             if rounds.current is not present and not is_split:
                 continue
-            own = rounds.step
             try:
-                standing, is_last, overtaking = await self._compare(own)
+                before = await self._compare(rounds.step)
+                await anyio.sleep(patience_s)
+                now = await self._compare(rounds.step)
             except CallError as error:
                 log.info("standing_unknown reason=%s", error)
+                admission.met_other_timeline = is_split
                 continue
-            await anyio.sleep(patience_s)
-            if rounds.step.timeline != own.timeline or rounds.step.phase is Phase.LEFT:
+            own, is_stuck = rounds.step, rounds.current is present and rounds.step.phase is Phase.OPEN
+            if own.timeline != present.step.timeline or own.phase is Phase.LEFT:
                 continue
-            is_stuck, timeline = rounds.current is present and rounds.step.phase is Phase.OPEN, standing.timeline
-            if timeline > own.timeline and (is_stuck or is_split):
-                if timeline.first_round > rounds.step.round_number:
-                    return timeline
-                raise OtherTimeline(f"the run has gone back to {timeline.first_optimizer_step} updates without it")
-            if timeline < own.timeline and is_split:
-                raise OtherTimeline(f"most go on without going back to {own.timeline.first_optimizer_step} updates")
-            if timeline == own.timeline and standing.optimizer_step > own.optimizer_step and is_last and is_stuck:
-                raise CallError(f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}")
-            if overtaking is not None and is_stuck:
-                raise OtherTimeline(
-                    f"stage {overtaking} has passed round {own.timeline.first_round} without having heard that the "
-                    f"run goes back to {own.timeline.first_optimizer_step} updates there"
-                )
+            # Peers of both timelines leave or die while they ask, and answers get lost as long as a cut heals. A peer
+            # that works takes its time, so that not all of both timelines leave them at once.
+            is_sure = before.has_quorum and now.has_quorum and before.standing.timeline == now.standing.timeline
+            if is_split and not is_sure:
+                admission.saw_other_timeline()
+            timeline = self._check(own, now, is_stuck=is_stuck, is_split=is_split and is_sure)
+            if timeline is not None:
+                return timeline
 
-    async def _compare(self, own: StepState) -> tuple[Standing, bool, int | None]:
-        """Where the run stands, whether no stage-mate is further than this peer, and which stage cannot come to it.
+    def _check(self, own: StepState, found: _Comparison, *, is_stuck: bool, is_split: bool) -> Timeline | None:
+        """Whether a peer has to go to another timeline, and can: if so, to which.
+
+        Args:
+            is_split: it has met another timeline, and the comparison is sure
+
+        Raises:
+            OtherTimeline, CallError: it has to join anew; see `wait_until_left`
+        """
+        standing = found.standing
+        if standing.timeline > own.timeline and (is_stuck or is_split):
+            if standing.timeline.first_round > own.round_number:
+                return standing.timeline
+            raise OtherTimeline(f"the run has gone back to {standing.timeline.first_optimizer_step} updates without it")
+        if found.overtaking is not None and is_stuck:
+            raise OtherTimeline(
+                f"stage {found.overtaking} has passed round {own.timeline.first_round} without having heard that the "
+                f"run goes back to {own.timeline.first_optimizer_step} updates there"
+            )
+        if standing.timeline < own.timeline and is_split:
+            raise OtherTimeline(
+                f"no stage goes back to {own.timeline.first_optimizer_step} updates with most of its peers"
+            )
+        is_ahead = standing.timeline == own.timeline and standing.optimizer_step > own.optimizer_step
+        if is_ahead and found.is_last and is_stuck:
+            raise CallError(f"the run has made {standing.optimizer_step} updates, this stage {own.optimizer_step}")
+        return None
+
+    async def _compare(self, own: StepState) -> _Comparison:
+        """Compare where the run stands with where this peer does.
 
         Raises:
             CallError: nobody answers
         """
-        view = await self._swarm.look(range(self._context.resolved.num_stages))
-        serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
-        replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, serving)
+        view = await self._swarm.look(range(self._manifest.stages.count))
+        serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
+        replies = await list_snapshots(self._hash, self._swarm.transport, [peer.peer_id for peer in serving])
         claimed = claims_of(view, replies)
         overtaking = find_overtaking(own.timeline, [c for c in claimed.values() if c.stage != self._stage])
-        # With its own claim, so that all peers that ask at the same time find the same timeline.
+        # With its own claim, so that peers of both timelines that hear the same answers find the same timeline.
         claimed[self._me] = Claim(self._stage, own.round_number, own.timeline)
         claims = believable(claimed).values()
         is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
-        return find_standing(FIRST_TIMELINE, claims), is_last, overtaking
+        heard = {claim.stage for claim in claimed.values()}
+        num_serving = len({self._me, *(peer.peer_id for peer in serving)})
+        has_quorum = 2 * len(claimed) > num_serving and heard.issuperset(peer.stage for peer in serving)
+        return _Comparison(find_viable_standing(claims, claimed.values()), is_last, overtaking, has_quorum)
 
-    async def leave_out(self, mates: Sequence[str], shunned: Timeline) -> list[str]:
-        """Those stage-mates that are not on a timeline, which this peer has left.
+    async def choose_donors(self, mates: Sequence[str], shunned: Timeline | None = None) -> list[str]:
+        """Those stage-mates that are on the run's timeline, if they are on several.
+
+        Args:
+            shunned: a timeline that this peer has left: mates on it do not count
 
         Raises:
-            CallError: there are none
+            CallError: all of them are on the timeline that this peer has left, or nobody answers
         """
-        replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, mates)
-        others = sorted(peer_id for peer_id, reply in replies.items() if timeline_of(reply) != shunned)
-        if not others:
+        replies = await list_snapshots(self._hash, self._swarm.transport, mates)
+        timelines = {peer_id: timeline_of(reply) for peer_id, reply in sorted(replies.items())}
+        usable = {peer_id: timeline for peer_id, timeline in timelines.items() if timeline != shunned}
+        if shunned is not None and not usable:
             raise CallError("no stage-mate says that it is on another timeline than the one that this peer has left")
-        return others
+        if len(set(usable.values())) < 2:
+            return list(usable) or list(mates)
+        view = await self._swarm.look(range(self._manifest.stages.count))
+        serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
+        replies = await list_snapshots(self._hash, self._swarm.transport, serving)
+        claimed = claims_of(view, replies)
+        standing = find_viable_standing(believable(claimed).values(), claimed.values())
+        on_it = [peer_id for peer_id, timeline in usable.items() if timeline == standing.timeline]
+        return on_it or list(usable)

@@ -164,7 +164,7 @@ class StepLoop:
         From the greeting on they wait for this peer at the end of each round, so it does catch up.
         """
         for _ in range(CATCH_UP_TRIES):
-            newest = await self._gossip.greet(self._stage, stage_mates)
+            newest = await self._gossip.greet(self._stage, stage_mates, newer_timelines=True)
             if newest <= self.step.round_number:
                 break
             if not await self._replay(stage_mates):
@@ -219,13 +219,13 @@ class StepLoop:
         text = "run_finished optimizer_step=%d: the coordinator saves the model now, and ends the run"
         log.info(text, self.step.optimizer_step)
 
-    async def leave(self) -> None:
+    async def leave(self, *, may_end_round: bool = True) -> None:
         """Hand this peer's gradient to a stage-mate, or end the round with them. Call `RoundAdmission.leave` first."""
         await self._admission.drained()
         while True:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
-                if await self._handover.hand_over(on_gone=gone, may_end_round=not self._failures):
+                if await self._handover.hand_over(on_gone=gone, may_end_round=may_end_round and not self._failures):
                     return
             await self._changed.wait_for(partial(self._is_past, present))
 
