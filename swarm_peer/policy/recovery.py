@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import NamedTuple
 
@@ -120,20 +120,22 @@ def find_standing(first: Timeline, claims: Collection[Claim]) -> Standing:
     return Standing(timeline, newest, timeline.optimizer_step_at(reached))
 
 
-def find_viable_standing(claims: Collection[Claim], all_claims: Collection[Claim]) -> Standing:
+def find_viable_standing(first: Timeline, claims: Collection[Claim], all_claims: Collection[Claim]) -> Standing:
     """Like `find_standing`, but of the timelines that all stages can come to.
 
     After a cut, a timeline may have begun in a round that some stage has passed. Its own peers leave it sooner or
     later, so nobody goes to it.
 
     Args:
+        first: the run's first timeline
         claims: the credible ones
         all_claims: and the others: peers that were cut off may be far from most others
     """
-    standing = find_standing(FIRST_TIMELINE, claims)
-    while find_overtaking(standing.timeline, all_claims) is not None:
-        standing = find_standing(FIRST_TIMELINE, [c for c in all_claims if c.timeline < standing.timeline])
-    return standing
+    standing = find_standing(first, claims)
+    newest = standing.round_number
+    while standing.timeline > first and find_overtaking(standing.timeline, all_claims) is not None:
+        standing = find_standing(first, [c for c in all_claims if c.timeline < standing.timeline])
+    return replace(standing, round_number=max(newest, standing.round_number))
 
 
 def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None:

@@ -220,7 +220,7 @@ class Peer:
         await self._directory.announce()
         await self._directory.refresh_surely(replica.stages_of_interest)
         try:
-            await replica.parts.step_loop.catch_up(replica.stage_mates())
+            await replica.catch_up(self._shunned)
         except CallError as error:
             self._join_anew(replica, error)
             return
@@ -266,7 +266,7 @@ class Peer:
     async def _leave(self, replica: StageReplica) -> None:
         """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""
         with anyio.move_on_after(self._options.grace_s / 2):
-            await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
+            await self._context.changed.wait_for(lambda: replica.leaves_timeline or not self._is_awaited(replica.stage))
         self._lifecycle.enter(PeerState.DRAINING)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)

@@ -44,6 +44,7 @@ class StageReplica:
         stage: index in the pipeline, from 0
         incarnation: which life of the peer this is (see policy/view.py: Life)
         parts: what the replica is made of
+        leaves_timeline: whether the run goes on without it on another timeline: stage-mates end no round with it
     """
 
     def __init__(self, assembly: Assembly):
@@ -53,7 +54,7 @@ class StageReplica:
         self._peer = assembly.peer
         self._trainer = assembly.trainer
         self._manifest = self._peer.context.resolved.manifest
-        self._leaves_timeline = False  # its stage-mates, on another one, end no round with it
+        self.leaves_timeline = False
 
     @classmethod
     async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> StageReplica:
@@ -140,12 +141,24 @@ class StageReplica:
         """
         donors = self.stage_mates()
         if donors:
-            donors = await self.parts.run_watch.choose_donors(donors, shunned)
+            donors, _ = await self.parts.run_watch.choose_donors(donors, shunned)
+            if not donors:
+                raise CallError("no stage-mate says that it is on another timeline than this peer has left")
             await self.parts.step_loop.join(donors, min_round)
             return None
         start = await self.parts.recovery.find_start()
         await self.parts.step_loop.begin(start.timeline, start.state)
         return start
+
+    async def catch_up(self, shunned: Timeline | None = None) -> None:
+        """Catch up with the stage-mates that are on the run's timeline, and serve; see StepLoop.
+
+        Args:
+            shunned: a timeline that this peer has left
+        """
+        mates = self.stage_mates()
+        choose = partial(self.parts.run_watch.choose_donors, mates, shunned)
+        await self.parts.step_loop.catch_up(mates, choose)
 
     async def serve(self, start: Start | None, left_behind: Callable[[CallError], None]) -> None:
         """Go from round to round, until cancelled.
@@ -178,7 +191,7 @@ class StageReplica:
                 timeline = await self.parts.run_watch.wait_until_left(core.rounds, core.admission)
                 self.parts.step_loop.go_back(timeline)
         except CallError as error:
-            self._leaves_timeline = isinstance(error, OtherTimeline)
+            self.leaves_timeline = isinstance(error, OtherTimeline)
             left_behind(error)
 
     async def leave(self) -> None:
@@ -196,7 +209,7 @@ class StageReplica:
             # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
             with anyio.move_on_after(LAST_REPLIES_S):
                 await self._peer.transport.answered()
-            await parts.step_loop.leave(may_end_round=not self._leaves_timeline)
+            await parts.step_loop.leave(may_end_round=not self.leaves_timeline)
         has_gradient = self.step.phase is not Phase.LEFT
         if grace.cancelled_caught and has_gradient and (samples := self._trainer.strategy.pending_samples):
             self._peer.context.metrics.lost_samples.inc(samples)

@@ -379,7 +379,7 @@ def update_not_applied() -> Any:
 def updates_missed() -> Any:
     """A newcomer does not apply the updates that its stage-mates made while it downloaded their state."""
 
-    async def catch_up(loop: Any, stage_mates: list[str]) -> None:
+    async def catch_up(loop: Any, stage_mates: list[str], choose_donors: Any) -> None:
         await loop._gossip.greet(loop._stage, stage_mates)
         loop._rounds.enter(Phase.OPEN)
 

@@ -336,4 +336,4 @@ BEFORE, AFTER, LATER = FIRST_TIMELINE, Timeline(110, 40, 40), Timeline(130, 40, 
 def test_nobody_goes_to_a_timeline_that_some_stage_has_passed(claims, timeline):
     told = [Claim(*claim) for claim in claims]
     believed = credible({str(number): claim for number, claim in enumerate(told)})
-    assert find_viable_standing(believed.values(), told).timeline == timeline
+    assert find_viable_standing(BEFORE, believed.values(), told).timeline == timeline

@@ -51,11 +51,8 @@ class Gossip:
         )
         await self._exchange(peers, body)
 
-    async def greet(self, stage: int, peers: Iterable[str], *, newer_timelines: bool = False) -> int:
+    async def greet(self, stage: int, peers: Iterable[str]) -> int:
         """Tell stage-mates that this peer serves from now on. Their averaging rounds expect it afterwards.
-
-        Args:
-            newer_timelines: whether rounds of newer timelines than this peer's count
 
         Returns:
             the newest round that one of them or this peer is in, on this peer's timeline
@@ -70,7 +67,7 @@ class Gossip:
         for attempt in range(GREET_TRIES):
             if attempt:
                 await anyio.sleep(GREET_PAUSE_S)
-            seen, to_greet = await self._exchange(to_greet, body, newer_timelines=newer_timelines)
+            seen, to_greet = await self._exchange(to_greet, body)
             newest = max(newest, seen)
             if not to_greet:
                 break
@@ -85,13 +82,12 @@ class Gossip:
         counts = self.progress.signed_counts()
         await self._exchange(peers, GoodbyeCall(manifest=self.manifest_hash, serial=serial, counts=counts))
 
-    async def _exchange(
-        self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall, *, newer_timelines: bool = False
-    ) -> tuple[int, set[str]]:
+    async def _exchange(self, peers: Iterable[str], body: CountsCall | GreetCall | GoodbyeCall) -> tuple[int, set[str]]:
         """Send a call to these peers and merge the counts of their answers.
 
         Returns:
-            the newest round that one of them or this peer is in; and the peers that do not know this one yet
+            the newest round that one of them or this peer is in, on this peer's timeline; and the peers that do not
+            know this one yet
         """
         newest, refused = self.progress.round_number, set[str]()
 
@@ -101,8 +97,7 @@ class Gossip:
                 reply = await self.transport.call(peer_id, body, timeout_s=TIMEOUT_S)
                 answer = check_body(CountsReply, reply.body)
                 self.progress.merge(answer.counts, vouched=isinstance(body, GreetCall))
-                own = self.progress.timeline
-                if answer.timeline == own or (newer_timelines and answer.timeline > own):
+                if answer.timeline == self.progress.timeline:
                     newest = max(newest, answer.round_number)
             except CallError as error:
                 log.info("peer_not_told peer=%s op=%s reason=%s: %s", peer_id, body.op, error.code, error)

@@ -16,6 +16,7 @@ import anyio
 
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
 from swarm_peer.policy.routing import num_callers
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
@@ -135,6 +136,10 @@ class StageServer:
     ) -> HopResult:
         if microbatch.is_query:
             return await self._query(caller, microbatch, hidden, deadline)
+        # Also if it does not get in, since the other timeline is in another round.
+        step = self._rounds.step
+        if step.phase is not Phase.EMPTY and microbatch.timeline != step.timeline.first_round:
+            self._admission.saw_other_timeline()
         callers = self._num_callers(microbatch.round_number)
         enter = partial(self._admission.enter, microbatch.round_number, caller=caller, num_callers=callers)
         if microbatch.mode != "train":
@@ -169,13 +174,11 @@ class StageServer:
     def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
         """Refuse a microbatch of another timeline.
 
-        After the run was cut in two, both parts may be in a round of the same number, with different weights. So this
-        peer looks where the run stands.
+        After the run was cut in two, both parts may be in a round of the same number, with different weights.
         """
         own, its = entered.step.timeline.first_round, microbatch.timeline
         if its is None or its == own:
             return
-        self._admission.saw_other_timeline()
         text = (
             f"in round {entered.number}, the caller is on the timeline from round {its}, this peer on that from {own}"
         )

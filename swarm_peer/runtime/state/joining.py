@@ -74,6 +74,7 @@ class StateDownloads:
         min_round: int,
         take: Callable[[StageState], Awaitable[None]],
         tries: int = DOWNLOAD_TRIES,
+        timeline: Timeline | None = None,
     ) -> None:
         """Download the newest state that a stage-mate gives, and take it over.
 
@@ -81,6 +82,7 @@ class StateDownloads:
             donors: peers to ask first; later tries ask the peers that serve the stage by then
             min_round: the earliest round whose state is of use
             take: loads the state; if it raises InvalidMessage, another donor's is downloaded
+            timeline: take no state of another one, if given
 
         Raises:
             CallError: no peer gave such a state, or those that were further have gone
@@ -103,6 +105,7 @@ class StateDownloads:
                     call,
                     max_bytes=self._max_state_bytes,
                     max_round=last_credible_round(serving),
+                    timeline=timeline,
                     rng=self._rng,
                     take=take_timed,
                 )

@@ -21,8 +21,8 @@ from swarm_peer.policy.recovery import (
     Timeline,
     choose_mover,
     choose_rewind,
-    find_standing,
     find_standing_by_snapshots,
+    find_viable_standing,
     missed,
     timeline_offset,
 )
@@ -156,7 +156,7 @@ class Recovery:
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, asked)
         claims = claims_of(view, replies)
         believed = believable(claims)
-        standing = self._find_standing(first, believed, replies, record.reached())
+        standing = self._find_standing(first, claims, replies, record.reached())
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
@@ -194,7 +194,7 @@ class Recovery:
             reached: the latest round that a coordinator has seen the run in, and its optimizer step
         """
         if claims:
-            return find_standing(first, claims.values())
+            return find_viable_standing(first, believable(claims).values(), claims.values())
         left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
         left += self._snapshots.snapshots()
         seen = max(self._furthest(), reached)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import anyio
 
 from swarm_peer.errors import CallError, OtherTimeline
-from swarm_peer.policy.recovery import Claim, Standing, Timeline, find_overtaking, find_viable_standing
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, Standing, Timeline, find_overtaking, find_viable_standing
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import PeerContext
@@ -82,7 +82,7 @@ class RunWatch:
                 now = await self._compare(rounds.step)
             except CallError as error:
                 log.info("standing_unknown reason=%s", error)
-                admission.met_other_timeline = is_split
+                admission.met_other_timeline |= is_split
                 continue
             own, is_stuck = rounds.step, rounds.current is present and rounds.step.phase is Phase.OPEN
             if own.timeline != present.step.timeline or own.phase is Phase.LEFT:
@@ -92,7 +92,8 @@ class RunWatch:
             is_sure = before.has_quorum and now.has_quorum and before.standing.timeline == now.standing.timeline
             if is_split and not is_sure:
                 admission.saw_other_timeline()
-            timeline = self._check(own, now, is_stuck=is_stuck, is_split=is_split and is_sure)
+                continue
+            timeline = self._check(own, now, is_stuck=is_stuck, is_split=is_split)
             if timeline is not None:
                 return timeline
 
@@ -106,11 +107,11 @@ class RunWatch:
             OtherTimeline, CallError: it has to join anew; see `wait_until_left`
         """
         standing = found.standing
-        if standing.timeline > own.timeline and (is_stuck or is_split):
+        if standing.timeline > own.timeline and ((is_stuck and found.has_quorum) or is_split):
             if standing.timeline.first_round > own.round_number:
                 return standing.timeline
             raise OtherTimeline(f"the run has gone back to {standing.timeline.first_optimizer_step} updates without it")
-        if found.overtaking is not None and is_stuck:
+        if found.overtaking is not None and is_stuck and found.has_quorum:
             raise OtherTimeline(
                 f"stage {found.overtaking} has passed round {own.timeline.first_round} without having heard that the "
                 f"run goes back to {own.timeline.first_optimizer_step} updates there"
@@ -142,28 +143,31 @@ class RunWatch:
         heard = {claim.stage for claim in claimed.values()}
         num_serving = len({self._me, *(peer.peer_id for peer in serving)})
         has_quorum = 2 * len(claimed) > num_serving and heard.issuperset(peer.stage for peer in serving)
-        return _Comparison(find_viable_standing(claims, claimed.values()), is_last, overtaking, has_quorum)
+        return _Comparison(
+            find_viable_standing(FIRST_TIMELINE, claims, claimed.values()), is_last, overtaking, has_quorum
+        )
 
-    async def choose_donors(self, mates: Sequence[str], shunned: Timeline | None = None) -> list[str]:
-        """Those stage-mates that are on the run's timeline, if they are on several.
+    async def choose_donors(
+        self, mates: Sequence[str], shunned: Timeline | None = None
+    ) -> tuple[list[str], Timeline | None]:
+        """Those stage-mates that are on the run's timeline, if they are on several; and the timeline.
 
         Args:
             shunned: a timeline that this peer has left: mates on it do not count
 
-        Raises:
-            CallError: all of them are on the timeline that this peer has left, or nobody answers
+        Returns:
+            all mates and None if nobody answers; nobody and None if all are on the timeline that this peer has left
         """
         replies = await list_snapshots(self._hash, self._swarm.transport, mates)
         timelines = {peer_id: timeline_of(reply) for peer_id, reply in sorted(replies.items())}
         usable = {peer_id: timeline for peer_id, timeline in timelines.items() if timeline != shunned}
-        if shunned is not None and not usable:
-            raise CallError("no stage-mate says that it is on another timeline than the one that this peer has left")
-        if len(set(usable.values())) < 2:
-            return list(usable) or list(mates)
-        view = await self._swarm.look(range(self._manifest.stages.count))
-        serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
-        replies = await list_snapshots(self._hash, self._swarm.transport, serving)
-        claimed = claims_of(view, replies)
-        standing = find_viable_standing(believable(claimed).values(), claimed.values())
-        on_it = [peer_id for peer_id, timeline in usable.items() if timeline == standing.timeline]
-        return on_it or list(usable)
+        if not usable:
+            return ([] if shunned is not None else list(mates)), None
+        chosen = max(usable.values())
+        if min(usable.values()) != chosen:
+            view = await self._swarm.look(range(self._manifest.stages.count))
+            serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
+            claimed = claims_of(view, await list_snapshots(self._hash, self._swarm.transport, serving))
+            standing = find_viable_standing(FIRST_TIMELINE, believable(claimed).values(), claimed.values())
+            chosen = standing.timeline if standing.timeline in usable.values() else chosen
+        return [peer_id for peer_id, timeline in usable.items() if timeline == chosen], chosen

@@ -13,12 +13,12 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.runtime.network.transport import Transport, unpack_fields
 from swarm_peer.runtime.state.index import StageState, assemble, num_bytes, timeline_of
@@ -50,6 +50,7 @@ async def fetch_state(
     max_bytes: int,
     max_round: int = MAX_ROUND,
     optimizer_step: int | None = None,
+    timeline: Timeline | None = None,
     rng: random.Random,
     take: Callable[[StageState], Awaitable[None]] | None = None,
 ) -> StageState:
@@ -60,12 +61,18 @@ async def fetch_state(
         max_bytes: refuse an index of more bytes
         max_round: refuse an index of a later round
         optimizer_step: refuse an index of weights of another one, if given
+        timeline: the same
         take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
 
     Raises:
         CallError: no donor gave it whole, or none that could be taken over; the message has each donor's answer
     """
-    check = partial(_check_index, call=call, max_bytes=max_bytes, max_round=max_round, optimizer_step=optimizer_step)
+
+    def check(index: StateIndex) -> None:
+        _check_index(index, call, max_bytes, max_round, optimizer_step)
+        if timeline not in (None, timeline_of(index)):
+            raise InvalidMessage(f"offered a state of {timeline_of(index)}; wanted one of {timeline}")
+
     waiting = list(donors)
     rng.shuffle(waiting)
     reasons: list[str] = []

@@ -13,10 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 import anyio
-import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
@@ -32,7 +30,8 @@ from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.state_server import StateServer
-from swarm_peer.runtime.step.handover import NOT_FINITE, GradientHandover
+from swarm_peer.runtime.step.contribution import contributions
+from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -47,6 +46,7 @@ BEHIND_S = 3.0
 # A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
 # peer may be behind that.
 MAX_ROUNDS_OF_REWIND = 2 * MAX_ROUNDS_AHEAD
+DonorChoice = Callable[[], Awaitable[tuple[list[str], Timeline | None]]]
 # Tries to catch up. A newcomer that is still behind afterwards serves all the same, until the end of the round.
 CATCH_UP_TRIES = 4
 
@@ -158,17 +158,23 @@ class StepLoop:
         """
         await self._catch_up_by_state(donors, min_round, tries=1)
 
-    async def catch_up(self, stage_mates: list[str]) -> None:
+    async def catch_up(self, stage_mates: list[str], choose_donors: DonorChoice) -> None:
         """Greet the stage-mates, apply the updates that they made since this peer's state, and serve.
 
         From the greeting on they wait for this peer at the end of each round, so it does catch up.
+
+        Args:
+            choose_donors: says which of them are on the run's timeline, and that timeline if it is known
         """
         for _ in range(CATCH_UP_TRIES):
-            newest = await self._gossip.greet(self._stage, stage_mates, newer_timelines=True)
-            if newest <= self.step.round_number:
+            newest = await self._gossip.greet(self._stage, stage_mates)
+            donors, timeline = await choose_donors()
+            is_elsewhere = timeline not in (None, self.step.timeline)  # the run has gone back just now
+            if newest <= self.step.round_number and not is_elsewhere:
                 break
-            if not await self._replay(stage_mates):
-                await self._catch_up_by_state(stage_mates, min_round=self.step.round_number + 1)
+            if is_elsewhere or not await self._replay(donors):
+                min_round = 0 if is_elsewhere else self.step.round_number + 1
+                await self._catch_up_by_state(donors, min_round, timeline=timeline)
         self._rounds.enter(Phase.OPEN)
 
     async def run(self) -> None:
@@ -285,7 +291,8 @@ class StepLoop:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_next_stage)
             await self._admission.drained()
-            contribution, samples, upcoming = await self._device_thread.run(Priority.STEP, self._contributions)
+            bring = partial(contributions, self._trainer, self._metrics, ending.number)
+            contribution, samples, upcoming = await self._device_thread.run(Priority.STEP, bring)
             settlement = await self._group.settle(ending, contribution, samples, upcoming)
             tasks.cancel_scope.cancel()
         if settlement.verdict is Verdict.COMMIT:
@@ -293,29 +300,11 @@ class StepLoop:
         # A newcomer takes no part in an average that began before it came, and has the weights that it belongs to.
         elif not (self._may_replay(settlement) and await self._replay(settlement.holders)):
             self._metrics.resyncs.labels(settlement.cause).inc()
-            await self._catch_up_by_state(list(settlement.holders), min_round=ending.number + 1)
+            await self._catch_up_by_state(settlement.holders, ending.number + 1, timeline=self.step.timeline)
 
     def _may_replay(self, settlement: Settlement) -> bool:
         """Whether the updates of stage-mates belong to this peer's weights, and to a round that it has worked for."""
         return self._manifest.averaging.mode == "delayed" and settlement.cause != "other_weights"
-
-    def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
-        """Make what this peer brings to the average that ends the round, and to the next one if that is known."""
-        return *self._contribution(), self._trainer.strategy.next_contribution()
-
-    def _contribution(self) -> Work:
-        """Make what this peer brings to the average: nothing, if it is not finite; in the device thread."""
-        if lost := self._trainer.discard_if_not_finite():
-            self._metrics.lost_samples.inc(lost)
-            log.error(NOT_FINITE, lost, self.step.round_number, "gradient")
-        gradients = self._trainer.mean_gradients()
-        brought, samples = self._trainer.strategy.contribution(gradients, self._trainer.num_samples)
-        if brought is gradients or all(bool(tensor.isfinite().all()) for tensor in brought):
-            return brought, samples
-        # The weights of this replica are broken. Those that come of the average take their place.
-        self._metrics.lost_samples.inc(samples)
-        log.error(NOT_FINITE, samples, self.step.round_number, "difference")
-        return [torch.zeros_like(tensor) for tensor in brought], 0
 
     async def _commit(self, settlement: Settlement) -> None:
         step, round_number = self.step, self.step.round_number
@@ -349,13 +338,16 @@ class StepLoop:
         self._progress.forget_past()
         self._metrics.optimizer_step.set(step.optimizer_step)
 
-    async def _catch_up_by_state(self, donors: Sequence[str], min_round: int, tries: int = DOWNLOAD_TRIES) -> None:
+    async def _catch_up_by_state(
+        self, donors: Sequence[str], min_round: int, tries: int = DOWNLOAD_TRIES, timeline: Timeline | None = None
+    ) -> None:
         """Take over the newest state that a stage-mate gives.
 
         Raises:
             CallError: nobody gave one
         """
-        await self._downloads.take_newest(donors, min_round, partial(self._take_over, keeps_work=True), tries)
+        take = partial(self._take_over, keeps_work=True)
+        await self._downloads.take_newest(donors, min_round, take, tries, timeline)
 
     async def _take_over(self, state: StageState, *, keeps_work: bool = False) -> None:
         await self._begin_to_read(state.round_number, state.timeline, state.ledger)
