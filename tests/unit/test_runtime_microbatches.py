@@ -749,6 +749,18 @@ async def test_a_round_of_the_same_number_on_another_timeline_is_another_round(s
     assert last.trainer.num_samples == SAMPLES
 
 
+@pytest.mark.parametrize("round_number", [15, 40])
+async def test_another_timeline_is_noticed_in_whatever_round_it_is(swarm, pair, round_number):
+    """Where it does not get in: who is alone in its stage has no stage-mates to tell it."""
+    first, last = pair
+    begin_round(last.rounds, 16, timeline=Timeline(8, 3, 3), weights_version=last.trainer.weights_version)
+    first.open(round_number)
+    for timeline, is_noticed in ((8, False), (4, True)):
+        with pytest.raises((RoundClosed, HopFailed)):
+            await first.run(replace(make_microbatch(round_number=round_number), timeline=timeline))
+        assert last.admission.met_other_timeline == is_noticed
+
+
 async def test_a_microbatch_that_waits_while_a_rewind_changes_the_weights_is_not_counted(swarm, pair):
     """Its round is over: its gradient would join the accumulator of the round that the rewind begins."""
     first, last = pair

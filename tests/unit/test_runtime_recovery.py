@@ -78,6 +78,7 @@ MANIFEST = RunManifest.model_validate(
     }
 )  # fmt: skip
 RUN_ID = "the run's key"
+NEWER = Timeline(45, 40, 40)
 
 
 def weights(stage, optimizer_step):
@@ -309,6 +310,19 @@ async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, 
         await watching.see()
 
 
+@pytest.mark.parametrize("watching", [FIRST_TIMELINE, Timeline(46, 40, 40)], indirect=True)
+async def test_who_is_stuck_leaves_no_timeline_on_the_word_of_a_few_either(swarm, watching):
+    for peer_id, stage in (("a", 0), ("m", 1), ("d", 1), ("c", 2)):
+        own = watching.rounds.step.timeline
+        timeline = FIRST_TIMELINE if own > FIRST_TIMELINE else NEWER
+        await swarm.add(peer_id, stage, round_number=60, timeline=timeline)
+    fault = swarm.network.fault(op="list_snapshots", to="c", fail=PeerUnreachable("gone"), times=1000)
+    assert await watching.see(looks=4) is None
+    fault.times = 0
+    with pytest.raises(OtherTimeline):
+        await watching.see()
+
+
 @pytest.mark.parametrize("watching", [Timeline(46, 40, 40)], indirect=True)
 async def test_a_peer_whose_timeline_a_stage_has_overtaken_joins_anew(swarm, watching):
     """A peer that was cut off has begun the timeline. Those in the same round or a later one cannot go back to it."""
@@ -345,9 +359,6 @@ async def test_a_peer_that_is_not_left_behind_stays(swarm, watching, others):
     for peer_id, stage, round_number in others:
         await swarm.add(peer_id, stage, round_number=round_number)
     assert await watching.see() is None
-
-
-NEWER = Timeline(45, 40, 40)
 
 
 @pytest.mark.parametrize(
@@ -1417,6 +1428,23 @@ async def test_a_peer_goes_back_to_the_initial_weights(follower):
     running.cancel()
 
 
+async def test_who_joins_as_its_mates_go_back_goes_with_them(follower, monkeypatch):
+    asked = []
+
+    async def fetch(transport, donors, call, *, timeline, take, **options):
+        asked.append((list(donors), call.min_round, timeline))
+        await take(StageState(46, "history_hash of 41", state_of(follower.trainer), NEWER))
+
+    async def choose():
+        return ["c"], NEWER
+
+    monkeypatch.setattr(joining, "fetch_state", fetch)
+    await follower.steps.catch_up(["a", "c"], choose)
+    assert asked == [(["c"], 0, NEWER)], "and asks nobody else"
+    assert follower.steps.step.timeline == NEWER
+    assert follower.steps.step.phase is Phase.OPEN
+
+
 async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(follower, monkeypatch):
     """Most peers say where it is; later tries go by what they say then."""
     monkeypatch.setattr(joining, "RETRY_PAUSE_S", 0.0)
@@ -1430,7 +1458,7 @@ async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_not_asked_for(fol
     ]
     asked = []
 
-    async def fetch(transport, donors, call, *, max_bytes, max_round, rng, take):
+    async def fetch(transport, donors, call, *, max_round, take, **options):
         asked.append((sorted(donors), max_round))
         if len(asked) == 1:
             follower.peers.append(PeerView(peer_id="c", stage=2, state=PeerState.SERVING, round_number=110))

@@ -153,14 +153,22 @@ class World:
         return donor
 
     async def fetch(
-        self, *donors, max_bytes=10_000, stage=STAGE, rng=None, max_round=MAX_ROUND, optimizer_step=None, **wanted
+        self,
+        *donors,
+        max_bytes=10_000,
+        stage=STAGE,
+        rng=None,
+        max_round=MAX_ROUND,
+        optimizer_step=None,
+        timeline=None,
+        **wanted,
     ):
         """Donors are asked in this order."""
         call = StateIndexCall(manifest=HASH, of_stage=stage, **wanted)
         ids = [getattr(donor, "peer_id", donor) for donor in donors]
         me = self.network.transport("me")
         limits = {"max_bytes": max_bytes, "max_round": max_round, "optimizer_step": optimizer_step}
-        return await fetch_state(me, ids, call, **limits, rng=rng or InOrder())
+        return await fetch_state(me, ids, call, **limits, timeline=timeline, rng=rng or InOrder())
 
     async def call(self, donor, body):
         return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
@@ -1002,6 +1010,13 @@ async def test_a_snapshot_of_other_updates_is_refused(world):
     )
     with pytest.raises(CallError, match="offered weights of optimizer step 2; wanted those of optimizer step 3"):
         await world.fetch(donor, created_at_round=3, optimizer_step=3)
+
+
+async def test_a_state_of_another_timeline_is_refused(world):
+    donor = await world.donor("a")
+    with pytest.raises(CallError, match=r"wanted one of Timeline\(first_round=2"):
+        await world.fetch(donor, timeline=Timeline(2, 1, 1))
+    assert (await world.fetch(donor, timeline=FIRST_TIMELINE)).timeline == FIRST_TIMELINE
 
 
 async def test_a_kept_state_is_read_back(world):
