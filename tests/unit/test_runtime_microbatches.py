@@ -1178,6 +1178,14 @@ async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
 
 
+async def test_stage_mates_that_leave_at_once_do_not_wait_for_each_other(swarm):
+    """As at Ctrl+C on a machine that has both: no round ends any more."""
+    _, leaving, staying = await group_of_two(swarm)
+    staying.admission.leave()
+    assert await leaving.handover.hand_over()
+    assert leaving.metric("lost_samples") == SAMPLES
+
+
 async def test_a_share_of_a_round_that_its_peer_cannot_end_is_lost_at_once(swarm):
     _, leaving, staying = await group_of_two(swarm)
     staying.rounds.enter(Phase.ENDING)

@@ -57,6 +57,11 @@ class RoundAdmission:
         return self._rounds.step.phase is Phase.OPEN and not self._leaving
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether this peer is draining, and its round is not ending."""
+        return self._rounds.step.phase is Phase.OPEN and self._leaving
+
+    @property
     def _serves(self) -> bool:
         return self._rounds.step.phase in (Phase.OPEN, Phase.ENDING) and not self._leaving
 

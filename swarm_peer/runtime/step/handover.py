@@ -273,6 +273,9 @@ class GradientHandover:
 
     def _check_round(self, round_number: int) -> None:
         present = self._rounds.current.number
+        if round_number == present and self._admission.is_leaving:
+            # Not that it ends the round: the caller would wait for that, and so would this peer for the caller.
+            raise NotServing("this peer is leaving, too")
         if round_number != present or not self._admission.is_open:
             raise RoundClosed(f"round {round_number} is ending here; this peer is in round {present}")
 
