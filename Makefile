@@ -38,7 +38,7 @@ test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
 	$(BIN)/python tests/tube seeds --each-mode 2
 	# Real swarms wait for much of their time, so that four at once do not take two cores.
-	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 -m "not slow" tests/faults tests/integration
+	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 --durations 12 -m "not slow" tests/faults tests/integration
 
 test-all: test  ## The slow tests as well
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m slow --deselect tests/faults/test_rebalancing.py tests
