@@ -78,15 +78,29 @@ def dashboard(
     observe_and_show(addresses_of_run(folder, initial_peers), run_id, place, folder)
 
 
-def end(*, identity_path: Annotated[Path, RUN], initial_peers: Annotated[Addresses, NETWORK] = ()) -> None:
+def end(
+    run: Annotated[
+        Path | None,
+        RUN,
+        Parameter(name="RUN", help="Folder of the run, such as runs/demo, with its key. It has to be named."),
+    ] = None,
+    /,
+    *,
+    identity_path: Annotated[Path | None, RUN] = None,
+    initial_peers: Annotated[Addresses, NETWORK] = (),
+) -> None:
     """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
 
     Args:
-        identity_path: The run's key: OUTPUT/identity where its coordinator ran.
+        identity_path: The run's key; `identity` in that folder if not given.
         initial_peers: Addresses of any peers of the run; those that are kept beside its key if not given.
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
+    if identity_path is None:
+        if run is None:
+            raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
+        identity_path = run / "identity"
     if not identity_path.is_file():
         raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
 

@@ -75,7 +75,9 @@ def find_live_run(
         invites = [text for text in known if text.startswith(INVITE_PREFIX)]
         if addresses := anyio.run(answering, [text for text in known if text not in invites]):
             return folder, [*addresses, *invites]
-    where = f"no run in {runs} answers (the newest is {folders[0]})" if folders else f"there is no run in {runs}"
+    where = (
+        f"no run in {runs} answers (the newest, {folders[0]}, may be over)" if folders else f"there is no run in {runs}"
+    )
     raise UserError(f"{where}: name the folder that a live run writes to, or an address of it with --initial-peers")
 
 

@@ -62,7 +62,7 @@ def test_who_was_invited_takes_part_until_it_is_revoked(tmp_path: Path, processe
     wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > lines + 3, "the others' next steps", 60)
     assert [member.poll() for member in members] == [None, None]
 
-    assert processes.run("end", *COORDINATOR, "end", "--identity-path", str(output / "identity")) == 0
+    assert processes.run("end", *COORDINATOR, "end", str(output)) == 0
     assert [member.wait(60) for member in members] == [0, 0]
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(60) == 0

@@ -125,6 +125,8 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
             "dashboard runs/x --initial-peers 1.2.3.4:5/12D3KooWRndVhVZPCiQwHBBBdg769GyrPUW13zxwqQyf9r3ANaba",
             "runs/x and --initial-peers: both name a run; leave one of them out",
         ),
+        ("end", "name the folder of the run to end, such as runs/demo, or its key with --identity-path"),
+        ("end /nowhere", "/nowhere/identity is not there: only the run's key ends it"),
         ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
         (
             "plan demo --peers volunters",

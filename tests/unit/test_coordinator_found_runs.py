@@ -49,7 +49,7 @@ def test_the_newest_live_run_is_found_at_any_of_its_addresses(ports, name, found
 
 
 def test_if_none_is_live_the_newest_is_named(runs, tmp_path):
-    with pytest.raises(UserError, match=r"no run in .* answers \(the newest is .*ended\): name the folder"):
+    with pytest.raises(UserError, match=r"no run in .* answers \(the newest, .*ended, may be over\): name the folder"):
         find_live_run(runs, listening_at())
     with pytest.raises(UserError, match=r"there is no run in .*nowhere: name the folder"):
         find_live_run(tmp_path / "nowhere", listening_at(1))

@@ -35,7 +35,7 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.state import joining, recovery
+from swarm_peer.runtime.state import joining, recovery, run_watch
 from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
@@ -311,16 +311,23 @@ async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, 
 
 
 @pytest.mark.parametrize("watching", [FIRST_TIMELINE, Timeline(46, 40, 40)], indirect=True)
-async def test_who_is_stuck_leaves_no_timeline_on_the_word_of_a_few_either(swarm, watching):
+@pytest.mark.parametrize("reaches_all_in_the_end", [True, False])
+async def test_who_is_stuck_leaves_no_timeline_on_the_word_of_a_few_soon(
+    swarm, watching, monkeypatch, reaches_all_in_the_end
+):
+    monkeypatch.setattr(run_watch, "MOST_UNSURE_LOOKS", 1000)
     for peer_id, stage in (("a", 0), ("m", 1), ("d", 1), ("c", 2)):
         own = watching.rounds.step.timeline
         timeline = FIRST_TIMELINE if own > FIRST_TIMELINE else NEWER
         await swarm.add(peer_id, stage, round_number=60, timeline=timeline)
     fault = swarm.network.fault(op="list_snapshots", to="c", fail=PeerUnreachable("gone"), times=1000)
     assert await watching.see(looks=4) is None
-    fault.times = 0
+    if reaches_all_in_the_end:
+        fault.times = 0
+    else:
+        monkeypatch.setattr(run_watch, "MOST_UNSURE_LOOKS", 2)
     with pytest.raises(OtherTimeline):
-        await watching.see()
+        await watching.see(looks=4)
 
 
 @pytest.mark.parametrize("watching", [Timeline(46, 40, 40)], indirect=True)

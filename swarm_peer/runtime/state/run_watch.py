@@ -24,6 +24,9 @@ from swarm_peer.runtime.state.index import timeline_of
 
 log = logging.getLogger(__name__)
 
+# A stuck peer looks so often for a sure answer. Where it never reaches some stage itself, that would be for ever.
+MOST_UNSURE_LOOKS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
@@ -65,6 +68,7 @@ class RunWatch:
             CallError: the run has gone on without this peer, which has to join anew
         """
         patience_s = self._manifest.limits.announcement_s
+        num_unsure = 0
         while True:
             await self._context.changed.wait_for(lambda: admission.is_behind or admission.met_other_timeline)
             present = rounds.current
@@ -90,8 +94,9 @@ class RunWatch:
             # Peers of both timelines leave or die while they ask, and answers get lost as long as a cut heals. A peer
             # that works takes its time, so that not all of both timelines leave them at once.
             is_sure = before.has_quorum and now.has_quorum and before.standing.timeline == now.standing.timeline
-            if is_split and not is_sure:
-                admission.saw_other_timeline()
+            num_unsure = 0 if is_sure or not is_stuck else num_unsure + 1
+            if not is_sure and num_unsure < MOST_UNSURE_LOOKS:
+                admission.met_other_timeline |= is_split
                 continue
             timeline = self._check(own, now, is_stuck=is_stuck, is_split=is_split)
             if timeline is not None:
@@ -101,17 +106,17 @@ class RunWatch:
         """Whether a peer has to go to another timeline, and can: if so, to which.
 
         Args:
-            is_split: it has met another timeline, and the comparison is sure
+            is_split: it has met another timeline
 
         Raises:
             OtherTimeline, CallError: it has to join anew; see `wait_until_left`
         """
         standing = found.standing
-        if standing.timeline > own.timeline and ((is_stuck and found.has_quorum) or is_split):
+        if standing.timeline > own.timeline and (is_stuck or is_split):
             if standing.timeline.first_round > own.round_number:
                 return standing.timeline
             raise OtherTimeline(f"the run has gone back to {standing.timeline.first_optimizer_step} updates without it")
-        if found.overtaking is not None and is_stuck and found.has_quorum:
+        if found.overtaking is not None and is_stuck:
             raise OtherTimeline(
                 f"stage {found.overtaking} has passed round {own.timeline.first_round} without having heard that the "
                 f"run goes back to {own.timeline.first_optimizer_step} updates there"
