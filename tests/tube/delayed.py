@@ -42,7 +42,7 @@ class DelayedInvariants(Invariants):
     @contextmanager
     def watching(self) -> Iterator[None]:
         with super().watching(), ExitStack() as stack:
-            stack.enter_context(before(StepLoop, "_contribution", self._contributing))
+            stack.enter_context(before(StepLoop, "_contributions", self._contributing))
             stack.enter_context(before(GradientHandover, "hand_over", self._giving))
             stack.enter_context(after(StageTrainer, "load_state", self._lost))
             stack.enter_context(after(StageTrainer, "restart", self._lost))

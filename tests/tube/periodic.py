@@ -39,7 +39,7 @@ class PeriodicInvariants(Invariants):
     @contextmanager
     def watching(self) -> Iterator[None]:
         with super().watching(), ExitStack() as stack:
-            stack.enter_context(around(StepLoop, "_contribution", self._contributed))
+            stack.enter_context(around(StepLoop, "_contributions", self._contributed))
             stack.enter_context(before(GradientHandover, "hand_over", self._giving))
             stack.enter_context(around(StageTrainer, "load_state", self._loaded))
             stack.enter_context(after(StageTrainer, "restart", self._restarted))

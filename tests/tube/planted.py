@@ -91,7 +91,7 @@ def losses_not_told() -> Any:
             loop._rounds.current.forget_counted()
         return original(loop)
 
-    return _wrapped(StepLoop, "_contribution", contribution)
+    return _wrapped(StepLoop, "_contributions", contribution)
 
 
 @defect

@@ -13,8 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 import anyio
+import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
@@ -291,8 +293,7 @@ class StepLoop:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._tell_next_stage)
             await self._admission.drained()
-            bring = partial(contributions, self._trainer, self._metrics, ending.number)
-            contribution, samples, upcoming = await self._device_thread.run(Priority.STEP, bring)
+            contribution, samples, upcoming = await self._device_thread.run(Priority.STEP, self._contributions)
             settlement = await self._group.settle(ending, contribution, samples, upcoming)
             tasks.cancel_scope.cancel()
         if settlement.verdict is Verdict.COMMIT:
@@ -305,6 +306,9 @@ class StepLoop:
     def _may_replay(self, settlement: Settlement) -> bool:
         """Whether the updates of stage-mates belong to this peer's weights, and to a round that it has worked for."""
         return self._manifest.averaging.mode == "delayed" and settlement.cause != "other_weights"
+
+    def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
+        return contributions(self._trainer, self._metrics, self.step.round_number)
 
     async def _commit(self, settlement: Settlement) -> None:
         step, round_number = self.step, self.step.round_number
