@@ -52,6 +52,10 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT_S = 10.0
 # The start of libp2p itself takes half a second. To dial an address that does not answer takes all the time there is.
 START_TIMEOUT_S = 15.0
+# A node that is busy, with a model to make or too many processes beside it, answers its first caller late. Later calls
+# have less time, since others can be asked.
+FIRST_CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 3.0
 # The daemon ends upon a signal, and at once as a rule.
 SHUTDOWN_S = 5.0
 # Pause between looks for peers that the routing table has lost. While others are there, one that has been called so
@@ -350,11 +354,13 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
                 initial_peers=list(initial_peers) or None,
                 record_validator=validator,
                 authorizer=PassBearer(p2p.passes),
+                wait_timeout=FIRST_CALL_TIMEOUT_S,
                 # This node asks for the latest records alone, so it has no use for what others have found.
                 cache_nearest=0,
                 # It would follow each store with a search for what has just been stored.
                 cache_on_store=False,
             )
+            node.protocol.wait_timeout = CALL_TIMEOUT_S
             keep_records(node.protocol, validator)
             return node
     except Exception:
