@@ -97,6 +97,8 @@ def end(
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
+    if run is not None and identity_path is not None:
+        raise UserError(f"{run} and --identity-path: both name a run; leave one of them out")
     if identity_path is None:
         if run is None:
             raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")

@@ -33,7 +33,8 @@ class Beginning:
         self._run_id = run_id
         self.timeline = FIRST_TIMELINE
         self.begun_s = int(now_s)
-        self.reached = self._void = 0, 0
+        self.reached = 0, 0
+        self._void = 0, 0  # what was seen up to here was before the run was resumed
 
     async def find(self) -> None:
         """Find out what another coordinator has published, if the run is under way; wait until the DHT answers."""

@@ -371,7 +371,7 @@ class RunService:
         while True:
             await anyio.sleep(PUBLISH_RUN_S)
             await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
-            self._beginning.see(max(self.watch.round_number + 1, 0), self.watch.optimizer_step)
+            self._beginning.see(self.watch.round_number + 1, self.watch.optimizer_step)
             if await self._beginning.learn():
                 await self._publish_run()
 

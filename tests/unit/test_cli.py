@@ -126,6 +126,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
             "runs/x and --initial-peers: both name a run; leave one of them out",
         ),
         ("end", "name the folder of the run to end, such as runs/demo, or its key with --identity-path"),
+        ("end runs/x --identity-path KEY", "runs/x and --identity-path: both name a run; leave one of them out"),
         ("end /nowhere", "/nowhere/identity is not there: only the run's key ends it"),
         ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
         (

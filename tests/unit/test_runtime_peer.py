@@ -57,6 +57,7 @@ async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_tha
     peer._lifecycle = Lifecycle(clock)
     replica = Replica(stage=1, step=STEP)
     peer._join_anew(replica, error)
+    peer._join_anew(replica, NotServing("a download has failed as this peer leaves"))  # changes nothing
     await peer._join(replica)
     held_out = math.ceil(peers.LEFT_BEHIND_PATIENCE * MANIFEST.limits.announcement_s / 100.0)
     assert asked == [terms] * held_out + [(0, None)]

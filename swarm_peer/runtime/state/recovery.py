@@ -156,7 +156,7 @@ class Recovery:
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, asked)
         claims = claims_of(view, replies)
         believed = believable(claims)
-        standing = self._find_standing(first, claims, replies, record.reached())
+        standing = self._find_standing(first, claims, believed, replies, record.reached())
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
@@ -185,16 +185,18 @@ class Recovery:
         self,
         first: Timeline,
         claims: Mapping[str, Claim],
+        believed: Mapping[str, Claim],
         replies: Mapping[str, ListSnapshotsReply],
         reached: tuple[int, int],
     ) -> Standing:
         """How far the run has come: by the claims of serving peers, or without any by what they have left.
 
         Args:
+            believed: the credible ones of the claims
             reached: the latest round that a coordinator has seen the run in, and its optimizer step
         """
         if claims:
-            return find_viable_standing(first, believable(claims).values(), claims.values())
+            return find_viable_standing(first, believed.values(), claims.values())
         left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
         left += self._snapshots.snapshots()
         seen = max(self._furthest(), reached)

@@ -14,7 +14,7 @@ import anyio
 from swarm_peer.errors import CallError, OtherTimeline
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, Standing, Timeline, find_overtaking, find_viable_standing
 from swarm_peer.policy.step_state import Phase, StepState
-from swarm_peer.policy.view import PeerState
+from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.stage.admission import RoundAdmission
@@ -136,10 +136,7 @@ class RunWatch:
         Raises:
             CallError: nobody answers
         """
-        view = await self._swarm.look(range(self._manifest.stages.count))
-        serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
-        replies = await list_snapshots(self._hash, self._swarm.transport, [peer.peer_id for peer in serving])
-        claimed = claims_of(view, replies)
+        serving, claimed = await self._ask_all()
         overtaking = find_overtaking(own.timeline, [c for c in claimed.values() if c.stage != self._stage])
         # With its own claim, so that peers of both timelines that hear the same answers find the same timeline.
         claimed[self._me] = Claim(self._stage, own.round_number, own.timeline)
@@ -152,6 +149,13 @@ class RunWatch:
             find_viable_standing(FIRST_TIMELINE, claims, claimed.values()), is_last, overtaking, has_quorum
         )
 
+    async def _ask_all(self) -> tuple[list[PeerView], dict[str, Claim]]:
+        """Ask all serving peers where they stand. Returns these peers, and the claims of those that answer."""
+        view = await self._swarm.look(range(self._manifest.stages.count))
+        serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
+        replies = await list_snapshots(self._hash, self._swarm.transport, [peer.peer_id for peer in serving])
+        return serving, claims_of(view, replies)
+
     async def choose_donors(
         self, mates: Sequence[str], shunned: Timeline | None = None
     ) -> tuple[list[str], Timeline | None]:
@@ -162,6 +166,9 @@ class RunWatch:
 
         Returns:
             all mates and None if nobody answers; nobody and None if all are on the timeline that this peer has left
+
+        Raises:
+            CallError: the mates are on several timelines, and no peer of the run says where it stands
         """
         replies = await list_snapshots(self._hash, self._swarm.transport, mates)
         timelines = {peer_id: timeline_of(reply) for peer_id, reply in sorted(replies.items())}
@@ -170,9 +177,7 @@ class RunWatch:
             return ([] if shunned is not None else list(mates)), None
         chosen = max(usable.values())
         if min(usable.values()) != chosen:
-            view = await self._swarm.look(range(self._manifest.stages.count))
-            serving = [peer.peer_id for peer in view.peers if peer.state is PeerState.SERVING]
-            claimed = claims_of(view, await list_snapshots(self._hash, self._swarm.transport, serving))
+            _, claimed = await self._ask_all()
             standing = find_viable_standing(FIRST_TIMELINE, believable(claimed).values(), claimed.values())
             chosen = standing.timeline if standing.timeline in usable.values() else chosen
         return [peer_id for peer_id, timeline in usable.items() if timeline == chosen], chosen

@@ -48,9 +48,10 @@ BEHIND_S = 3.0
 # A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
 # peer may be behind that.
 MAX_ROUNDS_OF_REWIND = 2 * MAX_ROUNDS_AHEAD
-DonorChoice = Callable[[], Awaitable[tuple[list[str], Timeline | None]]]
 # Tries to catch up. A newcomer that is still behind afterwards serves all the same, until the end of the round.
 CATCH_UP_TRIES = 4
+# Says which stage-mates are on the run's timeline, and that timeline if it is known; see RunWatch.choose_donors.
+DonorChoice = Callable[[], Awaitable[tuple[list[str], Timeline | None]]]
 
 
 class StepLoop:
