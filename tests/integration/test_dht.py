@@ -18,7 +18,7 @@ import pytest
 from hivemind.dht import DHTID
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
@@ -126,6 +126,28 @@ async def test_a_peer_is_dialled_where_it_announces_itself(tmp_path: Path) -> No
         one.dial_by(lambda peer_id: other.addresses)
         *_, writer = await one.p2p.call_binary_stream_handler(other_id, PROTOCOL)
         writer.close()
+
+
+async def test_an_initial_peer_that_is_busy_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With limits in proportion, so that nobody waits for seconds."""
+    monkeypatch.setattr(dht, "CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(dht, "FIRST_CALL_TIMEOUT_S", 10.0)
+    answer_ping, called = DHTProtocol.rpc_ping, asyncio.Event()
+
+    async def answer_late(self: DHTProtocol, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        if not called.is_set():  # the initial peer, which asks its caller back
+            called.set()
+            await anyio.sleep(2 * dht.CALL_TIMEOUT_S)
+        return await answer_ping(self, request, context)
+
+    answer_late.__annotations__ = answer_ping.__annotations__  # hivemind reads the types of messages there
+    monkeypatch.setattr(DHTProtocol, "rpc_ping", answer_late)
+    monkeypatch.setattr(DHTProtocol, "_rpc_handlers", None)
+    async with (
+        open_node(tmp_path / "busy", Entrance(), LOOPBACK) as busy,
+        open_node(tmp_path / "peer", Entrance(tuple(busy.addresses)), LOOPBACK) as peer,
+    ):
+        assert peer._node.protocol.wait_timeout == dht.CALL_TIMEOUT_S, "others can be asked later on"
 
 
 async def test_a_hostile_node_keeps_nobodys_records_out(tmp_path: Path) -> None:

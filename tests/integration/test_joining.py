@@ -25,8 +25,8 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     """`serve`, two `--stage auto` peers, a third that joins the run under way, `status`, a kill, the end."""
     manifest = tiny_manifest(
         # Long enough that the coordinator notices a death before the end.
-        training={"steps": 24, "global_batch_size": 64, "validation_every": 8},
-        limits={"announcement_s": 8.0, "hop_timeout_s": 20},
+        training={"steps": 18, "global_batch_size": 64, "validation_every": 6},
+        limits={"announcement_s": 6.0, "hop_timeout_s": 20},
     )
     config, address_file = tmp_path / "run.yaml", tmp_path / "address"
     config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
@@ -62,7 +62,7 @@ def test_peers_join_from_an_address_and_late_and_one_is_killed(tmp_path: Path, p
     assert coordinator.wait(400) == 0, processes.log("coordinator")[-2000:]
     assert [peer.wait(30) for peer in peers] == [0, 0], "peers go when the run has ended"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [line["optimizer_step"] for line in lines] == list(range(1, 25))
+    assert [line["optimizer_step"] for line in lines] == list(range(1, 19))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "validation_loss" in lines[-1]
     assert (output / "model" / "model.safetensors").exists()

@@ -184,8 +184,11 @@ def scenario(**more):
     return make_scenario(**{"num_stages": 3, "trace": NAMES, "seed": 1, **more})
 
 
-@pytest.mark.parametrize("rebalance", ["none", "300", "60", "events", "live"])
-@pytest.mark.parametrize("trace", [NAMES, COUNTS], ids=["names", "counts"])
+@pytest.mark.parametrize(
+    ("trace", "rebalance"),
+    # What `live` draws for itself does not depend on how the trace was written.
+    [*itertools.product((NAMES, COUNTS), ("none", "300", "60", "events")), (NAMES, "live")],
+)
 def test_the_same_seed_gives_the_same_result_and_all_is_accounted_for(trace, rebalance):
     first, again, other = (simulate_flow(scenario(trace=trace, seed=seed), rebalance).summary for seed in (1, 1, 2))
     first.pop("wall_s"), again.pop("wall_s")
@@ -202,7 +205,7 @@ def test_the_same_seed_gives_the_same_result_and_all_is_accounted_for(trace, reb
 @pytest.mark.parametrize("trace", [NAMES, COUNTS], ids=["names", "counts"])
 def test_deciding_upon_events_beats_every_minute_beats_none(trace):
     def mean(rebalance):
-        runs = [simulate_flow(scenario(trace=trace, num_stages=4, seed=seed), rebalance).summary for seed in range(4)]
+        runs = [simulate_flow(scenario(trace=trace, num_stages=4, seed=seed), rebalance).summary for seed in range(2)]
         return sum(run["share_of_optimum"]["overall"] for run in runs) / len(runs)
 
     none, minute, events, live = mean("none"), mean("60"), mean("events"), mean("live")

@@ -8,9 +8,11 @@ from tiny_models import LENGTH, LLAMA
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import NotServing, OtherTimeline
 from swarm_peer.policy.recovery import FIRST_TIMELINE
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.replica import StageReplica
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -61,3 +63,40 @@ async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_tha
     await peer._join(replica)
     held_out = math.ceil(peers.LEFT_BEHIND_PATIENCE * MANIFEST.limits.announcement_s / 100.0)
     assert asked == [terms] * held_out + [(0, None)]
+
+
+@pytest.mark.parametrize(
+    ("error", "may_end_round"),
+    [(NotServing("the run has gone on without it"), True), (OtherTimeline("most go on"), False)],
+)
+async def test_who_leaves_a_timeline_ends_no_round_with_the_stage_mates_on_it(error, may_end_round):
+    told, left = [], []
+
+    async def nothing(*_):
+        pass
+
+    async def wait_until_left(rounds, admission):
+        raise error
+
+    async def leave(**terms):
+        told.append(terms)
+
+    replica = object.__new__(StageReplica)
+    replica.leaves_timeline = False
+    replica._peer = SimpleNamespace(
+        context=make_context(MANIFEST, options=OPTIONS, clock=MovedClock()), transport=SimpleNamespace(answered=nothing)
+    )
+    replica.parts = SimpleNamespace(
+        core=SimpleNamespace(
+            rounds=SimpleNamespace(step=SimpleNamespace(phase=Phase.LEFT)),
+            admission=SimpleNamespace(leave=lambda: None, drained=nothing),
+            executor=SimpleNamespace(stop_waiting=lambda: None),
+        ),
+        launcher=None,
+        run_watch=SimpleNamespace(wait_until_left=wait_until_left),
+        step_loop=SimpleNamespace(leave=leave),
+    )
+    await replica._follow_run(left.append)
+    await replica.leave()
+    assert left == [error]
+    assert told == [{"may_end_round": may_end_round}]

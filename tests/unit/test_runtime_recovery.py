@@ -600,6 +600,15 @@ async def test_a_stage_is_taken_over_only_if_most_others_have_lost_it_too(swarm,
     assert not any(peer.told for peer in swarm.peers.values()), "nobody has gone back yet"
 
 
+async def test_a_stage_begins_on_no_timeline_that_another_one_has_passed(swarm):
+    """A part of the run that was cut off had gone back to 40 updates, while this part computed on."""
+    await swarm.add("a", 0, round_number=46, timeline=NEWER)
+    passed = await swarm.add("c", 2, round_number=500)
+    await passed.store_snapshot((0, 480), (1, 480), (2, 480))
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert start.timeline == Timeline(500 + ROUNDS_BETWEEN_TIMELINES, 480, 480), "the newer one gave these weights up"
+
+
 async def test_a_refusal_without_a_reason_is_a_refusal(swarm):
     newcomer = await newcomer_to_a_lost_stage(swarm)
     for peer_id in "ac":
