@@ -135,12 +135,14 @@ def evaluate(
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
+    from rich.console import Console
 
-    from coordinator.query.queries import draw_samples, evaluate_run
-    from coordinator.run.found_runs import addresses_of_run
+    with Console(stderr=True).status("Looking for the run, and evaluating its model"):
+        from coordinator.query.queries import draw_samples, evaluate_run
+        from coordinator.run.found_runs import addresses_of_run
 
-    draw = partial(draw_samples, num_samples=samples, files=files, data_dir=data_dir, cache_dir=cache_dir)
-    result = evaluate_run(addresses_of_run(run, initial_peers), run_id, draw)
+        draw = partial(draw_samples, num_samples=samples, files=files, data_dir=data_dir, cache_dir=cache_dir)
+        result = evaluate_run(addresses_of_run(run, initial_peers), run_id, draw)
     if json_:
         print(json.dumps(asdict(result)))
         return
@@ -180,12 +182,17 @@ def sample(
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
+    from rich.console import Console
 
-    from coordinator.query.queries import sample_run
-    from coordinator.query.sampling import Sampling
-    from coordinator.run.found_runs import addresses_of_run
+    with Console(stderr=True).status("Looking for the run and its tokenizer") as waiting:
+        from coordinator.query.queries import sample_run
+        from coordinator.query.sampling import Sampling
+        from coordinator.run.found_runs import addresses_of_run
 
-    sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    addresses = addresses_of_run(run, initial_peers)
-    sample_run(addresses, run_id, prompt, sampling, partial(print, end="", flush=True), cache_dir, data_dir)
+        def write(text: str) -> None:
+            waiting.stop()
+            print(text, end="", flush=True)
+
+        sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        sample_run(addresses_of_run(run, initial_peers), run_id, prompt, sampling, write, cache_dir, data_dir)
     print()

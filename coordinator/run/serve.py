@@ -236,6 +236,10 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
+                print(
+                    "This coordinator stops. The run's peers train on; the same command coordinates them again.",
+                    flush=True,
+                )
                 tasks.cancel_scope.cancel()
                 return
 

@@ -35,11 +35,11 @@ def checkpoints_of(output: Path) -> list[Path]:
 
 
 def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: Processes) -> None:
-    steps = 24
+    steps = 16
     manifest = tiny_manifest(
         training={"steps": steps, "global_batch_size": 64, "microbatch_size": 4, "validation_every": 0},
         limits={"hop_timeout_s": 10, "announcement_s": 6},
-        recovery={"snapshot_every": 5},
+        recovery={"snapshot_every": 4},
         optimizer={"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0},
     )
     config, output = tmp_path / "run.yaml", tmp_path / "out"
@@ -47,7 +47,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
 
     def start(life: str, peers_by_stage: list[int], *options: str) -> ForkedProcess:
         addresses = tmp_path / f"{life}.addresses"
-        serve = (*COORDINATOR, "serve", str(config), "--output", str(output), "--checkpoint-every", "5")
+        serve = (*COORDINATOR, "serve", str(config), "--output", str(output), "--checkpoint-every", "4")
         listening = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(addresses))
         coordinator = processes.start(life, *serve, *listening, *options)
         for stage, count in enumerate(peers_by_stage):

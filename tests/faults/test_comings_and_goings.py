@@ -66,13 +66,13 @@ def every_second_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
-    manifest = manifest_of(26, stages={"count": 2, "peers_to_start": 2})
+    manifest = manifest_of(18, stages={"count": 2, "peers_to_start": 2})
 
     async def script(swarm: LiveSwarm) -> None:
-        await swarm.reached(5)
+        await swarm.reached(4)
         await swarm.leave("1.0")
         await swarm.until(lambda: swarm.dead_ids() & swarm.service.watch.view.left, "the peer's tombstone in the DHT")
-        await swarm.reached(15)
+        await swarm.reached(11)
         await swarm.leave("0.1")
 
     run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
