@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tube import Tube
 
 TOLERANCE = 1e-5
-# A stage-mate that died so long ago may still have been counted upon.
+# A stage-mate that died, or left to join anew, so long ago may still have been counted upon.
 LOOKED_S = 25.0
 
 State = dict[str, torch.Tensor]
@@ -140,6 +140,7 @@ class Invariants:
             around(StepLoop, "_take_over", self._taken_over),
             after(StepLoop, "_begin_round", self._begun),
             around(Mover, "_move", self._moved),
+            before(Peer, "_join_anew", lambda *_: self._tube.gone(HOST.get())),
             after(Peer, "_describe", self._described),
             before(Host, "die", self._dying),
             self._watching_orders(),
