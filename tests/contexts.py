@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock, PeerContext
@@ -95,11 +96,12 @@ def dispatcher(manifest_hash: str, stage: int, calls: Mapping[type[Body], Handle
     return made
 
 
-def begin_counting(book: ProgressBook, round_number: int) -> None:
+def begin_counting(book: ProgressBook, round_number: int, timeline: Timeline = FIRST_TIMELINE) -> None:
     """Begin a round in a progress book that has no replica."""
-    step = StepState(round_number=round_number, began_s=book._context.clock.monotonic_s())
+    step = StepState(round_number=round_number, timeline=timeline, began_s=book._context.clock.monotonic_s())
     book._step = lambda: step
     book.forget_past()
+    book._context.changed.notify()
 
 
 def make_context(

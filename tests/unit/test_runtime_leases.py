@@ -355,12 +355,12 @@ async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) ->
     swarm.end_round()
     nothing = encode_ledger(SampleLedger(3))
     await b.leases.begin(6, Timeline(6, 0, 0), nothing)
-    begin_counting(b.progress, 6)
+    begin_counting(b.progress, 6, Timeline(6, 0, 0))
     a.tell(b)
     await anyio.sleep(0.05)
     assert b.leases._held == set(), "it waits for its stage-mate"
     await a.leases.begin(6, Timeline(6, 0, 0), nothing)
-    begin_counting(a.progress, 6)
+    begin_counting(a.progress, 6, Timeline(6, 0, 0))
     read: set[SampleId] = set()
     while not set(of_a) <= read:
         for peer in (a, b):
@@ -368,6 +368,17 @@ async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) ->
             assert not read & set(drawn)
             read.update(drawn)
             peer.count(drawn)
+
+
+async def test_who_goes_back_reads_again_what_the_round_that_was_open_had_counted(swarm: Swarm) -> None:
+    """Weights take their time to load, and the counts are those of the timeline that is given up until then."""
+    peer = await swarm.add("a", 30)
+    peer.count(await peer.draw(10))
+    await peer.leases.begin(6, Timeline(6, 0, 0), b"")
+    await anyio.wait_all_tasks_blocked()
+    assert peer.leases._held == set()
+    begin_counting(peer.progress, 6, Timeline(6, 0, 0))
+    assert sorted(await peer.draw(30)) == sorted(windows_of(SliceId(0, 0), 30))
 
 
 async def test_samples_given_up_pass_for_counted(swarm: Swarm) -> None:

@@ -188,11 +188,7 @@ class SliceLeases:
     # --- samples
 
     async def draw(self, count: int) -> list[Sample]:
-        """Wait for samples to train on, and take them.
-
-        Raises:
-            UserError: the training data cannot be read
-        """
+        """Wait for samples to train on, and take them. Raises UserError if the training data cannot be read."""
         samples = await self._pool.next_samples(count)
         self._drawn.update(sample.id for sample in samples)
         return samples
@@ -226,9 +222,14 @@ class SliceLeases:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._pool.run)
             while True:
-                await self._context.changed.wait_for(lambda: self._ledger is not None and self._pool.wants_leases > 0)
+                await self._context.changed.wait_for(self._needs_leases)
                 if not await self._lease():
                     await anyio.sleep(RETRY_S)
+
+    def _needs_leases(self) -> bool:
+        # As the run goes back, the ledger is of the new timeline first, and the counts when the weights are loaded.
+        is_of_one = self._ledger is not None and self._progress.timeline == self._timeline_first_round
+        return is_of_one and self._pool.wants_leases > 0
 
     def forget(self, peer_id: str) -> None:
         """Free the slices of a stage-mate that has said goodbye."""
