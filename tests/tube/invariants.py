@@ -81,6 +81,7 @@ class Records:
         givers: who has given each transfer
         settled: rounds that a life of a peer has settled on a timeline, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
+        of_the_dead: the keys of `brought` by lives that have died since
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
         stayed: the peers that were still there as faults had ceased, with their stages
         ends: where the furthest of them stood in each stage
@@ -101,6 +102,7 @@ class Records:
     givers: dict[bytes, str] = field(default_factory=dict)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
+    of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
     own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
     stayed: set[tuple[str, int]] = field(default_factory=set)
     ends: dict[int, Place] = field(default_factory=dict)
@@ -208,6 +210,7 @@ class Invariants:
         replica = None if host.peer is None else host.peer._replica
         if host.is_alive and replica is not None:
             self.records.died[replica.stage] += replica.parts.core.trainer.strategy.pending_samples
+        self.records.of_the_dead.update(key for key in self.records.brought if key[3] == host.peer_id)
 
     def _watching_orders(self) -> Any:
         """A peer obeys the newest term that it has heard of."""
@@ -474,9 +477,11 @@ class Invariants:
                 other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
                 if other is not None and other.ids is not None and first.ids is not None:
                     lacking.update(set(first.ids).difference(other.ids))
-            # Who has left the stage reports nothing of rounds that its stage-mates ended without it.
-            for (of_stage, _, _, peer_id), ids in self.records.brought.items():
-                if of_stage == stage and (peer_id, stage) not in self.records.stayed:
+            # Who has died or left the stage reports nothing of rounds that its stage-mates ended without it.
+            for key, ids in self.records.brought.items():
+                of_stage, _, _, peer_id = key
+                has_left = (peer_id, stage) not in self.records.stayed or key in self.records.of_the_dead
+                if of_stage == stage and has_left:
                     lacking.difference_update(ids)
             missing, told, died = self._size(lacking), self.reported_lost(), self.records.died[stage]
             if missing > told + died:
