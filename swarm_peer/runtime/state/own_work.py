@@ -66,4 +66,5 @@ class OwnWork:
             text = "samples_lost samples=%d optimizer_step=%d until=%d reason=stage-mates went on without this peer"
             log.error(text, lost, parted, end)
         if parted < end:
-            self.snapshots.give_up_after(parted)
+            # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
+            self.snapshots.give_up(parted, self._descent.optimizer_step)

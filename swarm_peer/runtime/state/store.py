@@ -108,7 +108,7 @@ class SnapshotStore:
         self._storage = storage
         self._is_member = is_member
         self._snapshots: dict[SnapshotRef, StoredState] = {}
-        self._num_given_up, self._given_up_after = 0, 0
+        self._num_given_up, self._given_up = 0, range(0)
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -132,7 +132,7 @@ class SnapshotStore:
         stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
-        if self._num_given_up != given_up_before and state.optimizer_step > self._given_up_after:
+        if self._num_given_up != given_up_before and state.optimizer_step in self._given_up:
             self._forget(ref, GONE_ON)
             return
         log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, stored.num_bytes)
@@ -148,14 +148,18 @@ class SnapshotStore:
         earlier = timeline_of(self._snapshots[ref].index)
         return self._newest_step.timeline.discarded(earlier, ref.created_at_round)
 
-    def give_up_after(self, optimizer_step: int) -> None:
-        """Forget the snapshots of later steps, also what is being written: the run has gone on from others.
+    def give_up(self, after: int, until: int) -> None:
+        """Forget the snapshots of some steps, also what is being written: the run has gone on from others.
 
         The copies of other stages' snapshots go, too: they are of the same part of the run.
+
+        Args:
+            after: the last optimizer step whose snapshots stay
+            until: the last one whose snapshots go
         """
         self._num_given_up += 1
-        self._given_up_after = optimizer_step
-        for ref in [known for known in self._snapshots if known.optimizer_step > optimizer_step]:
+        self._given_up = range(after + 1, until + 1)
+        for ref in [known for known in self._snapshots if known.optimizer_step in self._given_up]:
             self._forget(ref, GONE_ON)
 
     async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:

@@ -252,7 +252,8 @@ class StepLoop:
             known = view.peer(caller)
             if known is None or known.stage != call.lost_stage or call.lost_stage == self._stage:
                 raise NotServing("only a peer that has taken over another stage rewinds the run")
-            if any(peer.round_number < call.first_round for peer in others):
+            # Round by round: a mate that is on another timeline may have come to later rounds on that.
+            if any(peer.optimizer_step != target.optimizer_step_at(peer.round_number) for peer in others):
                 raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
             if call.first_round > self.step.round_number + MAX_ROUNDS_OF_REWIND:
                 raise InvalidMessage(
