@@ -29,6 +29,7 @@ from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import serve_metrics
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.assignments import find_end
@@ -74,8 +75,7 @@ async def _join_and_serve(
     # libp2p would take two nodes of one identity for one.
     own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
     is_resumed = options.plan.resume is not None
-    begins = not addresses and not is_resumed
-    must_be_known = options.standby or (begins and _has_begun(options.output))
+    must_be_known = options.standby or (not addresses and not is_resumed and _has_begun(options.output))
 
     run_key = Identity.load_or_create(key_path)
     is_private = resolved.manifest.admission == "invite"
@@ -84,7 +84,7 @@ async def _join_and_serve(
     def open_own(addresses: Sequence[str]) -> AbstractAsyncContextManager[SwarmDHT]:
         return open_node(own_path, Entrance(tuple(addresses), invite), node.host_maddrs, node.announce_maddrs)
 
-    async with _open_where_it_was(options.output, open_own) if begins else open_own(addresses) as dht:
+    async with open_own(addresses) if addresses else _open_where_it_was(options.output, open_own, is_resumed) as dht:
         await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
         await _serve_on(dht, run_key, resolved, node, options, log_to)
 
@@ -161,12 +161,15 @@ def _has_begun(output: Path) -> bool:
 
 @asynccontextmanager
 async def _open_where_it_was(
-    output: Path, open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]]
+    output: Path, open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]], is_resumed: bool
 ) -> AsyncIterator[SwarmDHT]:
     """Join the peers of the run that this folder is of, if there are any, or else begin a new swarm.
 
+    Args:
+        is_resumed: it goes on from a checkpoint if no peer is left
+
     Raises:
-        UserError: it has peers or has begun, and none of its peers answers
+        UserError: it has peers or has begun, none of its peers answers, and it is not resumed
     """
     known = KnownPeers(output).read()
     async with AsyncExitStack() as opened:
@@ -177,7 +180,7 @@ async def _open_where_it_was(
                 dht = await opened.enter_async_context(open_own(known))
             except NobodyAnswers as error:
                 log.warning("peers_not_found reason=%s", error)
-        if dht is None and (known or _has_begun(output)):
+        if dht is None and not is_resumed and (known or _has_begun(output)):
             raise UserError(
                 f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} "
                 f"addresses in {output / PEERS}, and without its peers it would begin anew: carry on with "
@@ -213,9 +216,11 @@ async def _check_known_run(
     """
     known = (await dht.fetch(MANIFESTS_KEY, ManifestRecord, None)).get(run_id)
     directory = observer_directory(manifest, dht)
-    is_alive = bool((await directory.refresh(range(manifest.stages.count))).peers)
+    peers = (await directory.refresh(range(manifest.stages.count))).peers
+    # Newcomers wait where all others are gone, and hold no states.
+    is_alive = any(peer.state is not PeerState.JOINING for peer in peers)
     # The DHT forgets a manifest a day after the last coordinator; peers that announce themselves prove the run as well.
-    if known is None and must_be_known and not is_alive:
+    if known is None and must_be_known and not peers:
         raise UserError(
             f"no run {run_id} is under way there: check --identity-path and --initial-peers, go on from a checkpoint "
             f"with --resume, or name another --output"
@@ -236,8 +241,10 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
+                without = "" if plan.resume is None else " without --resume"
                 print(
-                    "This coordinator stops. The run's peers train on; the same command coordinates them again.",
+                    "This coordinator stops. The run's peers train on; "
+                    f"the same command{without} coordinates them again.",
                     flush=True,
                 )
                 tasks.cancel_scope.cancel()

@@ -133,8 +133,9 @@ def find_viable_standing(first: Timeline, claims: Collection[Claim], all_claims:
     """
     standing = find_standing(first, claims)
     newest = standing.round_number
-    while standing.timeline > first and find_overtaking(standing.timeline, all_claims) is not None:
-        standing = find_standing(first, [c for c in all_claims if c.timeline < standing.timeline])
+    # The run may have been resumed from a checkpoint while most of its peers were out of the operator's sight.
+    while standing.timeline > FIRST_TIMELINE and find_overtaking(standing.timeline, all_claims) is not None:
+        standing = find_standing(FIRST_TIMELINE, [c for c in all_claims if c.timeline < standing.timeline])
     return replace(standing, round_number=max(newest, standing.round_number))
 
 
