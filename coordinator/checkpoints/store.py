@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from safetensors import SafetensorError
@@ -92,20 +92,32 @@ class CheckpointStore:
         Raises:
             UserError: there are checkpoints, and none of them is good; or the store does not answer
         """
-        reasons = []
-        for folder in self._folders():
-            try:
-                return open_checkpoint(self._files, folder, manifest)
-            except CheckpointDamaged as error:
-                log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
-                if not isinstance(error, CheckpointIncomplete):
-                    reasons.append(error.reason)
-        if reasons:
+        reasons: list[str] = []
+        newest = next(self._good(manifest, reasons), None)
+        if newest is None and reasons:
             raise UserError(
                 f"none of the {len(reasons)} checkpoints in {self._url} can be used, the newest because {reasons[0]}: "
                 f"restore its files, or name another folder"
             )
-        return None
+        return newest
+
+    def good(self, manifest: RunManifest) -> list[Checkpoint]:
+        """All good checkpoints of a run, those of later optimizer steps first.
+
+        Raises:
+            UserError: the store does not answer
+        """
+        return list(self._good(manifest, []))
+
+    def _good(self, manifest: RunManifest | None, reasons: list[str]) -> Iterator[Checkpoint]:
+        """Open one good checkpoint after another; `reasons` gets why others are not good."""
+        for folder in self._folders():
+            try:
+                yield open_checkpoint(self._files, folder, manifest)
+            except CheckpointDamaged as error:
+                log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
+                if not isinstance(error, CheckpointIncomplete):
+                    reasons.append(error.reason)
 
     def at(self, optimizer_step: int) -> Checkpoint:
         """The checkpoint of an optimizer step.

@@ -1,4 +1,4 @@
-"""Checkpoints of a live run: fetched from its peers every so many steps, and given to them when a run goes on from one.
+"""Checkpoints of a live run, fetched from its peers every so many steps. giver.py gives them back.
 
 A checkpoint is made of the snapshots that peers keep anyway (runtime/state/snapshot_keeper.py), all of the same
 optimizer step: no peer waits for it.
@@ -27,11 +27,8 @@ from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.network.directory import Directory
-from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
-from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import StateIndexCall
 
@@ -217,31 +214,3 @@ class CheckpointWriter:
         )
         # A peer that took it after the run had gone back to these weights has it under a later round and timeline.
         return replace(state, round_number=weights.first_round, timeline=weights)
-
-
-async def resume(
-    checkpoint: Checkpoint,
-    transport: Transport,
-    manifest: RunManifest,
-    known_round: int,
-    snapshots: SnapshotStore,
-    threads: Threads,
-) -> Timeline:
-    """Let a run go on from a checkpoint: give the states to peers that ask for them from now on.
-
-    Args:
-        known_round: the last round that the run has seen since, as far as is known
-        snapshots: an empty store, for the states while they are given away
-        threads: read the files
-
-    Returns:
-        the new timeline
-    """
-    first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
-    timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
-    for stage in range(manifest.stages.count):
-        state = await threads.run(checkpoint.load_stage, stage)
-        await snapshots.store_snapshot(stage, replace(state, round_number=first_round, timeline=timeline))
-    await transport.serve(CallDispatcher(manifest_hash=manifest.hash, calls=snapshots.calls))
-    log.info("resuming optimizer_step=%d round=%d path=%s", timeline.first_optimizer_step, first_round, checkpoint.path)
-    return timeline

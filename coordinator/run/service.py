@@ -19,9 +19,9 @@ from anyio.abc import TaskGroup
 
 from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
-from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.state_check import StateCheck
-from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter, resume
+from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
@@ -43,15 +43,12 @@ from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
-from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import RevocationsRecord, revocations_key
 from swarm_peer.wire.records import (
@@ -200,11 +197,7 @@ class RunService:
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(self._dht.watch)
-                if (checkpoint := self._options.plan.resume) is not None:
-                    known_round = files.round_number
-                    self._beginning.timeline = await self._resume(checkpoint, transport, known_round, Path(scratch))
-                else:
-                    await self._beginning.find()
+                await self._find_beginning(transport, tasks, files.round_number, Path(scratch))
                 coordination = await self._begin(transport, tasks, files)
                 saved = False
                 while not saved and self.ended is None:
@@ -229,14 +222,18 @@ class RunService:
             on_line=self._events.on_line,
         )
 
-    async def _resume(self, checkpoint: Checkpoint, transport: Transport, known_round: int, folder: Path) -> Timeline:
-        clock, threads = self._context.clock, self._context.threads
-
-        async def is_member(caller: str) -> bool:
-            return False  # there is nothing here but snapshots, which are for everybody
-
-        snapshots = SnapshotStore(clock=clock, threads=threads, storage=FolderStorage(folder), is_member=is_member)
-        return await resume(checkpoint, transport, self.manifest, known_round, snapshots, threads)
+    async def _find_beginning(self, transport: Transport, tasks: TaskGroup, known_round: int, scratch: Path) -> None:
+        """Find out or decide where the run begins, and give checkpoints to its peers from now on."""
+        plan, giver = self._options.plan, CheckpointGiver(self.manifest, self._context, scratch)
+        if plan.resume is not None:
+            self._beginning.timeline = await giver.resume(plan.resume, known_round)
+        else:
+            await self._beginning.find()
+        if plan.resume is not None or plan.store is not None:
+            await transport.serve(giver.dispatcher)
+        if plan.store is not None:
+            beginning, peers_by_stage = partial(getattr, self._beginning, "timeline"), self.watch.peers_by_stage
+            tasks.start_soon(giver.give_when_lost, plan.store, beginning, peers_by_stage)
 
     async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +48,8 @@ from swarm_peer.runtime.step.step_loop import StepLoop
 from swarm_peer.wire.messages import Body
 from swarm_peer.wire.records import TimelineRecord, timeline_key
 
+# Each has had a warrant of the run's key; but the DHT keeps the records of those that are gone, for a while.
+COORDINATORS_ASKED = 3
 # Stage 0 bounds itself by its window of microbatches in flight; its admission only counts them.
 UNBOUNDED = 10**6
 
@@ -200,6 +202,15 @@ class Assembly:
             raise CallError("the run's coordinator has not said where it begins")
         return records[run_id]
 
+    async def _coordinators(self) -> Sequence[str]:
+        """The coordinators that may live: the first one, whose identity often is the run's key, and the newest."""
+        run_id = self.peer.context.run_id
+        try:
+            terms = await self.peer.dht.fetch_coordination(run_id)
+        except CallError:  # the DHT has logged it
+            return [run_id]
+        return sorted({run_id, *(term.coordinator for term in sorted(terms)[-COORDINATORS_ASKED:])})
+
     def _make_core(self, rounds: RoundBook, progress: ProgressBook, time: TimeMeter) -> ReplicaCore:
         context, spec = self.peer.context, self.trainer.spec
         capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
@@ -287,6 +298,7 @@ class Assembly:
             gossip=gossip,
             view=lambda: directory.view,
             look=directory.refresh_surely,
+            coordinators=self._coordinators,
         )
 
     def _make_launcher(self, core: ReplicaCore, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:

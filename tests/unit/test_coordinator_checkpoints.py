@@ -1,5 +1,6 @@
 """What was saved comes back; what is damaged is told in one line, and the checkpoint before it is taken."""
 
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -19,11 +20,14 @@ from safetensors import SafetensorError
 
 from coordinator.checkpoints import files as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
+from coordinator.checkpoints import giver
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
+from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, plan_checkpoints
+from coordinator.run.context import CoordinatorContext
 from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError
@@ -33,6 +37,7 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.store import SnapshotStore
 
@@ -785,3 +790,103 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
     loaded = run.store.newest().load_stage(1).tensors
     assert loaded.keys() == tensors[1].keys()
     assert all(bool(tensor.isfinite().all()) for tensor in loaded.values())
+
+
+# --- given to peers ---------------------------------------------------------------------------------------------------
+
+
+class Lost:
+    """A run whose stages have as many peers as a test says, and a coordinator that gives checkpoints."""
+
+    def __init__(self, folder, monkeypatch):
+        sleep = anyio.sleep
+        monkeypatch.setattr(giver, "anyio", SimpleNamespace(sleep=lambda seconds: sleep(0.001)))
+        self.manifest = MANIFEST
+        self.store = CheckpointStore(str(folder / "checkpoints"))
+        self.peers, self.beginning, self.num_looks = [1, 1], FIRST_TIMELINE, 0
+        self.network = MemoryNetwork()
+        (folder / "given").mkdir()
+        self.giver = CheckpointGiver(self.manifest, CoordinatorContext(), folder / "given")
+
+    def save(self, optimizer_step, round_number):
+        self.store.save(optimizer_step, self.manifest, states_of(round_number))
+
+    def peers_by_stage(self):
+        self.num_looks += 1
+        return self.peers
+
+    async def looks(self, count=20):
+        seen = self.num_looks
+        await until(lambda: self.num_looks >= seen + count)
+
+    async def gives(self, *checkpoints):
+        """Wait until it gives these, and a while longer."""
+        await until(lambda: self.given() == set(checkpoints))
+        await self.looks()
+        assert self.given() == set(checkpoints)
+        replies = await list_snapshots(self.manifest.hash, self.network.transport("peer"), ["coordinator"])
+        assert {tuple(known) for known in replies["coordinator"].snapshots} == {
+            (stage, round_number, optimizer_step) for round_number, optimizer_step in checkpoints for stage in range(2)
+        }
+
+    def given(self):
+        return {(ref.created_at_round, ref.optimizer_step) for ref, _ in self.giver._snapshots.snapshots()}
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110
+        await anyio.sleep(0.001)
+
+
+@pytest.fixture
+async def lost(tmp_path, monkeypatch):
+    lost = Lost(tmp_path, monkeypatch)
+    async with lost.network:
+        await lost.network.transport("coordinator").serve(lost.giver.dispatcher)
+        giving = lost.giver.give_when_lost(lost.store, lambda: lost.beginning, lost.peers_by_stage)
+        task = asyncio.ensure_future(giving)
+        yield lost
+        task.cancel()
+
+
+async def test_the_checkpoint_that_was_made_last_is_given_while_a_stage_has_no_peers(lost):
+    """Not the one of most steps: the run has gone back since that was made."""
+    lost.save(9, 9)
+    lost.save(5, 12)
+    await lost.looks()
+    await lost.gives()
+    lost.peers = [1, 0]
+    await lost.gives((12, 5))
+
+
+async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):
+    lost.save(3, 3)
+    lost.peers = [0, 0]
+    await lost.gives((3, 3))
+    lost.peers = [1, 1]
+    await lost.looks()
+    lost.save(6, 6)
+    lost.peers = [0, 1]
+    await lost.gives((6, 6))
+
+
+async def test_no_checkpoint_of_a_run_that_was_given_up_is_given(lost):
+    lost.beginning = Timeline(8, 3, 8)
+    lost.save(8, 8)
+    lost.peers = [0, 1]
+    await lost.looks()
+    await lost.gives()
+
+
+async def test_a_store_that_does_not_answer_is_asked_again(lost, monkeypatch):
+    lost.save(3, 3)
+    good, failures = lost.store.good, [UserError("no answer"), UserError("no answer")]
+
+    def answer_late(manifest):
+        if failures:
+            raise failures.pop()
+        return good(manifest)
+
+    monkeypatch.setattr(lost.store, "good", answer_late)
+    lost.peers = [0, 1]
+    await lost.gives((3, 3))

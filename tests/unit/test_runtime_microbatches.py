@@ -146,7 +146,12 @@ class Peer:
             drop=lambda peer, serial: None,
         )
         access = SwarmAccess(
-            transport=self.transport, progress=self.progress, gossip=gossip, view=swarm.view, look=None
+            transport=self.transport,
+            progress=self.progress,
+            gossip=gossip,
+            view=swarm.view,
+            look=None,
+            coordinators=None,
         )
         self.handover = GradientHandover(context=context, core=core, swarm=access, is_mate=barrier.is_mate)
         calls = handler.calls | barrier.calls | gossip.calls | self.handover.calls

@@ -85,6 +85,10 @@ def weights(stage, optimizer_step):
     return {"weight": torch.full((4,), 1000.0 * stage + optimizer_step)}
 
 
+async def find_coordinators():
+    return [RUN_ID]
+
+
 class FakeTrainer:
     def __init__(self, stage, optimizer_step):
         self.stage, self.optimizer_step = stage, optimizer_step
@@ -115,7 +119,9 @@ class Peer:
         self.told = []  # rewinds
         self.denies = None  # why it would not go back
         self.enter(round_number, timeline)
-        access = SimpleNamespace(transport=self.transport, view=swarm.view, look=swarm.look)
+        access = SimpleNamespace(
+            transport=self.transport, view=swarm.view, look=swarm.look, coordinators=find_coordinators
+        )
         self.recovery = Recovery(
             context=context,
             stage=stage,
@@ -682,10 +688,51 @@ async def test_a_run_that_went_on_from_a_checkpoint_does_not_begin_without_it(sw
         await peer.recovery.find_start()
 
 
-async def test_a_run_that_begins_anew_asks_no_coordinator(swarm):
-    await swarm.newcomer()
-    await swarm.peers["n"].recovery.find_start()
-    assert swarm.network.calls == []
+async def give_checkpoint(swarm, optimizer_step):
+    """Have the coordinator give a checkpoint, as it does while a stage has no peers."""
+    coordinator = await swarm.add(RUN_ID, -1)
+    del swarm.peers[RUN_ID]  # it is no peer
+    coordinator.donor.forget_state()
+    timeline = Timeline(optimizer_step, optimizer_step, optimizer_step)
+    for stage in range(3):
+        state = StageState(
+            optimizer_step, f"history_hash of {optimizer_step}", weights(stage, optimizer_step), timeline
+        )
+        await coordinator.donor.store_snapshot(stage, state)
+
+
+@pytest.mark.parametrize("reached", [(47, 45), (0, 0)])
+async def test_where_all_peers_and_their_snapshots_are_gone_the_run_goes_on_from_a_checkpoint(swarm, reached):
+    """Also if the record of how far the run has come was lost with them."""
+    swarm.reached = reached
+    await give_checkpoint(swarm, 40)
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.timeline, start.rewound) == (Timeline(max(reached[0], 40) + 4, 40, 40), True)
+    assert_state(start.state, 1, 40)
+
+
+async def test_where_the_copies_of_a_lost_stage_are_gone_it_begins_with_a_checkpoint(swarm):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await (await swarm.add(peer_id, stage, round_number=47)).store_snapshot((stage, 40))
+    await give_checkpoint(swarm, 40)
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert (start.timeline, start.rewound) == (Timeline(47 + ROUNDS_BETWEEN_TIMELINES, 40, 40), True)
+    assert_state(start.state, 1, 40)
+
+
+async def test_a_checkpoint_of_weights_that_the_run_has_given_up_is_not_taken(swarm):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await (await swarm.add(peer_id, stage, round_number=50, timeline=NEWER)).store_snapshot((stage, 40))
+    await give_checkpoint(swarm, 44)
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await (await swarm.newcomer()).recovery.find_start()
+
+
+async def test_newer_snapshots_that_peers_have_left_are_preferred_to_a_checkpoint(swarm):
+    await all_have_moved(swarm, [(0, 40), (1, 40)], [(2, 40), (1, 20)])
+    await give_checkpoint(swarm, 30)
+    start = await (await swarm.newcomer(peer_id="A")).recovery.find_start()
+    assert start.timeline == Timeline(40 + 4 * EVERY + ROUNDS_BETWEEN_TIMELINES, 40, 40)
 
 
 async def lost_stage(swarm, round_number=34, timeline=FIRST_TIMELINE):
@@ -1237,7 +1284,14 @@ class Follower:
         self.steps = StepLoop(
             context=context,
             core=core,
-            swarm=SwarmAccess(transport=transport, progress=progress, gossip=gossip, view=self.view, look=self.look),
+            swarm=SwarmAccess(
+                transport=transport,
+                progress=progress,
+                gossip=gossip,
+                view=self.view,
+                look=self.look,
+                coordinators=find_coordinators,
+            ),
             group=group,
             state_server=self.donor.server,
             own_work=OwnWork(self.metrics, self.donor.store),
@@ -1347,9 +1401,11 @@ async def test_a_stage_that_is_not_lost_rewinds_nothing(follower):
     with pytest.raises(NotServing, match="stage 1 has not lost its peers: 1 others serve it"):
         await follower.rewind()
     assert follower.target is None
-    follower.peers[-1] = PeerView(
-        peer_id="m", stage=1, state=PeerState.SERVING, round_number=39
-    )  # it has joined the rewound stage
+    ahead = PeerView(peer_id="m", stage=1, state=PeerState.SERVING, round_number=39, optimizer_step=30)
+    follower.peers[-1] = ahead
+    with pytest.raises(NotServing, match="stage 1 has not lost its peers: 1 others serve it"):
+        await follower.rewind()
+    follower.peers[-1] = replace(ahead, optimizer_step=3)  # it has joined the rewound stage
     await follower.rewind()
     assert follower.target == Timeline(38, 2, 2)
 
@@ -1631,7 +1687,7 @@ async def test_a_snapshot_that_is_being_written_as_its_part_is_given_up_is_dropp
         for after in (1, 3)
     ]
     await asyncio.sleep(0)
-    store.give_up_after(split.step + 2)
+    store.give_up(split.step + 2, split.step + EVERY)
     release.set()
     await asyncio.gather(*storing)
     assert [(ref.stage, ref.optimizer_step - split.step) for ref, _ in store.snapshots()] == [(1, 1), (2, 1)]

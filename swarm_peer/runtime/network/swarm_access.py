@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,7 @@ class SwarmAccess:
 
     Attributes:
         view: returns the swarm as this peer knows it now
+        coordinators: finds the ids of the run's coordinators, which give checkpoints
     """
 
     transport: Transport
@@ -32,6 +33,7 @@ class SwarmAccess:
     gossip: Gossip
     view: Callable[[], SwarmView]
     look: Look
+    coordinators: Callable[[], Awaitable[Sequence[str]]]
 
     def stage_mates(self, stage: int) -> list[str]:
         """Ids of the other peers that serve a stage."""

@@ -159,12 +159,13 @@ class StateDownloads:
         if own is not None:
             return own
         # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
-        # that have moved elsewhere since: so ask all.
+        # that have moved elsewhere since, or coordinators in checkpoints: so ask all.
         view = await self._swarm.look(range(self._context.resolved.num_stages))
+        others = {*(peer.peer_id for peer in view.peers), *await self._swarm.coordinators()}
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, created_at_round=timeline.created_at_round)
         return await fetch_state(
             self._swarm.transport,
-            [peer.peer_id for peer in view.peers if peer.peer_id != self._swarm.transport.peer_id],
+            sorted(others - {self._swarm.transport.peer_id}),
             call,
             max_bytes=self._max_state_bytes,
             optimizer_step=timeline.first_optimizer_step,

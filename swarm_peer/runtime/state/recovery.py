@@ -151,12 +151,13 @@ class Recovery:
         self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
         record = await self._beginning()
         first = record.timeline()
-        # A coordinator that continues a run from a checkpoint gives the checkpoint's states away.
-        asked = [peer.peer_id for peer in view.peers] + [self._context.run_id] * bool(first.first_optimizer_step)
+        # Coordinators give the checkpoint that the run goes on from, and the newest one where a stage is lost.
+        coordinators = await self._swarm.coordinators()
+        asked = [*(peer.peer_id for peer in view.peers), *coordinators]
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, asked)
         claims = claims_of(view, replies)
         believed = believable(claims)
-        standing = self._find_standing(first, claims, believed, replies, record.reached())
+        standing = self._find_standing(first, claims, believed, replies, coordinators, record.reached())
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
@@ -187,6 +188,7 @@ class Recovery:
         claims: Mapping[str, Claim],
         believed: Mapping[str, Claim],
         replies: Mapping[str, ListSnapshotsReply],
+        coordinators: Collection[str],
         reached: tuple[int, int],
     ) -> Standing:
         """How far the run has come: by the claims of serving peers, or without any by what they have left.
@@ -197,10 +199,13 @@ class Recovery:
         """
         if claims:
             return find_viable_standing(first, believed.values(), claims.values())
-        left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
-        left += self._snapshots.snapshots()
-        seen = max(self._furthest(), reached)
-        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every, *seen)
+        left, seen = self._snapshots.snapshots(), [self._furthest(), reached]
+        for peer_id, reply in replies.items():
+            if peer_id in coordinators:  # a checkpoint does not say which timeline it is of
+                seen += [(created_at_round, optimizer_step) for _, created_at_round, optimizer_step in reply.snapshots]
+            else:
+                left += [(SnapshotRef(*known), timeline_of(reply)) for known in reply.snapshots]
+        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every, *max(seen))
 
     def _snapshots_on(
         self, timeline: Timeline, replies: Mapping[str, ListSnapshotsReply]

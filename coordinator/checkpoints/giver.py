@@ -1,0 +1,114 @@
+"""Gives checkpoints to peers, as a peer gives snapshots: where a run goes on from one, or where a stage is lost.
+
+A stage whose peers are gone begins again with a snapshot that other peers keep. If these are gone as well, as when a
+provider takes all its machines back at once, the coordinator's checkpoints are what is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+
+from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.store import CheckpointStore
+from coordinator.run.context import CoordinatorContext
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.runtime.host.machine import FolderStorage
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
+from swarm_peer.runtime.state.store import SnapshotStore
+
+log = logging.getLogger(__name__)
+
+# Pause between looks at whether all stages have peers.
+LOOK_S = 2.0
+# Pause before the checkpoints are read once more, if none could be.
+RETRY_S = 60.0
+
+
+async def _is_member(caller: str) -> bool:
+    return False  # there is nothing here but snapshots, which are for everybody
+
+
+class CheckpointGiver:
+    """Gives the states of checkpoints to any peer that asks. Belongs to the event loop's thread."""
+
+    def __init__(self, manifest: RunManifest, context: CoordinatorContext, folder: Path):
+        """Make a giver that has nothing to give.
+
+        Args:
+            folder: empty, for the states that are given away
+        """
+        self._manifest = manifest
+        self._threads = context.threads
+        self._snapshots = SnapshotStore(
+            clock=context.clock, threads=context.threads, storage=FolderStorage(folder), is_member=_is_member
+        )
+        self.dispatcher = CallDispatcher(manifest_hash=manifest.hash, calls=self._snapshots.calls)
+
+    async def resume(self, checkpoint: Checkpoint, known_round: int) -> Timeline:
+        """Let a run go on from a checkpoint: give its states as those that the run begins with.
+
+        Args:
+            known_round: the last round that the run has seen since, as far as is known
+
+        Returns:
+            the new timeline
+        """
+        first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
+        timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
+        await self._give(checkpoint, timeline)
+        step = timeline.first_optimizer_step
+        log.info("resuming optimizer_step=%d round=%d path=%s", step, first_round, checkpoint.path)
+        return timeline
+
+    async def give_when_lost(
+        self, store: CheckpointStore, beginning: Callable[[], Timeline], peers_by_stage: Callable[[], Sequence[int]]
+    ) -> None:
+        """Give the newest checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
+
+        Args:
+            beginning: the run's first timeline; checkpoints from before it are those of a run that was given up
+            peers_by_stage: how many peers serve each stage
+        """
+        patience_s = self._manifest.limits.announcement_s
+        while True:
+            waited_s = 0.0
+            while waited_s < patience_s:
+                await anyio.sleep(LOOK_S)
+                waited_s = 0.0 if all(peers_by_stage()) else waited_s + LOOK_S
+            has_given = False
+            while not all(peers_by_stage()):
+                has_given = has_given or await self._give_newest(store, beginning().first_round)
+                await anyio.sleep(LOOK_S if has_given else RETRY_S)
+
+    async def _give_newest(self, store: CheckpointStore, first_round: int) -> bool:
+        """Give the checkpoint that was made last, if there is one. Returns whether the store could be read.
+
+        It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.
+        """
+        try:
+            good = await self._threads.run(store.good, self._manifest)
+            usable = [checkpoint for checkpoint in good if checkpoint.round_number > first_round]
+            if usable:
+                newest = max(usable, key=lambda checkpoint: checkpoint.round_number)
+                self._snapshots.give_up(-1, MAX_ROUND)  # the one that was given before
+                await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
+                log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
+        except (UserError, OSError) as error:
+            log.warning("checkpoint_not_given reason=%s", error)
+            return False
+        return True
+
+    async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
+        for stage in range(self._manifest.stages.count):
+            state = await self._threads.run(checkpoint.load_stage, stage)
+            state = replace(state, round_number=timeline.first_round, timeline=timeline)
+            await self._snapshots.store_snapshot(stage, state)
