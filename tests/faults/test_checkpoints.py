@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.checkpoints.folder import optimizer_step_of
 from coordinator.checkpoints.store import find_checkpoint
+from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
@@ -34,14 +36,53 @@ def checkpoints_of(output: Path) -> list[Path]:
     return sorted(path.parent for path in (output / "checkpoints").glob(f"step-{8 * '?'}/checkpoint.json"))
 
 
-def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: Processes) -> None:
-    steps = 16
-    manifest = tiny_manifest(
+def manifest_of(steps: int) -> RunManifest:
+    return tiny_manifest(
         training={"steps": steps, "global_batch_size": 64, "microbatch_size": 4, "validation_every": 0},
         limits={"hop_timeout_s": 10, "announcement_s": 6},
         recovery={"snapshot_every": 4},
         optimizer={"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0},
     )
+
+
+@pytest.mark.slow
+def test_when_all_peers_are_killed_the_next_ones_go_on_from_a_checkpoint(tmp_path: Path, processes: Processes) -> None:
+    """As where a provider takes all its machines back. Nobody has to do anything."""
+    steps = 30
+    config, output, addresses = tmp_path / "run.yaml", tmp_path / "out", tmp_path / "addresses"
+    config.write_text(yaml.safe_dump(manifest_of(steps).model_dump(mode="json")))
+    listening = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--address-file", str(addresses))
+    serve = (*COORDINATOR, "serve", str(config), "--output", str(output), "--checkpoint-every", "4", *listening)
+    coordinator = processes.start("coordinator", *serve)
+
+    def start_peers(life: str) -> list[ForkedProcess]:
+        joining = ("--initial-peers", f"@{addresses}", "--stage")
+        return [processes.start_slow_peer(f"{life}.{n}", SAMPLE_S, *joining, str(n)) for n in range(2)]
+
+    first = start_peers("first")
+    # A run of fewer steps would begin anew.
+    wait_for(lambda: len(checkpoints_of(output)) >= 3, "three checkpoints")
+    for peer in first:
+        peer.kill()
+        peer.wait()
+    wait_for(lambda: "checkpoint_given" in processes.log("coordinator"), "that it is given")
+    optimizer_step = optimizer_step_of(checkpoints_of(output)[-1].name)
+    assert f"checkpoint_given optimizer_step={optimizer_step} " in processes.log("coordinator")
+    start_peers("second")
+    assert coordinator.wait(200) == 0, processes.log("coordinator")[-3000:]
+    for stage in range(2):
+        begun = next(line for line in processes.log(f"second.{stage}").splitlines() if " serving stage=" in line)
+        assert begun.endswith(f" optimizer_step={optimizer_step}")
+    lines = lines_of(output)
+    assert [line["optimizer_step"] for line in lines] == list(range(1, steps + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    jumps = [abs(after["loss"] - before["loss"]) for before, after in itertools.pairwise(lines[3:])]
+    assert max(jumps) < 0.5, "the loss goes on where it was"
+
+
+def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: Processes) -> None:
+    steps = 16
+    manifest = manifest_of(steps)
     config, output = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
 

@@ -337,3 +337,11 @@ def test_nobody_goes_to_a_timeline_that_some_stage_has_passed(claims, timeline):
     told = [Claim(*claim) for claim in claims]
     believed = credible({str(number): claim for number, claim in enumerate(told)})
     assert find_viable_standing(BEFORE, believed.values(), told).timeline == timeline
+
+
+def test_a_resumed_run_goes_on_with_the_peers_that_have_passed_it():
+    """They were out of the operator's sight, and never hear of the record that tells where the run begins."""
+    passed = [Claim(0, 500, BEFORE), Claim(1, 500, BEFORE)]
+    assert find_viable_standing(AFTER, passed, passed).optimizer_step == 500
+    not_yet = [Claim(0, 90, BEFORE), Claim(1, 90, BEFORE)]
+    assert find_viable_standing(AFTER, not_yet, not_yet).timeline == AFTER

@@ -1693,6 +1693,27 @@ async def test_a_snapshot_that_is_being_written_as_its_part_is_given_up_is_dropp
     assert [(ref.stage, ref.optimizer_step - split.step) for ref, _ in store.snapshots()] == [(1, 1), (2, 1)]
 
 
+async def test_later_snapshots_that_a_peer_has_taken_elsewhere_stay(split):
+    """It has been in another stage, and the run has gone back twice meanwhile."""
+    store, later = split.follower.donor.store, split.step + 30
+    await store.store_snapshot(2, StageState(later, "x", {}, FIRST_TIMELINE))
+    await split.take_over(split.step + 40, split.lineage(1, 40), Timeline(split.step + 30, later, later))
+    assert split.snapshots == [1, 30], "those of its own part go"
+
+
+async def test_coordinators_are_asked_for_the_state_that_a_timeline_begins_with(follower, monkeypatch):
+    asked = []
+
+    async def fetch(transport, donors, call, **options):
+        asked.extend(donors)
+        raise NotServing("nobody has it")
+
+    monkeypatch.setattr(joining, "fetch_state", fetch)
+    with pytest.raises(NotServing):
+        await follower.steps._downloads.snapshot_of(Timeline(30, 16, 16))
+    assert asked == ["c", "n", RUN_ID]
+
+
 async def test_in_rounds_without_an_average_nothing_is_brought(follower, monkeypatch):
     """What was computed in them is brought with the next average."""
     averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 2})
