@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from coordinator.watch.metrics_file import MetricsLine
@@ -40,10 +40,19 @@ class History:
         self._points: dict[int, _Point] = {}
         self._steps_per_point = 1
         self._round_number = -1
+        self._num_returns = 0
         self.training_s = 0.0
 
-    def add(self, lines: Iterable[MetricsLine]) -> None:
-        """Take in the lines that are new; a rewind takes points back."""
+    def add(self, lines: Collection[MetricsLine], returns: tuple[int, int] = (0, 0)) -> None:
+        """Take in the lines that are new; a rewind takes points back.
+
+        Args:
+            returns: see RunWatch
+        """
+        if returns[0] != self._num_returns:
+            self._num_returns = returns[0]
+            held = (line["round"] for line in lines if line["optimizer_step"] <= returns[1])
+            self._round_number = max(held, default=-1)
         for line in lines:
             if line["round"] <= self._round_number:
                 continue

@@ -78,7 +78,7 @@ class RunPage:
 
     def look(self) -> None:
         """Take in what is seen of the run now."""
-        self._history.add(self._watch.lines)
+        self._history.add(self._watch.lines, self._watch.returns)
         now_s = self._clock.monotonic_s()
         seen = {peer.peer_id: peer for peer in self._watch.view.peers}
         self._gone |= {peer_id: (peer, now_s) for peer_id, peer in self._seen.items() if peer_id not in seen}

@@ -39,6 +39,7 @@ class RunFiles:
         on_line: Callable[[MetricsLine], None],
     ):
         self._metrics = MetricsFile(folder, resume)
+        self._num_returns = 0
         self._journal = journal
         self._contributions = contributions
         self._clock = clock
@@ -62,8 +63,15 @@ class RunFiles:
         """The round of the last line of metrics.jsonl; -1 if there is none."""
         return self._metrics.round_number
 
-    def write_lines(self, lines: Iterable[MetricsLine]) -> None:
-        """Write down the optimizer steps that are new."""
+    def write_lines(self, lines: Iterable[MetricsLine], returns: tuple[int, int]) -> None:
+        """Write down the optimizer steps that are new.
+
+        Args:
+            returns: see RunWatch
+        """
+        if returns[0] != self._num_returns:
+            self._num_returns = returns[0]
+            self._metrics.give_up_after(returns[1])
         for line in lines:
             if 0 < self._metrics.optimizer_step < line["optimizer_step"] - 1:
                 missing = f"{self._metrics.optimizer_step + 1} to {line['optimizer_step'] - 1}"

@@ -270,7 +270,7 @@ class RunService:
         with self._going_on("observe"):
             lines = await self._observe()
             has_answer = lines is not None
-            files.write_lines(lines or ())
+            files.write_lines(lines or (), self.watch.returns)
         self._keep_peers()
         with self._going_on("invites"):
             await self._keep_invites()

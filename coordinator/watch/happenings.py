@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.leadership import Term
@@ -116,6 +115,7 @@ class Happenings:
         self._assigned: dict[str, tuple[int, str]] = {}  # the new stage and the reason, by peer
         self._term: Term | None = None
         self._optimizer_step, self._round_number = optimizer_step, round_number
+        self._num_returns = 0
         known = list(known)
         self._is_known = bool(known)
         for event in standing(known):
@@ -135,7 +135,7 @@ class Happenings:
             *self._arrivals(watch, now_s),
             *self._departures(watch, now_s),
             *self._stages(watch, now_s),
-            *self._rewinds(watch.lines, now_s),
+            *self._rewinds(watch, now_s),
         ]
 
     def _coordinator(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
@@ -225,8 +225,13 @@ class Happenings:
             if num_serving:
                 self._served.add(stage)
 
-    def _rewinds(self, lines: list[MetricsLine], now_s: float) -> Iterator[Event]:
-        later = [line for line in lines if line["round"] > self._round_number]
+    def _rewinds(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
+        if watch.returns[0] != self._num_returns:
+            before, (self._num_returns, self._optimizer_step) = self._optimizer_step, watch.returns
+            self._round_number = (watch.created_at_round(self._optimizer_step) or 0) - 1
+            text = f"The run goes on without the updates after optimizer step {self._optimizer_step}, of {before}."
+            yield make_event("rewound", text, now_s)
+        later = [line for line in watch.lines if line["round"] > self._round_number]
         if not later:
             return
         before, begun_from = self._optimizer_step, later[0]["optimizer_step"] - 1

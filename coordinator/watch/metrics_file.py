@@ -150,6 +150,11 @@ class MetricsFile:
         self._save(line if is_next and self._is_whole else None)
         return True
 
+    def give_up_after(self, optimizer_step: int) -> None:
+        """Remove the lines of later steps: the run goes on without them, in rounds before theirs."""
+        self._lines = [known for known in self._lines if known["optimizer_step"] <= optimizer_step]
+        self._save(None)
+
     def close(self) -> None:
         """Write the lines that the disk has not taken so far, if it takes them now."""
         if not self._is_whole:

@@ -8,7 +8,7 @@ from statistics import median_high, median_low
 from coordinator.watch.metrics_file import MetricsLine, StageShares, ValidationLoss, metrics_line, stage_shares
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.run_progress import Position, is_reached
+from swarm_peer.policy.run_progress import Position, is_reached, position_of
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport
 
@@ -17,6 +17,8 @@ VALIDATION_WAIT_S = 20.0
 # Older lines are in metrics.jsonl alone.
 LINES_KEPT = 1024
 RECENT_STEPS = 3
+# Most peers of all stages have to be in earlier rounds, on another timeline, for so many lifetimes of an announcement.
+RETURN_PATIENCE = 2
 # For this long after a stage-0 peer disappears, its last record is still read: it may have been killed, and its
 # stage-mate may be too new to know those steps. The record is believed only as far as peers that are there bear it out.
 AUTHORS_REMEMBERED_S = 60.0
@@ -32,6 +34,8 @@ class RunWatch:
         current_samples: samples that count in it so far
         coordination: the newest term, and the last record of its coordinator
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written; None if none
+        returns: how often the run has gone back to earlier rounds, and the optimizer step up to which its lines held
+            the last time. After a cut it may go on with a timeline that is older than the one seen here.
     """
 
     def __init__(self, manifest: RunManifest, view: SwarmView):
@@ -42,6 +46,8 @@ class RunWatch:
         self.current_round = 0
         self.coordination: tuple[Term, CoordinationRecord] | None = None
         self.checkpoint_step: int | None = None
+        self.returns = 0, 0
+        self._earlier_since: float | None = None  # when most peers were first seen in earlier rounds
         # Reports that have no line yet, by round, with peers and shares of time by stage, and the time when they were
         # believed.
         self._reports: dict[int, tuple[RoundReport, list[int], StageShares, float]] = {}
@@ -97,6 +103,7 @@ class RunWatch:
         self._authors |= dict.fromkeys(authors, now)
         self._authors = {author: seen for author, seen in self._authors.items() if now - seen < AUTHORS_REMEMBERED_S}
         told = {author: progress[author] for author in sorted(self._authors) if author in progress}
+        self._look_for_return(now)
         self._believe(told, now)
         for author, record in told.items():
             for validation in record.validations:
@@ -124,13 +131,50 @@ class RunWatch:
         """Take in that a checkpoint has been written."""
         self.checkpoint_step = optimizer_step
 
+    def _newest(self) -> Position:
+        """Where the run was when it was believed last to have made a step."""
+        if self._reports:
+            return _reached_by(self._reports[max(self._reports)][0])
+        return Position(self.round_number + 1, self.optimizer_step)
+
+    def _look_for_return(self, now: float) -> None:
+        """Give lines up if the run goes on in earlier rounds than theirs, without the updates that they tell of."""
+        position = self._earlier_position()
+        if position is None:
+            self._earlier_since = None
+            return
+        if self._earlier_since is None:
+            self._earlier_since = now
+        if now < self._earlier_since + RETURN_PATIENCE * self.manifest.limits.announcement_s:
+            return
+        kept = [index for index, line in enumerate(self.lines) if position.follows(_made_by(line))]
+        given_up = self.lines[kept[-1] + 1 if kept else 0 :]
+        self.lines = self.lines[: len(self.lines) - len(given_up)]
+        self._reports.clear()
+        self._validations.clear()
+        self._earlier_since = None
+        if given_up:
+            self.returns = self.returns[0] + 1, given_up[0]["optimizer_step"] - 1
+
+    def _earlier_position(self) -> Position | None:
+        """Where the run is if more than half of each stage are in earlier rounds than the newest, on another timeline.
+
+        After a rewind to later rounds, most peers may seem so as well, but only until they have announced themselves.
+        """
+        newest, found = self._newest(), list[Position]()
+        for stage in range(self.view.num_stages):
+            told = [position_of(peer) for peer in self.view.serving(stage)]
+            earlier = [each for each in told if each.round_number < newest.round_number and not newest.follows(each)]
+            if 2 * len(earlier) <= len(told):
+                return None
+            found.append(median_low(earlier))
+        return min(found)
+
     def _believe(self, known: Mapping[str, ProgressRecord], now: float) -> None:
         """Take over what stage-0 peers report of rounds since the last one, as far as it can be true."""
         told: dict[str, list[Position]] = {}
         reports: dict[Position, list[RoundReport]] = {}
-        last = Position(self.round_number + 1, self.optimizer_step)
-        if self._reports:
-            last = _reached_by(self._reports[max(self._reports)][0])
+        last = self._newest()
         for author, record in known.items():
             for report in record.finished:
                 told.setdefault(author, []).append(_reached_by(report))
@@ -161,6 +205,10 @@ class RunWatch:
         return metrics_line(
             **report.model_dump(), sequence_length=length, peers=peers, validation=validation, shares=shares
         )
+
+
+def _made_by(line: MetricsLine) -> Position:
+    return Position(line["round"] + 1, line["optimizer_step"])
 
 
 def _reached_by(report: RoundReport) -> Position:

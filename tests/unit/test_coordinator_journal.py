@@ -278,7 +278,7 @@ def test_a_coordinator_goes_on_with_the_files_of_its_run(tmp_path):
     run.line(1, 0)
     for resume in (False, True, True):
         files, written = open_files(tmp_path, resume=resume)
-        files.write_lines(run.watch.lines)
+        files.write_lines(run.watch.lines, run.watch.returns)
         files.look(run.watch)
         files.close()
         assert len(written) == (0 if resume else 1)

@@ -9,15 +9,21 @@ import pytest
 from rich.console import Console
 
 from coordinator.dashboard.from_folder import read_history
+from coordinator.dashboard.history import History
+from coordinator.run.run_files import RunFiles
+from coordinator.watch.contributions import Contributions
+from coordinator.watch.happenings import Happenings
+from coordinator.watch.journal import Journal
 from coordinator.watch.live import peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line, whole_lines
-from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, VALIDATION_WAIT_S, RunWatch
+from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, RETURN_PATIENCE, VALIDATION_WAIT_S, RunWatch
 from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, TimeShares
+from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.records import Progress, ProgressRecord, RoundReport, Validation
 
@@ -297,6 +303,70 @@ def test_a_rewind_takes_lines_back():
     assert [line["round"] for line in watch.lines] == [0, 1, 9]
     assert (watch.optimizer_step, watch.round_number) == (3, 9)
     assert steps_of(watch.observe(rewound(9, 2), {"a": record(report(4, round_number=10))}, 2.0)) == [4]
+
+
+def after_a_cut(steps=40):
+    """A run of two stages that has made 4 steps; a part of it that was cut off goes back to 2 and makes 6 more."""
+    watch = make_watch(steps=steps)
+    at_fork = SwarmView(2, (peer("a", 0, round_number=4), peer("c", 1, round_number=4)))
+    watch.observe(at_fork, {"a": record(*map(report, range(1, 5)))}, 0.0)
+    of_part = [report(step, round_number=50 + step) for step in range(3, 9)]
+    part = SwarmView(2, tuple(peer(name, stage, round_number=59, optimizer_step=8) for stage, name in enumerate("bd")))
+    watch.observe(part, {"b": record(*of_part)}, 1.0)
+    assert [line["round"] for line in watch.lines] == [0, 1, *range(53, 59)]
+    return watch
+
+
+def other_part(round_number):
+    """The other part has trained on meanwhile, and most peers go on with it: in rounds below those of the first."""
+    return SwarmView(2, tuple(peer(name, stage, round_number=round_number) for stage, name in enumerate("ac")))
+
+
+def rewinds(happenings, watch, now_s):
+    return [event["text"] for event in happenings.look(watch, now_s) if event["kind"] == "rewound"]
+
+
+def test_a_run_that_goes_on_with_an_older_timeline_is_followed(tmp_path):
+    """Otherwise no step would be seen until it has come to the rounds of the newer one; near its end, for ever."""
+    watch, happenings, history = after_a_cut(), Happenings(lifetime_s=9, begun_s=0), History()
+    files = RunFiles(
+        folder=tmp_path,
+        manifest=watch.manifest,
+        resume=False,
+        journal=Journal(tmp_path),
+        contributions=Contributions(tmp_path),
+        clock=SystemClock(),
+        on_line=lambda line: None,
+    )
+    files.write_lines(watch.lines, watch.returns)
+    happenings.look(watch, 1.0)
+    history.add(watch.lines, watch.returns)
+    reports = {"a": record(*map(report, range(3, 11)))}
+    patience = RETURN_PATIENCE * watch.manifest.limits.announcement_s
+    assert watch.observe(other_part(10), reports, 2.0) == []
+    assert watch.observe(other_part(10), reports, 1.9 + patience) == []
+    assert watch.returns == (0, 0)
+    new = watch.observe(other_part(10), reports, 2.1 + patience)
+    assert [line["optimizer_step"] for line in new] == list(range(3, 11))
+    assert [line["round"] for line in watch.lines] == list(range(10))
+    assert watch.returns == (1, 2)
+    assert watch.created_at_round(10) == 10
+    for _ in range(2):
+        files.write_lines(new, watch.returns)
+        assert [line["round"] for line in whole_lines(tmp_path / "metrics.jsonl")] == list(range(10))
+        history.add(watch.lines, watch.returns)
+        assert history.training_s == (8 + 8) * 2.0
+    assert rewinds(happenings, watch, 3.0) == ["The run goes on without the updates after optimizer step 2, of 8."]
+    assert rewinds(happenings, watch, 4.0) == []
+
+
+@pytest.mark.parametrize(("name", "stage"), [("d", 0), ("d", 1)])
+def test_most_peers_of_every_stage_have_to_be_in_earlier_rounds(name, stage):
+    watch = after_a_cut()
+    view = SwarmView(2, (*other_part(10).peers, peer(name, stage, round_number=59, optimizer_step=8)))
+    for now in (2.0, 1000.0, 2000.0):
+        assert watch.observe(view, {"a": record(*map(report, range(3, 11)))}, now) == []
+    assert watch.returns == (0, 0)
 
 
 def test_a_rewind_to_the_beginning_takes_all_lines_back():
