@@ -70,14 +70,25 @@ class CheckpointGiver:
         return timeline
 
     async def give_when_lost(
-        self, store: CheckpointStore, beginning: Callable[[], Timeline], peers_by_stage: Callable[[], Sequence[int]]
+        self,
+        store: CheckpointStore,
+        is_of_run: Callable[[int, int], bool],
+        beginning: Callable[[], Timeline],
+        peers_by_stage: Callable[[], Sequence[int]],
     ) -> None:
         """Give the newest checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
 
         Args:
+            is_of_run: whether the run has come to an optimizer step in a round, and has not gone back since. The store
+                may hold checkpoints of other runs of the same manifest, and of parts that were given up.
             beginning: the run's first timeline; checkpoints from before it are those of a run that was given up
             peers_by_stage: how many peers serve each stage
         """
+
+        def fits(checkpoint: Checkpoint) -> bool:
+            is_later = checkpoint.round_number > beginning().first_round
+            return is_later and is_of_run(checkpoint.optimizer_step, checkpoint.round_number - 1)
+
         patience_s = self._manifest.limits.announcement_s
         while True:
             waited_s = 0.0
@@ -86,24 +97,24 @@ class CheckpointGiver:
                 waited_s = 0.0 if all(peers_by_stage()) else waited_s + LOOK_S
             has_given = False
             while not all(peers_by_stage()):
-                has_given = has_given or await self._give_newest(store, beginning().first_round)
+                has_given = has_given or await self._give_newest(store, fits)
                 await anyio.sleep(LOOK_S if has_given else RETRY_S)
 
-    async def _give_newest(self, store: CheckpointStore, first_round: int) -> bool:
-        """Give the checkpoint that was made last, if there is one. Returns whether the store could be read.
+    async def _give_newest(self, store: CheckpointStore, fits: Callable[[Checkpoint], bool]) -> bool:
+        """Give the newest checkpoint that fits. Returns whether there is one, and it could be read.
 
         It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.
         """
         try:
-            good = await self._threads.run(store.good, self._manifest)
-            usable = [checkpoint for checkpoint in good if checkpoint.round_number > first_round]
-            if usable:
-                newest = max(usable, key=lambda checkpoint: checkpoint.round_number)
-                self._snapshots.give_up(-1, MAX_ROUND)  # the one that was given before
-                await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
-                log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
+            newest = await self._threads.run(store.newest_that, fits, self._manifest, abandon_on_cancel=True)
+            if newest is None:
+                return False
+            self._snapshots.give_up(-1, MAX_ROUND)  # the one that was given before
+            await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
+            log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
         except (UserError, OSError) as error:
             log.warning("checkpoint_not_given reason=%s", error)
+            self._snapshots.give_up(-1, MAX_ROUND)  # a part of it may have filled the disk
             return False
         return True
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from safetensors import SafetensorError
@@ -101,13 +101,13 @@ class CheckpointStore:
             )
         return newest
 
-    def good(self, manifest: RunManifest) -> list[Checkpoint]:
-        """All good checkpoints of a run, those of later optimizer steps first.
+    def newest_that(self, fits: Callable[[Checkpoint], bool], manifest: RunManifest) -> Checkpoint | None:
+        """The good checkpoint of most optimizer steps that fits; None if there is none.
 
         Raises:
             UserError: the store does not answer
         """
-        return list(self._good(manifest, []))
+        return next(filter(fits, self._good(manifest, [])), None)
 
     def _good(self, manifest: RunManifest | None, reasons: list[str]) -> Iterator[Checkpoint]:
         """Open one good checkpoint after another; `reasons` gets why others are not good."""

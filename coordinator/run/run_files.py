@@ -63,6 +63,10 @@ class RunFiles:
         """The round of the last line of metrics.jsonl; -1 if there is none."""
         return self._metrics.round_number
 
+    def has_made(self, optimizer_step: int, round_number: int) -> bool:
+        """Whether metrics.jsonl has the line of an optimizer step, made in this round."""
+        return self._metrics.has_made(optimizer_step, round_number)
+
     def write_lines(self, lines: Iterable[MetricsLine], returns: tuple[int, int]) -> None:
         """Write down the optimizer steps that are new.
 

@@ -197,7 +197,7 @@ class RunService:
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(self._dht.watch)
-                await self._find_beginning(transport, tasks, files.round_number, Path(scratch))
+                await self._find_beginning(transport, tasks, files, Path(scratch))
                 coordination = await self._begin(transport, tasks, files)
                 saved = False
                 while not saved and self.ended is None:
@@ -222,18 +222,18 @@ class RunService:
             on_line=self._events.on_line,
         )
 
-    async def _find_beginning(self, transport: Transport, tasks: TaskGroup, known_round: int, scratch: Path) -> None:
+    async def _find_beginning(self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path) -> None:
         """Find out or decide where the run begins, and give checkpoints to its peers from now on."""
         plan, giver = self._options.plan, CheckpointGiver(self.manifest, self._context, scratch)
         if plan.resume is not None:
-            self._beginning.timeline = await giver.resume(plan.resume, known_round)
+            self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
         else:
             await self._beginning.find()
         if plan.resume is not None or plan.store is not None:
             await transport.serve(giver.dispatcher)
         if plan.store is not None:
             beginning, peers_by_stage = partial(getattr, self._beginning, "timeline"), self.watch.peers_by_stage
-            tasks.start_soon(giver.give_when_lost, plan.store, beginning, peers_by_stage)
+            tasks.start_soon(giver.give_when_lost, plan.store, files.has_made, beginning, peers_by_stage)
 
     async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""

@@ -135,6 +135,13 @@ class MetricsFile:
         """The optimizer step of the last line; 0 if there is none."""
         return self._lines[-1]["optimizer_step"] if self._lines else 0
 
+    def has_made(self, optimizer_step: int, round_number: int) -> bool:
+        """Whether the run has come to an optimizer step in this round, and has not gone back to before it since."""
+        return any(
+            (known["optimizer_step"], known["round"]) == (optimizer_step, round_number)
+            for known in reversed(self._lines)
+        )
+
     def write(self, line: MetricsLine) -> bool:
         """Add a line; where the run has gone back, the lines of the steps that it gave up are removed.
 

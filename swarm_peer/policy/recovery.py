@@ -183,8 +183,7 @@ def find_standing_by_snapshots(
         timeline = max(first, *(timeline for _, timeline in left))
         newest = max(known.created_at_round for known, _ in left) + SNAPSHOTS_MISSED * interval
         optimizer_step = max(known.optimizer_step for known, _ in left)
-    if round_seen > newest:
-        newest, optimizer_step = round_seen, max(optimizer_step, optimizer_step_seen)
+    newest, optimizer_step = max(newest, round_seen), max(optimizer_step, optimizer_step_seen)
     return Standing(timeline, min(newest, MAX_ROUND - MIN_ROUNDS_LEFT), optimizer_step)
 
 

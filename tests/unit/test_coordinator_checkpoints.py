@@ -804,12 +804,17 @@ class Lost:
         self.manifest = MANIFEST
         self.store = CheckpointStore(str(folder / "checkpoints"))
         self.peers, self.beginning, self.num_looks = [1, 1], FIRST_TIMELINE, 0
+        self.lines = set()  # of metrics.jsonl: optimizer steps, and the rounds that made them
         self.network = MemoryNetwork()
         (folder / "given").mkdir()
         self.giver = CheckpointGiver(self.manifest, CoordinatorContext(), folder / "given")
 
     def save(self, optimizer_step, round_number):
         self.store.save(optimizer_step, self.manifest, states_of(round_number))
+        self.lines.add((optimizer_step, round_number - 1))
+
+    def is_of_run(self, *line):
+        return line in self.lines
 
     def peers_by_stage(self):
         self.num_looks += 1
@@ -843,20 +848,36 @@ async def lost(tmp_path, monkeypatch):
     lost = Lost(tmp_path, monkeypatch)
     async with lost.network:
         await lost.network.transport("coordinator").serve(lost.giver.dispatcher)
-        giving = lost.giver.give_when_lost(lost.store, lambda: lost.beginning, lost.peers_by_stage)
+        giving = lost.giver.give_when_lost(lost.store, lost.is_of_run, lambda: lost.beginning, lost.peers_by_stage)
         task = asyncio.ensure_future(giving)
         yield lost
         task.cancel()
 
 
-async def test_the_checkpoint_that_was_made_last_is_given_while_a_stage_has_no_peers(lost):
-    """Not the one of most steps: the run has gone back since that was made."""
+async def test_the_newest_checkpoint_is_given_while_a_stage_has_no_peers(lost):
+    lost.save(5, 5)
     lost.save(9, 9)
-    lost.save(5, 12)
     await lost.looks()
     await lost.gives()
     lost.peers = [1, 0]
+    await lost.gives((9, 9))
+
+
+async def test_no_checkpoint_is_given_that_the_run_did_not_make_or_has_gone_back_from(lost):
+    """Another run of the same manifest may have used the same store."""
+    lost.save(9, 9)
+    lost.save(5, 12)
+    lost.lines.remove((9, 8))
+    lost.peers = [1, 0]
     await lost.gives((12, 5))
+
+
+async def test_a_checkpoint_that_comes_late_is_given(lost):
+    lost.peers = [1, 0]
+    await lost.looks()
+    await lost.gives()
+    lost.save(5, 5)
+    await lost.gives((5, 5))
 
 
 async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):
@@ -880,13 +901,13 @@ async def test_no_checkpoint_of_a_run_that_was_given_up_is_given(lost):
 
 async def test_a_store_that_does_not_answer_is_asked_again(lost, monkeypatch):
     lost.save(3, 3)
-    good, failures = lost.store.good, [UserError("no answer"), UserError("no answer")]
+    find, failures = lost.store.newest_that, [UserError("no answer"), UserError("no answer")]
 
-    def answer_late(manifest):
+    def answer_late(*asked):
         if failures:
             raise failures.pop()
-        return good(manifest)
+        return find(*asked)
 
-    monkeypatch.setattr(lost.store, "good", answer_late)
+    monkeypatch.setattr(lost.store, "newest_that", answer_late)
     lost.peers = [0, 1]
     await lost.gives((3, 3))

@@ -16,6 +16,7 @@ from swarm_peer.policy.recovery import (
     credible,
     find_overtaking,
     find_standing,
+    find_standing_by_snapshots,
     find_viable_standing,
     last_credible_round,
 )
@@ -345,3 +346,10 @@ def test_a_resumed_run_goes_on_with_the_peers_that_have_passed_it():
     assert find_viable_standing(AFTER, passed, passed).optimizer_step == 500
     not_yet = [Claim(0, 90, BEFORE), Claim(1, 90, BEFORE)]
     assert find_viable_standing(AFTER, not_yet, not_yet).timeline == AFTER
+
+
+def test_without_anybody_who_serves_the_furthest_that_is_known_counts():
+    """A survivor may hold older snapshots, from which the round is guessed; a checkpoint of later steps is there."""
+    left = [(SnapshotRef(1, 500, 500), BEFORE)]
+    standing = find_standing_by_snapshots(BEFORE, left, 50, round_seen=555, optimizer_step_seen=555)
+    assert (standing.round_number, standing.optimizer_step) == (500 + 4 * 50, 555)

@@ -227,9 +227,10 @@ class SliceLeases:
                     await anyio.sleep(RETRY_S)
 
     def _needs_leases(self) -> bool:
-        # As the run goes back, the ledger is of the new timeline first, and the counts when the weights are loaded.
-        is_of_one = self._ledger is not None and self._progress.timeline == self._timeline_first_round
-        return is_of_one and self._pool.wants_leases > 0
+        # When a state is taken over, the ledger is of its timeline and round first, and the counts once it is loaded.
+        counts = self._progress
+        has_loaded = counts.timeline == self._timeline_first_round and counts.round_number >= self._began
+        return self._ledger is not None and has_loaded and self._pool.wants_leases > 0
 
     def forget(self, peer_id: str) -> None:
         """Free the slices of a stage-mate that has said goodbye."""

@@ -205,7 +205,9 @@ class Recovery:
                 seen += [(created_at_round, optimizer_step) for _, created_at_round, optimizer_step in reply.snapshots]
             else:
                 left += [(SnapshotRef(*known), timeline_of(reply)) for known in reply.snapshots]
-        return find_standing_by_snapshots(first, left, self._manifest.recovery.snapshot_every, *max(seen))
+        rounds, optimizer_steps = zip(*seen, strict=True)
+        interval = self._manifest.recovery.snapshot_every
+        return find_standing_by_snapshots(first, left, interval, max(rounds), max(optimizer_steps))
 
     def _snapshots_on(
         self, timeline: Timeline, replies: Mapping[str, ListSnapshotsReply]
