@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # Pause between looks at whether all stages have peers.
 LOOK_S = 2.0
-# Pause before the checkpoints are read once more, if none could be.
+# Pause before the checkpoints are looked at once more, if none fits or none could be read.
 RETRY_S = 60.0
 
 

@@ -232,8 +232,8 @@ class RunService:
         if plan.resume is not None or plan.store is not None:
             await transport.serve(giver.dispatcher)
         if plan.store is not None:
-            beginning, peers_by_stage = partial(getattr, self._beginning, "timeline"), self.watch.peers_by_stage
-            tasks.start_soon(giver.give_when_lost, plan.store, files.has_made, beginning, peers_by_stage)
+            give = partial(giver.give_when_lost, peers_by_stage=self.watch.peers_by_stage)
+            tasks.start_soon(give, plan.store, files.has_made, lambda: self._beginning.timeline)
 
     async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""
