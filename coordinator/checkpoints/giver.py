@@ -109,12 +109,11 @@ class CheckpointGiver:
             newest = await self._threads.run(store.newest_that, fits, self._manifest, abandon_on_cancel=True)
             if newest is None:
                 return False
-            self._snapshots.give_up(-1, MAX_ROUND)  # the one that was given before
+            self._snapshots.give_up(-1, MAX_ROUND)  # what was given before, or a part of it
             await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
             log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
         except (UserError, OSError) as error:
             log.warning("checkpoint_not_given reason=%s", error)
-            self._snapshots.give_up(-1, MAX_ROUND)  # a part of it may have filled the disk
             return False
         return True
 

@@ -911,3 +911,18 @@ async def test_a_store_that_does_not_answer_is_asked_again(lost, monkeypatch):
     monkeypatch.setattr(lost.store, "newest_that", answer_late)
     lost.peers = [0, 1]
     await lost.gives((3, 3))
+
+
+async def test_what_a_resumed_run_begins_with_stays_while_the_store_does_not_answer(lost, monkeypatch):
+    lost.save(3, 3)
+    lost.beginning = await lost.giver.resume(lost.store.newest(lost.manifest), 3)
+    asked = []
+
+    def no_answer(*_):
+        asked.append(1)
+        raise UserError("no answer")
+
+    monkeypatch.setattr(lost.store, "newest_that", no_answer)
+    lost.peers = [0, 1]
+    await until(lambda: len(asked) > 1)
+    await lost.gives((lost.beginning.first_round, 3))
