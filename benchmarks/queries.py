@@ -23,7 +23,8 @@ from coordinator.checkpoints.fetching import open_transport
 from coordinator.config_files import load_manifest
 from coordinator.query.live_model import LiveModel
 from coordinator.run.local_peers import LOOPBACK, LocalPeers
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.run_options import RunOptions
+from coordinator.run.service import RunService
 from coordinator.watch.observer import observer_directory, open_node
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest

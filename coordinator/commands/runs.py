@@ -66,8 +66,8 @@ def serve(
     resolved = load_and_resolve(config, set_, cache_dir)
 
     from coordinator.checkpoints.writer import plan_checkpoints
+    from coordinator.run.run_options import RunOptions
     from coordinator.run.serve import run_serve
-    from coordinator.run.service import RunOptions
 
     output = output or Path("runs") / resolved.manifest.name
     options = RunOptions(
@@ -117,7 +117,7 @@ def local(
 
     from coordinator.checkpoints.writer import plan_checkpoints
     from coordinator.run.local import run_local
-    from coordinator.run.service import RunOptions
+    from coordinator.run.run_options import RunOptions
     from swarm_peer.runtime.data.slices import validation_samples
     from swarm_peer.runtime.host.preparation import choose_device
 
@@ -190,7 +190,7 @@ def baseline(
     import torch
 
     from coordinator.run.baseline import Baseline, train
-    from coordinator.run.service import check_output
+    from coordinator.run.run_options import check_output
     from coordinator.watch.metrics_file import MetricsFile
     from swarm_peer.model.export import export_model
     from swarm_peer.runtime.host.preparation import choose_device

@@ -13,7 +13,8 @@ import anyio
 
 from coordinator.run.events import RunEvents
 from coordinator.run.local_peers import LocalPeer, LocalPeers
-from coordinator.run.service import RunOptions, RunService, check_output
+from coordinator.run.run_options import RunOptions, check_output
+from coordinator.run.service import RunService
 from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers

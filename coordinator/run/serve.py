@@ -18,7 +18,8 @@ from coordinator.run.addresses import PEERS, KnownPeers
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.options import NodeOptions
-from coordinator.run.service import RunOptions, RunService, check_output
+from coordinator.run.run_options import RunOptions, check_output
+from coordinator.run.service import RunService
 from coordinator.run.show import shown
 from coordinator.run.way_in import WayIn
 from coordinator.watch.live import LiveView
@@ -40,8 +41,6 @@ from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 
 log = logging.getLogger(__name__)
 
-# Peers look for the end every few seconds, and find it in the DHT only while a node keeps it there.
-LINGER_S = 15.0
 # Of a standby, below its output.
 STANDBY_IDENTITY = "standby-identity"
 
@@ -54,7 +53,7 @@ def run_serve(
     Raises:
         UserError: a folder, key, address or run that does not fit the others
     """
-    check_output(options.output)
+    options.check_output(resolved.manifest)
     with closing(_lock(options.output)):
         key_path = node.identity_path or options.output / "identity"
         if options.standby:
@@ -180,6 +179,7 @@ async def _open_where_it_was(
                 dht = await opened.enter_async_context(open_own(known))
             except NobodyAnswers as error:
                 log.warning("peers_not_found reason=%s", error)
+                check_output(output)
         if dht is None and not is_resumed and (known or _has_begun(output)):
             raise UserError(
                 f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} "
@@ -253,9 +253,8 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop_on_signal)
         if await service.run():
-            await service.end("it has reached its steps, and its model is saved where its coordinator ran")
             print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
-            await anyio.sleep(LINGER_S)
+            await service.end()
         else:
             print(f"The run has ended: {service.ended}.", flush=True)
             if plan.store is not None and (newest := await to_thread.run_sync(plan.store.newest, service.manifest)):

@@ -10,7 +10,6 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.state_check import StateCheck
-from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan, CheckpointWriter
+from coordinator.checkpoints.writer import CheckpointWriter
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
@@ -31,12 +30,14 @@ from coordinator.run.invites import InviteBook
 from coordinator.run.lasting_peers import LastingPeers
 from coordinator.run.rebalancer import Rebalancer
 from coordinator.run.run_files import RunFiles
+from coordinator.run.run_options import MODEL, RunOptions
 from coordinator.run.silent_peers import drop_silent_peers
 from coordinator.watch.contributions import Contributions
+from coordinator.watch.ending import FINISHED, see_off
 from coordinator.watch.journal import Journal
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsLine
-from coordinator.watch.observer import end_run_for, observe, observer_directory
+from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
@@ -65,8 +66,8 @@ RUN_LOOK_S = 2.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
-# How often the end of the run is told if the DHT does not take it. Peers that have not heard of it wait for ever.
-END_TRIES = 5
+# Peers and standbys find the end only while a node keeps it, and do not ask one for some 20 s that did not answer once.
+LINGER_S = 30.0
 
 
 def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> ResolvedManifest:
@@ -82,43 +83,6 @@ def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> Re
     if num_bytes > MAX_MANIFEST_BYTES:
         raise UserError(f"the manifest has {num_bytes} bytes; at most {MAX_MANIFEST_BYTES} fit: shorten model.config")
     return resolved
-
-
-def check_output(output: Path) -> None:
-    """Make the folder of a run, and check that none has ended there.
-
-    Raises:
-        UserError: one has, or the folder cannot be made
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
-    if (output / "model").exists():
-        raise UserError(f"{output / 'model'} is there already: name another --output, or move it away")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """How a coordinator runs its run.
-
-    Attributes:
-        output: folder of metrics.jsonl and of the model
-        resume: carry on with the metrics.jsonl that is there
-        plan: which checkpoints to write, and which to go on from
-        cache_dir: where tokenizers are cached
-        min_replicas: peers that each stage keeps while one of them moves elsewhere; None to move no peer
-        standby: leave the run to another coordinator for as long as there is one
-        dashboard: host and port of the page that shows the run; None for no page
-    """
-
-    output: Path
-    resume: bool = False
-    plan: CheckpointPlan = NO_CHECKPOINTS
-    cache_dir: Path | None = None
-    min_replicas: int | None = 1
-    standby: bool = False
-    dashboard: tuple[str, int] | None = None
 
 
 class RunService:
@@ -174,7 +138,7 @@ class RunService:
     @property
     def model_folder(self) -> Path:
         """The folder that the run's model is saved to at its end."""
-        return self._options.output / "model"
+        return self._options.output / MODEL
 
     async def run(self) -> bool:
         """Coordinate until the run has reached its steps and its model is saved.
@@ -186,7 +150,7 @@ class RunService:
             UserError: the model could not be saved in that folder
             SwarmError: libp2p's daemon has died, or the run was ended before its model was saved
         """
-        check_output(self._options.output)
+        self._options.check_output(self.manifest)
         self._dht.keep_run(self._run_id, self.manifest)
         with (
             closing(self._open_files()) as files,
@@ -203,11 +167,11 @@ class RunService:
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
                     if coordination.acts and self._steps_are_done():
-                        saved = await self._export(transport)
+                        saved = self.model_folder.exists() or await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
                 files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")
                 tasks.cancel_scope.cancel()
-        if not saved and coordination.acts and self._steps_are_done():
+        if not saved and coordination.acts and self._steps_are_done() and self.ended != FINISHED:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
@@ -342,13 +306,15 @@ class RunService:
     async def _look_for_end(self) -> None:
         self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
 
-    async def end(self, reason: str) -> None:
-        """Tell the peers, and other coordinators, that they may go; again if the DHT does not take it."""
-        for _ in range(END_TRIES):
-            if await end_run_for(self._dht, self._run_key, self.begun_s, reason):
-                return
-            await anyio.sleep(RUN_LOOK_S)
-        log.error("run_not_ended reason=the DHT does not take it: have the peers leave with swarm-coordinator end")
+    async def end(self) -> None:
+        """Tell the peers, and other coordinators, that the run is finished, and wait until they have gone."""
+        begun_s, least_s = self.begun_s, LINGER_S
+        farewell = await see_off(
+            self._dht, self._directory, self.manifest, self._run_key, FINISHED, begun_s=begun_s, least_s=least_s
+        )
+        if not farewell.is_told or farewell.left:
+            why = f"{farewell.left} peers are left" if farewell.is_told else "the DHT does not take it"
+            log.error("run_not_ended reason=%s: have the peers leave with swarm-coordinator end", why)
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""

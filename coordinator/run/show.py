@@ -9,7 +9,8 @@ from coordinator.dashboard.from_folder import invite_labels, read_history
 from coordinator.dashboard.history import History
 from coordinator.dashboard.run_page import Facts, RunPage
 from coordinator.dashboard.server import showing
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.run_options import RunOptions
+from coordinator.run.service import RunService
 from swarm_peer.runtime.host.machine import SystemClock
 
 

@@ -16,6 +16,7 @@ from swarm_peer.policy.view import SwarmView
 
 log = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
 # Without these, no run can be gone on with and no curve be drawn.
 NEEDED = frozenset({"optimizer_step", "round", "loss", "seconds", "tokens_per_s"})
 
@@ -116,7 +117,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path, resume: bool = False, unix_s: Callable[[], float] = time.time):
         self._unix_s = unix_s
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
         self._is_whole = True  # the file has all lines, and no others
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -185,6 +186,13 @@ class MetricsFile:
         partial = self._path.with_name(f".{self._path.name}.partial")
         partial.write_text("".join(json.dumps(known) + "\n" for known in self._lines))
         partial.replace(self._path)
+
+
+def last_step(folder: Path) -> int:
+    """The optimizer step of the last line of a folder's metrics.jsonl; 0 if there is none."""
+    path = folder / METRICS
+    lines = whole_lines(path) if path.exists() else []
+    return lines[-1]["optimizer_step"] if lines else 0
 
 
 def whole_lines(path: Path) -> list[MetricsLine]:

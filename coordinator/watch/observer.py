@@ -9,7 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,11 +17,12 @@ from typing import TypeVar
 import anyio
 
 from coordinator.run.invites import coordinator_invite
+from coordinator.watch.ending import ENDED_BY_OPERATOR, see_off
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, UserError
-from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
+from swarm_peer.errors import UserError
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
@@ -32,18 +33,11 @@ from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_e
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.records import EndRecord, ProgressRecord, TimelineRecord, end_key, progress_key, timeline_key
+from swarm_peer.wire.records import ProgressRecord, progress_key
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-# A peer finishes its microbatches in flight, and hands over its state.
-ENDING_S = 60.0
-END_POLL_S = 1.0
-# No peer may be seen for so long before the run counts as ended: one that moves is gone for a moment and comes back.
-NOBODY_S = 2.0
-END_LIFETIME_S = 3600.0
 
 
 def open_node(
@@ -159,39 +153,14 @@ def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable
 
 
 async def _end(run: LiveRun, run_key: Identity, on_left: Callable[[int], None]) -> None:
-    run_id, dht, lifetime_s = run.run_id, run.dht, run.manifest.limits.announcement_s
-    told, left, answered_s = False, None, anyio.current_time()
-    looks_without_any = 0
-    with anyio.move_on_after(ENDING_S + lifetime_s):
-        while looks_without_any * END_POLL_S <= NOBODY_S:
-            if told and anyio.current_time() - answered_s > lifetime_s:
-                log.warning("run_not_seen reason=no node answers any more: all have gone, or the way to them is cut")
-                return
-            with suppress(CallError):
-                timeline = (await dht.fetch(timeline_key(run_id), TimelineRecord, run_id)).get(run_id)
-                begun = int(time.time()) if timeline is None else timeline.begun
-                # Again and again: the nodes that store it may be among those that leave.
-                told |= await end_run_for(dht, run_key, begun, "its operator has ended it")
-                view = await run.directory.refresh([*range(run.manifest.stages.count), UNDECIDED])
-                # A draining peer is about to go, and its last announcement outlives it by up to `lifetime_s`.
-                seen = sum(peer.state is not PeerState.DRAINING for peer in view.peers)
-                answered_s = anyio.current_time()
-                if seen != left:
-                    on_left(seen)
-                left = seen
-                looks_without_any = looks_without_any + 1 if told and left == 0 else 0
-            await anyio.sleep(END_POLL_S)
-        return
-    if not told:
+    begun_s = int(time.time())
+    farewell = await see_off(
+        run.dht, run.directory, run.manifest, run_key, ENDED_BY_OPERATOR, begun_s=begun_s, on_left=on_left
+    )
+    if not farewell.is_told:
         raise UserError("the run was not ended: the DHT did not take it, or did not answer; see the warnings")
-    raise UserError(f"the run was told to end, and {left} peers still announce themselves: look at their logs")
-
-
-async def end_run_for(dht: SwarmDHT, run_key: Identity, begun: int, reason: str) -> bool:
-    """Tell a run's peers and coordinators that they may go; returns whether the DHT has taken it."""
-    run_id = run_key.peer_id
-    record = EndRecord(reason=reason, begun=begun)
-    return await dht.store(end_key(run_id), record, run_id, END_LIFETIME_S, signer=run_key)
+    if farewell.left:
+        raise UserError(f"the run was told to end, and {farewell.left} peers still announce themselves: see their logs")
 
 
 async def observe(dht: SwarmDHT, view: SwarmView, watch: RunWatch) -> list[MetricsLine]:

@@ -21,7 +21,8 @@ from programs import RECORDING_PEER
 from coordinator.checkpoints.fetching import open_transport
 from coordinator.run.invites import InviteBook, coordinator_invite
 from coordinator.run.local_peers import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.run_options import RunOptions
+from coordinator.run.service import RunService
 from coordinator.watch.observer import open_node
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest

@@ -115,12 +115,19 @@ class Records:
 
 
 class Invariants:
-    """Watches a tube."""
+    """Watches a tube.
+
+    Attributes:
+        finished_s: when a coordinator first had saved the model; None if none has
+        at_finish: the peers that were there then
+    """
 
     def __init__(self, tube: Tube, resolved: ResolvedManifest):
         self._tube = tube
         self._resolved = resolved
         self.records = Records()
+        self.finished_s: float | None = None
+        self.at_finish: list[Host] = []
         self._both: list[bytes] = []  # counted by the giver and the receiver of the gradient that is being added
         # By the ledger's id: with the ledger, so that the id stays its own, the samples counted on its grounds.
         self._of_ledger: dict[int, tuple[Any, set[SampleId]]] = {}
@@ -355,7 +362,7 @@ class Invariants:
             optimizer_step = timeline.optimizer_step_at(round_number)
             self.records.beginnings[place] = Beginning(state, timeline, optimizer_step)
             self._check_first(place, state, timeline)
-        elif not _same(self.shared(known.state), self.shared(state)):
+        elif not same_weights(self.shared(known.state), self.shared(state)):
             self._tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {place[:3]}")
         if loop._trainer.optimizer_step != timeline.optimizer_step_at(round_number):
             self._tube.violation(f"{HOST.get()}: {loop._trainer.optimizer_step} updates at {place[:3]}, {timeline}")
@@ -373,7 +380,7 @@ class Invariants:
             for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
             if (of_stage, number, digest) == (stage, timeline.created_at_round, history_hash)
         ]
-        if not any(_same(self.shared(beginning.state), self.shared(state)) for beginning in created):
+        if not any(same_weights(self.shared(beginning.state), self.shared(state)) for beginning in created):
             self._tube.violation(f"timeline {timeline} begins with weights that stage {stage} never had")
 
     async def _moved(self, call: Any, mover: Any, replica: Any, stage: int) -> bool:
@@ -439,7 +446,7 @@ class Invariants:
                 (of_stage, digest) == (stage, saved.history_hash)
                 and beginning.timeline.creation_round(number) == saved.created_at_round
                 and beginning.optimizer_step == checkpoint.optimizer_step
-                and _same(self.shared(beginning.state), self.shared(dict(saved.tensors)))
+                and same_weights(self.shared(beginning.state), self.shared(dict(saved.tensors)))
                 for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
             ):
                 self._tube.violation(
@@ -547,7 +554,8 @@ def train(stages: list[StageTrainer], tokens_BS: torch.Tensor) -> None:
         gradient = trainer.backward(done, gradient)
 
 
-def _same(one: State, other: State) -> bool:
+def same_weights(one: State, other: State) -> bool:
+    """Whether two states hold bitwise the same."""
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 

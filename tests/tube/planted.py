@@ -21,10 +21,13 @@ from tube import Outcome, run_schedule
 
 import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module
+import coordinator.run.run_options as options_module
+import coordinator.run.service as service_module
 import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
 import swarm_peer.runtime.step.settlement as settlement_module
+from coordinator.watch.ending import Farewell, end_run_for
 from swarm_peer.errors import CallError
 from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.training import StageTrainer
@@ -586,6 +589,29 @@ def newcomer_hangs() -> Any:
     return _wrapped(Peer, "_join", join)
 
 
+# --- the run's end
+
+
+@defect
+def killed_saver_refused() -> Any:
+    """A coordinator that was killed as it had saved the model is refused when it is started again."""
+    return patch.object(options_module, "last_step", lambda folder: 0)
+
+
+@defect
+def end_told_once() -> Any:
+    """A coordinator tells the end of the run once, and leaves a short time after it."""
+
+    async def see_off(
+        dht: Any, directory: Any, manifest: Any, run_key: Any, reason: str, begun_s: int, **options: Any
+    ) -> Farewell:
+        is_told = await end_run_for(dht, run_key, begun_s, reason)
+        await anyio.sleep(15.0)
+        return Farewell(is_told, 0)
+
+    return patch.object(service_module, "see_off", see_off)
+
+
 # --- the command
 
 
@@ -602,7 +628,8 @@ def planted(*names: str, first: int = 0, most: int = 500, mode: str = "") -> Non
         names: defects; all of them by default
         first: the first seed
         most: seeds to try
-        mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates), or short
+        mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates); or short or
+            finish
     """
     sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
     for name in names or DEFECTS:

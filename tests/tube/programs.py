@@ -16,8 +16,8 @@ from loop import HOST
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
-from coordinator.run.serve import LINGER_S
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.run_options import RunOptions
+from coordinator.run.service import RunService
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -97,8 +97,7 @@ async def run_coordinator(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop)
         if await host.service.run():
-            await host.service.end("it has reached its steps, and its model is saved where its coordinator ran")
-            await anyio.sleep(LINGER_S)
+            await host.service.end()
         tasks.cancel_scope.cancel()
 
 

@@ -45,7 +45,7 @@ class Schedule:
     def mode(self) -> str:
         """How stage-mates average: a mode of the manifest, or `eager` for delayed with eager updates.
 
-        `short` stands for synchronous averaging, over a short text.
+        `short` and `finish` stand for synchronous averaging, over a short text or in a run of few optimizer steps.
         """
         return self.seed.rpartition("-")[0] or "synchronous"
 

@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
+from finish import FinishInvariants, num_steps
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
@@ -35,7 +36,7 @@ from world import LogToWorld, World
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.invites import InviteBook
-from coordinator.watch.observer import end_run_for
+from coordinator.watch.ending import ENDED_BY_OPERATOR, end_run_for
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -70,11 +71,13 @@ WATCHES: dict[str, type[Invariants]] = {
     "delayed": DelayedInvariants,
     "eager": EagerInvariants,
     "short": ShortInvariants,
+    "finish": FinishInvariants,
 }
 
 
-def make_manifest(stages: int, mode: str) -> RunManifest:
+def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
+    steps, validation_every = (num_steps(seed), 5) if mode == "finish" else (1000, 0)
     return RunManifest.model_validate(
         {
             "name": "tube",
@@ -83,11 +86,17 @@ def make_manifest(stages: int, mode: str) -> RunManifest:
             "stages": {"count": stages, "peers_to_start": 1},
             # Another number for another text: which documents are held out is remembered for its settings.
             "data": {"sequence_length": 7, "validation_documents": 3 if mode == "short" else 4},
-            "training": {"steps": 1000, "global_batch_size": 8, "microbatch_size": 2, "validation_every": 0},
+            "training": {
+                "steps": steps,
+                "global_batch_size": 8,
+                "microbatch_size": 2,
+                "validation_every": validation_every,
+                "validation_samples": 6,
+            },
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
             "averaging": {
-                "mode": {"eager": "delayed", "short": "synchronous"}.get(mode, mode),
+                "mode": {"eager": "delayed", "short": "synchronous", "finish": "synchronous"}.get(mode, mode),
                 "eager_updates": mode == "eager",
                 "inner_steps": 5,
                 "round_timeout_s": 15.0,
@@ -141,7 +150,7 @@ class Tube:
         self.checkpoint_failure: str | None = None
         self.lost = False
         self._operator: Host | None = None
-        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode))
+        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode, schedule.seed))
         watch = WATCHES.get(schedule.mode, Invariants)
         self.invariants = watch(self, self.resolved)
         self._folder = folder
@@ -156,6 +165,7 @@ class Tube:
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
         # When a peer of a stage was gone, or of any stage (None) out of reach.
         self._departures: list[tuple[float, int | None]] = []
+        self._cut_until = 0.0  # until then some host did not reach another
         self._is_over = False
 
     # --- what faults and invariants ask
@@ -285,6 +295,7 @@ class Tube:
 
     async def stall(self, host: Host, seconds: float) -> None:
         self.gone(host)
+        self._cut_until = max(self._cut_until, self.world.loop.time() + seconds)
         host.is_stalled = True
         await anyio.sleep(seconds)
         host.is_stalled = False
@@ -294,6 +305,7 @@ class Tube:
         links = [self.world.network.link(source, target) for source, target in pairs]
         for link in links:
             link.blocked += 1
+        self._cut_until = max(self._cut_until, self.world.loop.time() + seconds)
         self._departures.append((self.world.loop.time() + seconds, None))
         await anyio.sleep(seconds)
         for link in links:
@@ -374,7 +386,10 @@ class Tube:
         self.world.network.release()
 
     async def _recover(self) -> None:
-        """Faults have ceased: the run goes on."""
+        """Faults have ceased: the run goes on, or comes to its end."""
+        if self.invariants.finished_s is not None:
+            await self._leave()
+            return
         rng = self.world.rng("recovery")
         while not self._can_serve_all_stages():
             self.start_peer(rng)
@@ -382,9 +397,7 @@ class Tube:
             self.start_coordinator("c0")
         began = {stage: len(rounds) for stage, rounds in self._committed.items()}
         deadline = self.world.loop.time() + BOUND_S
-        while any(len(rounds) < began[stage] + STEPS_AFTER for stage, rounds in self._committed.items()) or (
-            self._revoked_peers()
-        ):
+        while not self._has_recovered(began):
             await anyio.sleep(1.0)
             if self.world.violations:
                 return
@@ -396,11 +409,38 @@ class Tube:
                     return
                 done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
                 left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
-                self.violation(f"no {STEPS_AFTER} steps in {BOUND_S:.0f} s without faults: {left}")
+                wanted = "end" if self.schedule.mode == "finish" else f"{STEPS_AFTER} steps"
+                self.violation(f"no {wanted} in {BOUND_S:.0f} s without faults: {left}")
                 return
+        if self.schedule.mode == "finish":
+            await self._leave()
+            return
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
         self.invariants.note_ends()
+
+    def _has_recovered(self, began: Mapping[int, int]) -> bool:
+        """Whether the run has ended, or each stage has made enough steps since faults ceased, and the revoked went.
+
+        Args:
+            began: steps by stage as they ceased
+        """
+        if self.schedule.mode == "finish":
+            return self.invariants.finished_s is not None
+        has_stepped = all(len(rounds) >= began[stage] + STEPS_AFTER for stage, rounds in self._committed.items())
+        return has_stepped and not self._revoked_peers()
+
+    async def _leave(self) -> None:
+        """The model is saved: who was there goes without an operator, unless it could not hear that the run is over."""
+        finished_s = self.invariants.finished_s
+        assert finished_s is not None
+        while left := [host for host in self.invariants.at_finish if host.is_alive]:
+            if self._cut_until > finished_s:
+                return
+            await anyio.sleep(1.0)
+            if self.world.loop.time() > finished_s + ENDING_S:
+                self.violation(f"{left} have not gone though the model was saved {ENDING_S:.0f} s ago")
+                return
 
     async def _gather(self, deadline: float) -> None:
         """Every peer that is left gets to where the others are."""
@@ -487,7 +527,7 @@ class Tube:
         self._is_over = True  # everybody goes, and those that know it first do not ask who stays
         while True:
             begun = int(operator.clock.unix_s())
-            await end_run_for(dht, self._run_key, begun, "its operator has ended it")
+            await end_run_for(dht, self._run_key, begun, ENDED_BY_OPERATOR)
             await anyio.sleep(2.0)
 
 

@@ -10,7 +10,7 @@ from coordinator.run import local, serve
 from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes
 from coordinator.run.local_peers import LocalPeers
 from coordinator.run.options import NodeOptions
-from coordinator.run.service import RunOptions
+from coordinator.run.run_options import RunOptions
 from swarm_peer.errors import SwarmError
 
 

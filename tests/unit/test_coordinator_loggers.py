@@ -22,7 +22,8 @@ from coordinator.cli import app
 from coordinator.run import local, service
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.events import RunEvents
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.run_options import RunOptions
+from coordinator.run.service import RunService
 from coordinator.watch import loggers
 from coordinator.watch.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line

@@ -8,7 +8,9 @@ import pytest
 from coordinator.run import service
 from coordinator.run.beginning import Beginning
 from coordinator.run.events import RunEvents
-from coordinator.run.service import RunOptions, RunService
+from coordinator.run.run_options import RunOptions
+from coordinator.run.service import RunService
+from coordinator.watch.ending import Farewell
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -160,21 +162,17 @@ async def test_what_was_before_a_run_was_resumed_has_not_been_reached(tmp_path, 
     assert board.held[key].reached() == (181, 60)
 
 
-@pytest.mark.parametrize("num_failures", [0, 2, service.END_TRIES])
-async def test_the_end_is_told_until_the_dht_takes_it(tmp_path, monkeypatch, caplog, num_failures):
-    monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)
-    board, answers = Board(tmp_path, {}), [False] * num_failures + [True]
-    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+@pytest.mark.parametrize(("is_told", "left", "complaint"), [(True, 0, ""), (True, 2, "2 peers"), (False, 0, "the DHT")])
+async def test_an_operator_learns_that_peers_may_not_have_heard_of_the_end(
+    tmp_path, monkeypatch, caplog, is_told, left, complaint
+):
+    async def see_off(*_, **__):
+        return Farewell(is_told, left)
 
-    async def store(key, record, *_, **__):
-        board.held |= {key: record} if answers[0] else {}
-        return answers.pop(0)
-
-    monkeypatch.setattr(board, "store", store)
-    await run.end("all steps are done")
-    is_told = num_failures < service.END_TRIES
-    assert [record.reason for record in board.held.values()] == ["all steps are done"] * is_told
-    assert ("run_not_ended" in caplog.text) != is_told
+    monkeypatch.setattr(service, "see_off", see_off)
+    await RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path)).end()
+    assert ("run_not_ended" in caplog.text) == bool(complaint)
+    assert complaint in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""How a coordinator runs its run, and which folder it may use for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
+from coordinator.watch.metrics_file import last_step
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+
+MODEL = "model"
+
+
+def check_output(output: Path, steps: int | None = None) -> None:
+    """Make the folder of a run, and check that none has ended there.
+
+    Args:
+        steps: of the run that is to be gone on with. If it has made them there, it may not have been told so: its
+            coordinator was killed as it had saved the model.
+
+    Raises:
+        UserError: one has, or the folder cannot be made
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
+    if (output / MODEL).exists() and (steps is None or last_step(output) != steps):
+        raise UserError(f"{output / MODEL} is there already: name another --output, or move it away")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a coordinator runs its run.
+
+    Attributes:
+        output: folder of metrics.jsonl and of the model
+        resume: carry on with the metrics.jsonl that is there
+        plan: which checkpoints to write, and which to go on from
+        cache_dir: where tokenizers are cached
+        min_replicas: peers that each stage keeps while one of them moves elsewhere; None to move no peer
+        standby: leave the run to another coordinator for as long as there is one
+        dashboard: host and port of the page that shows the run; None for no page
+    """
+
+    output: Path
+    resume: bool = False
+    plan: CheckpointPlan = NO_CHECKPOINTS
+    cache_dir: Path | None = None
+    min_replicas: int | None = 1
+    standby: bool = False
+    dashboard: tuple[str, int] | None = None
+
+    def check_output(self, manifest: RunManifest) -> None:
+        """Check the folder for a run; see `check_output`."""
+        goes_on = self.resume and self.plan.resume is None
+        check_output(self.output, manifest.training.steps if goes_on else None)
