@@ -130,7 +130,7 @@ def _observe(entrance: Entrance, run_id: str | None, work: Callable[[LiveRun], A
 async def look_once(run: LiveRun) -> RunWatch:
     """A live run as it is now."""
     manifest = run.manifest
-    watch = RunWatch(manifest, SwarmView(manifest.stages.count))
+    watch = RunWatch(manifest, SwarmView(manifest.stages.count), validation_wait_s=0.0)
     await observe(run.dht, await run.directory.refresh(range(manifest.stages.count)), watch)
     records = await run.dht.fetch_coordination(run.run_id)
     watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_high, median_low
 
 from coordinator.watch.metrics_file import MetricsLine, StageShares, ValidationLoss, metrics_line, stage_shares
@@ -12,7 +12,7 @@ from swarm_peer.policy.run_progress import Position, is_reached, position_of
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport
 
-# A step's line waits this long for the validation of its weights.
+# The shares of a validation come from several peers, one after the other.
 VALIDATION_WAIT_S = 20.0
 # Older lines are in metrics.jsonl alone.
 LINES_KEPT = 1024
@@ -27,6 +27,9 @@ AUTHORS_REMEMBERED_S = 60.0
 class RunWatch:
     """Merges what stage-0 peers report, as far as the run's other peers bear it out (policy/run_progress.py).
 
+    Args:
+        validation_wait_s: a step's line waits this long for the validation of its weights; 0 for who looks only once
+
     Attributes:
         view: the peers as they were seen last
         lines: the newest lines of metrics.jsonl, one for each optimizer step, in order; a rewind takes some back
@@ -38,8 +41,9 @@ class RunWatch:
             the last time. After a cut it may go on with a timeline that is older than the one seen here.
     """
 
-    def __init__(self, manifest: RunManifest, view: SwarmView):
+    def __init__(self, manifest: RunManifest, view: SwarmView, validation_wait_s: float = VALIDATION_WAIT_S):
         self.manifest = manifest
+        self._validation_wait_s = validation_wait_s
         self.view = view
         self.lines: list[MetricsLine] = []
         self.current_samples = 0
@@ -105,6 +109,9 @@ class RunWatch:
         told = {author: progress[author] for author in sorted(self._authors) if author in progress}
         self._look_for_return(now)
         self._believe(told, now)
+        if not self.lines and self._reports:
+            earlier = min(self._reports)
+            self._older_validation_loss = _last_validation_loss(told.values(), earlier)
         for author, record in told.items():
             for validation in record.validations:
                 if validation.round_number - 1 in self._reports:
@@ -199,12 +206,20 @@ class RunWatch:
         samples = 0 if validation is None else validation.samples
         training = self.manifest.training
         due = training.validates_at(report.optimizer_step)
-        if due and samples < training.validation_samples and now < seen + VALIDATION_WAIT_S:
+        if due and samples < training.validation_samples and now < seen + self._validation_wait_s:
             return None
         length = self.manifest.data.sequence_length
         return metrics_line(
             **report.model_dump(), sequence_length=length, peers=peers, validation=validation, shares=shares
         )
+
+
+def _last_validation_loss(records: Iterable[ProgressRecord], last_round: int) -> float | None:
+    """The newest validation loss of weights with which a round up to `last_round` began, if anybody tells one."""
+    shares = [each for record in records for each in record.validations if each.round_number <= last_round]
+    newest = max((share.round_number for share in shares), default=None)
+    shares = [share for share in shares if share.round_number == newest]
+    return sum(share.loss_sum for share in shares) / sum(share.samples for share in shares) if shares else None
 
 
 def _made_by(line: MetricsLine) -> Position:

@@ -286,6 +286,23 @@ def test_the_last_step_is_validated_whatever_its_number():
     assert (line["optimizer_step"], line["validation_loss"]) == (3, 2.0)
 
 
+def test_who_looks_once_does_not_wait_and_has_the_last_loss_that_peers_tell():
+    manifest = make_watch(validation_every=2, steps=9).manifest
+    watch = RunWatch(manifest, SwarmView(2), validation_wait_s=0.0)
+    view = SwarmView(2, tuple(peer(name, stage, round_number=8) for name, stage in (("a", 0), ("b", 0), ("c", 1))))
+    told = {
+        "a": record(report(6), report(7), report(8), validations=[(2, 2, 9.0), (4, 2, 5.0), (8, 2, 1.0)]),
+        "b": record(validations=[(4, 6, 3.0)]),
+    }
+    lines = watch.observe(view, told, 0.0)
+    assert steps_of(lines) == [6, 7, 8]
+    assert "validation_loss" not in lines[0]
+    assert (lines[2]["validation_loss"], lines[2]["validation_samples"]) == (0.5, 2)
+    before = RunWatch(manifest, SwarmView(2), validation_wait_s=0.0)
+    before.observe(view, {"a": record(report(7), validations=[(2, 2, 9.0), (4, 2, 5.0)]), "b": told["b"]}, 0.0)
+    assert before.validation_loss == 1.0
+
+
 def test_no_validation_is_waited_for_where_there_is_none():
     watch = make_watch(validation_every=0, steps=1)
     assert steps_of(watch.observe(VIEW, {"a": record(report(1))}, 0.0)) == [1]
