@@ -42,6 +42,7 @@ from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
 from swarm_peer.model.architecture import resolve_model
+from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
@@ -63,6 +64,8 @@ from swarm_peer.wire.records import (
 log = logging.getLogger(__name__)
 
 RUN_LOOK_S = 2.0
+# Each try to save the model downloads it.
+NOT_WRITTEN_PAUSE_S = 30.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
@@ -339,7 +342,7 @@ class RunService:
                 await self._publish_run()
 
     async def _export(self, transport: Transport) -> bool:
-        """Save the model, if peers give their states; returns whether it is saved. The next look tries again."""
+        """Save the model, if peers give their states and the disk takes it; returns whether it is saved."""
         try:
             min_round, rng = self.watch.round_number + 1, self._context.random.stream("states")
             check = StateCheck(self.resolved, self._context.threads).check
@@ -352,6 +355,11 @@ class RunService:
             log.warning("model_not_saved reason=its stages have made %d optimizer steps", states[0].optimizer_step)
             return False
         cache_dir = self._options.cache_dir
-        await self._context.threads.run(export_states, self.resolved, states, self.model_folder, cache_dir)
+        try:
+            await self._context.threads.run(export_states, self.resolved, states, self.model_folder, cache_dir)
+        except NotWritten as error:
+            log.error("model_not_saved reason=%s", error)
+            await anyio.sleep(NOT_WRITTEN_PAUSE_S)
+            return False
         log.info("model_saved folder=%s", self.model_folder)
         return True

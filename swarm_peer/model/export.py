@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +20,10 @@ from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
+
+
+class NotWritten(UserError):
+    """The disk did not take a model: there may be room for it later."""
 
 
 def check_folder(folder: Path) -> None:
@@ -41,6 +46,7 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
 
     Raises:
         UserError: the folder is not empty, or tensors are missing, unknown, or of another shape than the model's
+        NotWritten: the disk does not take it
     """
     check_folder(folder)
     model, config = resolved.manifest.model, resolved.config
@@ -56,15 +62,16 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
         "dtype": "float32",
         "transformers_version": transformers.__version__,
     }
-    folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes a file that nobody else can read.
         shutil.copymode(partial / "config.json", partial / "model.safetensors")
         partial.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise NotWritten(f"{folder}: cannot be written ({error}); check space and permissions") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -136,7 +136,8 @@ def find_viable_standing(first: Timeline, claims: Collection[Claim], all_claims:
     # The run may have been resumed from a checkpoint while most of its peers were out of the operator's sight.
     while standing.timeline > FIRST_TIMELINE and find_overtaking(standing.timeline, all_claims) is not None:
         standing = find_standing(FIRST_TIMELINE, [c for c in all_claims if c.timeline < standing.timeline])
-    return replace(standing, round_number=max(newest, standing.round_number))
+    # Claims that are not credible count here, too, and peers may lie.
+    return replace(standing, round_number=min(max(newest, standing.round_number), MAX_ROUND - MIN_ROUNDS_LEFT))
 
 
 def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None:

@@ -13,6 +13,7 @@ from coordinator.run.service import RunService
 from coordinator.watch.ending import Farewell
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
+from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
@@ -76,6 +77,21 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
     assert [await run._export(None) for _ in range(3)] == [False, False, True]
     assert saved == [3]
+
+
+async def test_a_model_that_the_disk_does_not_take_is_tried_again(tmp_path, monkeypatch, caplog):
+    async def fetch_states(*_):
+        return [StageState(3, "x", {})]
+
+    def full(*_):
+        raise NotWritten("model: cannot be written (disk full)")
+
+    monkeypatch.setattr(service, "NOT_WRITTEN_PAUSE_S", 0.0)
+    monkeypatch.setattr(service, "fetch_states", fetch_states)
+    monkeypatch.setattr(service, "export_states", full)
+    run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
+    assert not await run._export(None)
+    assert "model_not_saved reason=model: cannot be written (disk full)" in caplog.text
 
 
 async def test_a_look_without_an_answer_ends_nothing(tmp_path):

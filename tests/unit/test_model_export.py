@@ -2,13 +2,14 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny_models import ALIKE, CONFIGS, LENGTH, LLAMA, VOCABULARY
 from transformers import AutoModelForCausalLM
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model import export
-from swarm_peer.model.export import export_model
+from swarm_peer.model.export import NotWritten, export_model
 from swarm_peer.model.families import family_class
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
@@ -114,12 +115,20 @@ def test_an_empty_folder_is_used(tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_nothing_is_left_of_an_export_that_failed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("Error while serializing: disk full")])
+def test_nothing_is_left_of_an_export_that_failed(tmp_path, monkeypatch, error):
     def disk_full(*_, **__):
-        raise OSError("disk full")
+        raise error
 
     trainers, tensors = train(LLAMA)
     monkeypatch.setattr(export, "save_file", disk_full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(NotWritten, match=r"model: cannot be written \(.*disk full\); check space and permissions"):
         export_model(trainers[0].resolved, tensors, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_advice(tmp_path):
+    trainers, tensors = train(LLAMA)
+    (tmp_path / "run").touch()
+    with pytest.raises(NotWritten, match="check space and permissions"):
+        export_model(trainers[0].resolved, tensors, tmp_path / "run" / "model")

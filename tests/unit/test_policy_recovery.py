@@ -340,6 +340,13 @@ def test_nobody_goes_to_a_timeline_that_some_stage_has_passed(claims, timeline):
     assert find_viable_standing(BEFORE, believed.values(), told).timeline == timeline
 
 
+def test_a_lie_about_its_round_leaves_rounds_for_the_next_timeline():
+    """A peer that is alone in its stage is believed to have passed the timeline."""
+    told = [Claim(0, 115, AFTER), Claim(1, MAX_ROUND, BEFORE)]
+    believed = credible({str(number): claim for number, claim in enumerate(told)})
+    assert find_viable_standing(BEFORE, believed.values(), told).round_number == MAX_ROUND - MIN_ROUNDS_LEFT
+
+
 def test_a_resumed_run_goes_on_with_the_peers_that_have_passed_it():
     """They were out of the operator's sight, and never hear of the record that tells where the run begins."""
     passed = [Claim(0, 500, BEFORE), Claim(1, 500, BEFORE)]

@@ -570,6 +570,29 @@ async def test_samples_that_come_after_their_round_are_kept_for_the_next():
         drain(world)
 
 
+async def test_samples_that_come_while_their_round_ends_are_kept_for_the_next():
+    """This peer's ledger has taken its counts of the round already, so that what it claimed now would be lost to it."""
+    async with World() as world:
+        first, second = await world.executor.launched(2)
+        world.leases.may_draw.clear()
+        first.succeed()
+        await until(lambda: world.leases.num_waiting == 1)
+        second.succeed()
+        await settle()
+        told = world.count
+        world.rounds.enter(Phase.ENDING)
+        world.leases.may_draw.set()
+        await settle()
+        assert world.count == told
+        world.enter(1)
+        third, fourth = await world.executor.launched(2)
+        assert [(item.round_number, item.windows) for item in (third, fourth)] == [(1, [4, 5]), (1, [6, 7])]
+        third.succeed()
+        fourth.succeed()
+        await settle()
+        drain(world)
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 

@@ -326,6 +326,14 @@ def test_the_round_of_a_closed_round_travels():
     assert again.round_number == 7
 
 
+@pytest.mark.parametrize("round_number", [-1, 2**40, 2**63])
+def test_a_round_that_cannot_be_does_not_travel(round_number):
+    """Who asks for it next would fail to make the call."""
+    error = error_from_body({"code": "round_closed", "message": "m", "round_number": round_number})
+    assert isinstance(error, RoundClosed)
+    assert error.round_number is None
+
+
 def test_an_unknown_code_is_some_failed_call():
     assert type(error_from_body({"code": "new", "message": "m", "round_number": None})) is CallError
 

@@ -134,8 +134,8 @@ class MicrobatchLauncher:
                 batch = self._take_waiting(present) if self._waiting else await self._draw()
                 if batch.generation != self._leases.generation:
                     continue  # other peers may read these slices now, and read again the samples that have not counted
-                if present is not self._rounds.current:  # the round ended while samples were read
-                    self._waiting.append(batch)
+                if present is not self._rounds.current or not self._admission.is_open:
+                    self._waiting.append(batch)  # the round has ended, or is about to, while samples were read
                     continue
                 self._claim(batch, present)
                 self._in_flight += 1

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClosed
+from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.wire.messages import Body
 from swarm_peer.wire.packing import unpack
 
@@ -99,7 +100,10 @@ def error_from_body(body: dict[str, Any] | None) -> CallError:
         case {"code": str() as code, "message": str() as message, "round_number": int() | None as round_number}:
             error_class = ERROR_BY_CODE.get(code, CallError)
             message = message[:500]
-            return RoundClosed(message, round_number) if error_class is RoundClosed else error_class(message)
+            is_round = round_number is not None and 0 <= round_number <= MAX_ROUND
+            if error_class is RoundClosed:
+                return RoundClosed(message, round_number if is_round else None)
+            return error_class(message)
         case _:
             return InvalidMessage("the peer answered with a malformed error")
 
