@@ -36,6 +36,7 @@ class PeriodicStrategy(RoundStrategy):
         self._forget_work()
 
     def _forget_work(self) -> None:
+        self._waiting: Work | None = None  # mean gradient of the inner step that ends the round
         self._num_samples = 0  # that this replica's difference is of
         self._taken_in: list[Tensor] = []  # differences of stage-mates that have left, summed over their samples
         self._num_taken_in = 0
@@ -46,16 +47,29 @@ class PeriodicStrategy(RoundStrategy):
         return self.trainee.num_samples + self._num_samples + self._num_taken_in
 
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
-        """Take the inner step. At the end of a period, give the difference and its samples; before, nothing."""
-        self._own_update = self.trainee.update(mean_gradients)
-        self._num_samples += num_samples
+        """At the end of a period, take the inner step, and give the difference and its samples; before, nothing.
+
+        Until a round without an average is over, the weights stay those of its state: stage-mates that need it may be
+        waited for at the end of this round.
+        """
+        self._waiting = mean_gradients, num_samples
         if not self._averaging.averages_at(self.trainee.optimizer_step):
             return (), num_samples
+        self._take_inner_step()
         sums, total = self._sums()
         return [each.div_(max(total, 1)) for each in sums], total
 
+    def _take_inner_step(self) -> None:
+        """Take the step of the round that ends; a replica that has not been there has none to take."""
+        if self._waiting is not None:
+            mean_gradients, num_samples = self._waiting
+            self._waiting = None
+            self._own_update = self.trainee.update(mean_gradients)
+            self._num_samples += num_samples
+
     def end_round(self, averages: Sequence[Tensor]) -> StepResult:
-        """Take the outer step, at the end of a period. A replica that has not been there has no inner step to take."""
+        """Take the inner step, if that was not done, and at the end of a period the outer one."""
+        self._take_inner_step()
         result = self._own_update or self.trainee.update((), keeps_weights=True)
         self._own_update = None
         if averages:
@@ -106,6 +120,7 @@ class PeriodicStrategy(RoundStrategy):
         num_lost = self.pending_samples
         outer = take_numbered("outer", entries, len(self._outer))
         if keeps_work and all(torch.equal(own, new) for own, new in zip(self._outer, outer, strict=True)):
+            self._take_inner_step()
             work = self._sums()
             num_lost -= work[1]
             self._forget_work()

@@ -21,6 +21,11 @@ from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.step_loop import StepLoop
 
 
+def _own_samples(strategy: Any) -> int:
+    """The samples of a replica's difference, with those of the inner step that ends its round."""
+    return int(strategy._num_samples + (strategy._waiting[1] if strategy._waiting else 0))
+
+
 class PeriodicInvariants(Invariants):
     """Watches a tube whose run averages periodically."""
 
@@ -41,7 +46,8 @@ class PeriodicInvariants(Invariants):
         with super().watching(), ExitStack() as stack:
             stack.enter_context(around(StepLoop, "_contributions", self._contributed))
             stack.enter_context(before(GradientHandover, "hand_over", self._giving))
-            stack.enter_context(around(StageTrainer, "load_state", self._loaded))
+            stack.enter_context(around(StageTrainer, "load_state", self._changed))
+            stack.enter_context(around(StageTrainer, "apply", self._changed))
             stack.enter_context(after(StageTrainer, "restart", self._restarted))
             yield
 
@@ -59,9 +65,9 @@ class PeriodicInvariants(Invariants):
 
     def _contributed(self, call: Any, loop: Any) -> Any:
         trainer = loop._trainer
-        known = trainer.strategy._num_samples
+        known = _own_samples(trainer.strategy)
         result = call()
-        if trainer.strategy._num_samples > known:  # otherwise its gradient was not finite
+        if _own_samples(trainer.strategy) > known:  # otherwise its gradient was not finite
             self._add_round(trainer, loop._rounds.current)
         self._trainers[loop._group._me] = trainer
         return result
@@ -78,7 +84,7 @@ class PeriodicInvariants(Invariants):
         self._work_of(handover._trainer).extend(self._given_work[giver])
         self._from_others.setdefault(entered, set()).update({each for each, _ in call.counted} - set(self._both))
 
-    def _loaded(self, call: Any, trainer: StageTrainer, *args: Any, **options: Any) -> Any:
+    def _changed(self, call: Any, trainer: StageTrainer, *args: Any, **options: Any) -> Any:
         result = call(*args, **options)
         if not trainer.strategy.pending_samples:
             self._work_of(trainer).clear()
@@ -105,7 +111,6 @@ class PeriodicInvariants(Invariants):
         step, stage = loop.step, loop._stage
         if self._averaging.averages_at(step.optimizer_step):
             await super()._committed(call, loop, settlement)
-            self._work_of(loop._trainer).clear()
             return
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         await call(settlement)

@@ -126,6 +126,7 @@ def test_an_update_of_its_own_takes_no_more_memory_than_one_of_all(leaves, monke
         trainer.strategy.give_away()
     else:
         trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        trainer.apply(())
     assert held == [0], "the accumulator makes room for the copy of its mean"
     assert trainer.num_samples == 0
     assert all(parameter.grad is None for parameter in trainer.module.parameters())
@@ -214,14 +215,31 @@ def test_what_a_leaving_replica_has_made_is_in_the_next_average():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_a_state_is_there_for_others_until_a_round_without_an_average_is_over():
+    [trainer] = replicas(1)
+    for step in range(PERIOD):
+        before, version = trainer.state(), trainer.weights_version
+        compute(trainer, step)
+        brought, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        has_average = step == PERIOD - 1
+        assert (trainer.weights_version == version) is not has_average
+        assert are_equal(before.values(), trainer.state().values()) is not has_average
+        assert trainer.strategy.pending_samples == 3 * (step + 1)
+        trainer.apply(brought)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["after its round", "at the end of its round"])
 @pytest.mark.parametrize("keeps_work", [True, False])
-def test_a_replica_that_was_left_behind_keeps_its_work_in_the_same_period(keeps_work):
+def test_a_replica_that_was_left_behind_keeps_its_work_in_the_same_period(keeps_work, ends):
     first, behind = replicas(2)
     both = replicas(2)
     for pair in ((first, behind), both):
         compute(pair[0], 1)
         compute(pair[1], 2)
-        end_round(pair)
+    end_round(both)
+    end_round([first, behind] if ends else [first])
+    if not ends:
+        behind.strategy.contribution(behind.mean_gradients(), behind.num_samples)
     lost = behind.load_state(first.state(), 1, keeps_work=keeps_work)
     assert lost == (0 if keeps_work else 3)
     for _ in range(1, PERIOD):

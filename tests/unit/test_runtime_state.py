@@ -120,9 +120,9 @@ class Donor:
                 return await handle(caller, check_body(call, body), tensors)
         raise AssertionError(op)
 
-    def goes_on(self, fill, gradient=None, *, is_wanted=False):
+    def goes_on(self, fill, gradient=None, *, is_wanted=False, averages=True):
         """End a round, as a peer does."""
-        gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient]
+        gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient] if averages else []
         self.donor.server.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger", is_wanted=is_wanted)
         self.trainer.optimizer_step += 1
         self.trainer.fill = float(fill)
@@ -861,6 +861,44 @@ async def test_few_updates_are_retained(world):
     with pytest.raises(CallError, match="the update of round 3 is not kept here"):
         await world.fetch(donor, kind="update", min_round=3)
     await world.fetch(donor, kind="update", min_round=4)
+
+
+async def test_rounds_without_an_average_are_kept_for_who_was_left_behind(world, clock):
+    donor = await world.donor("a")
+    for fill in range(MAX_UPDATES_RETAINED + 2):
+        donor.goes_on(fill, averages=False)
+    donor.goes_on(99.0)
+    assert sorted(donor.donor.server._updates) == list(range(5, 5 + MAX_UPDATES_RETAINED))
+    update = await world.fetch(donor, kind="update", min_round=5)
+    assert (update.history_hash, dict(update.tensors)) == ("history_hash of 2.0", {})
+    clock.passed_s += RETAIN_S + 1
+    donor.goes_on(98.0, averages=False)
+    assert (await world.fetch(donor, kind="update", min_round=6)).history_hash == "history_hash of 3.0"
+
+
+async def test_a_slow_download_outlives_many_rounds_without_an_average(world):
+    donor = await world.donor("a")
+    await world.fetch(donor)
+    for fill in range(3 * MAX_UPDATES_RETAINED):
+        donor.goes_on(fill, averages=fill % 4 == 3)
+    assert min(donor.donor.server._updates) == 3
+    for fill in range(5 * MAX_UPDATES_RETAINED):
+        donor.goes_on(fill, averages=fill % 4 == 3)
+    assert sum(bool(update.tensors) for update in donor.donor.server._updates.values()) == MAX_UPDATES_RETAINED
+
+
+async def test_who_waits_for_a_state_holds_up_nobody_who_needs_an_update(world):
+    """The round may not be over before the other one has caught up."""
+    donor = await world.donor("a")
+    donor.goes_on(2.0, averages=False)
+    donor.trainer.optimizer_step += 1  # an update is being applied
+    waiting = asyncio.ensure_future(world.fetch(donor))
+    await anyio.wait_all_tasks_blocked()
+    assert (await world.fetch(donor, kind="update", min_round=3)).history_hash == "history_hash of 2.0"
+    assert not waiting.done()
+    donor.trainer.optimizer_step -= 1
+    donor.goes_on(3.0)
+    assert (await waiting).history_hash == "history_hash of 3.0"
 
 
 async def test_an_update_is_there_for_a_second_newcomer_too(world, clock):

@@ -9,6 +9,7 @@ the other side, which downloads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 import torch
@@ -38,7 +39,9 @@ EXPIRY_POLL_S = 10.0
 MOST_STATES_BYTES = 4
 SMALL_BYTES = 2**28
 # A state is as large as three updates, and averaging takes more bandwidth per round than one update does. So a peer
-# that needs more rounds than this for a state could not keep up with averaging either.
+# that needs more averages than this for a state could not keep up with averaging either. Rounds without an average are
+# small: a peer keeps all of them while a state is being downloaded, and so many while none is, since a peer that was
+# left behind takes those over, and no state.
 MAX_UPDATES_RETAINED = 16
 # Whole states in memory for peers that download: one, and one newer state, for peers that the first is too old for.
 MAX_STATES_HELD = 2
@@ -77,7 +80,7 @@ class StateServer:
     def retain_update(
         self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes, *, is_wanted: bool = False
     ) -> None:
-        """Keep the update that ends the present round, if a peer is downloading an earlier state.
+        """Keep the update that ends the present round, if a peer is downloading an earlier state, or if it is none.
 
         Args:
             is_wanted: whether some stage-mate takes it over, be its download of a state long over
@@ -86,7 +89,7 @@ class StateServer:
         if is_wanted:
             self._wanted_until_s = self._clock.monotonic_s() + RETAIN_S
         self._drop_expired()
-        if not self._keeps_updates():
+        if gradients and not self._keeps_updates():
             return
         tensors = {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}
         update = StageState(step.round_number, history_hash, tensors, step.timeline, ledger)
@@ -109,8 +112,10 @@ class StateServer:
         }
         self._lease_ends = {key: self._lease_ends[key] for key in self.stored}
         if not self._keeps_updates():
-            self._updates.clear()
-            self._update_ids.clear()
+            self._updates = {number: update for number, update in self._updates.items() if not update.tensors}
+            self._update_ids = {
+                number: self._update_ids[number] for number in self._update_ids if number in self._updates
+            }
 
     def _keeps_updates(self) -> bool:
         return bool(self._held()) or self._clock.monotonic_s() <= self._wanted_until_s
@@ -120,14 +125,19 @@ class StateServer:
         states = [stored.num_bytes for stored in self._held().values()]
         most_bytes = max(MOST_STATES_BYTES * max(states, default=0), SMALL_BYTES)
         while len(self._updates) > 1 and (
-            len(self._updates) > MAX_UPDATES_RETAINED or sum(states) + self._update_bytes() > most_bytes
+            self._has_too_many_updates() or sum(states) + self._update_bytes() > most_bytes
         ):
             oldest_round = min(self._updates)
             del self._updates[oldest_round]
             self.stored.pop(self._update_ids.pop(oldest_round, b""), None)
 
+    def _has_too_many_updates(self) -> bool:
+        counted = [update for update in self._updates.values() if update.tensors or not self._keeps_updates()]
+        return len(counted) > MAX_UPDATES_RETAINED
+
     def _update_bytes(self) -> int:
-        return sum(tensor.nbytes for update in self._updates.values() for tensor in update.tensors.values())
+        updates = self._updates.values()
+        return sum(len(update.ledger) + sum(tensor.nbytes for tensor in update.tensors.values()) for update in updates)
 
     async def copy_state(self) -> StageState | None:
         """Copy the replica's state; None while it has no weights, or an update is being applied."""
@@ -180,29 +190,36 @@ class StateServer:
     async def _newest(self, min_round: int) -> StoredState:
         with anyio.move_on_after(WAIT_FOR_ROUND_S):
             await self._changed.wait_for(lambda: self._has_round(min_round))
-        async with self._lock:
-            while True:
-                if not self._has_round(min_round):
-                    raise NotServing(f"this peer is in round {self.step.round_number}, not in {min_round}")
-                present = self._core.rounds.current
-                for stored in self._held().values():
-                    if stored.index.round_number == present.number:
-                        return stored
-                held = self._find_held(min_round)
-                if held is not None:
-                    return held
-                self._make_room()
-                state = await self._core.device_thread.run(Priority.STEP, self._take)
-                if state is None:
-                    await self._wait_until_past(present)
-                    continue
-                stored = await self._threads.run(make_stored, self._stage, "state", state)
-                self._remember(stored)
-                self._make_room_for_all()
+        while True:
+            present = self._core.rounds.current
+            async with self._lock:
+                stored = await self._make_newest(min_round)
+            if stored is not None:
                 return stored
+            # Without the lock: the round may end only when another peer has got an update.
+            await self._changed.wait_for(partial(self._is_past, present))
 
-    async def _wait_until_past(self, present: Round) -> None:
-        await self._changed.wait_for(lambda: self._core.rounds.current is not present)
+    def _is_past(self, present: Round) -> bool:
+        return self._core.rounds.current is not present
+
+    async def _make_newest(self, min_round: int) -> StoredState | None:
+        """Make or find a state that is new enough; None while an update is being applied."""
+        if not self._has_round(min_round):
+            raise NotServing(f"this peer is in round {self.step.round_number}, not in {min_round}")
+        for stored in self._held().values():
+            if stored.index.round_number == self.step.round_number:
+                return stored
+        held = self._find_held(min_round)
+        if held is not None:
+            return held
+        self._make_room()
+        state = await self._core.device_thread.run(Priority.STEP, self._take)
+        if state is None:
+            return None
+        stored = await self._threads.run(make_stored, self._stage, "state", state)
+        self._remember(stored)
+        self._make_room_for_all()
+        return stored
 
     def _is_voted_on(self, round_number: int) -> bool:
         """Whether the stage-mates vote on the update of a round: it is known in a moment, or they try again."""

@@ -307,7 +307,7 @@ class StepLoop:
 
     def _may_replay(self, settlement: Settlement) -> bool:
         """Whether the updates of stage-mates belong to this peer's weights, and to a round that it has worked for."""
-        return self._manifest.averaging.mode == "delayed" and settlement.cause != "other_weights"
+        return self._manifest.averaging.mode != "synchronous" and settlement.cause != "other_weights"
 
     def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
         return contributions(self._trainer, self._metrics, self.step.round_number)
