@@ -72,6 +72,7 @@ class PeriodicStrategy(RoundStrategy):
         self._take_inner_step()
         result = self._own_update or self.trainee.update((), keeps_weights=True)
         self._own_update = None
+        self.is_in_period = not averages
         if averages:
             # All zeros: the work of all members is lost. The momentum would move the weights all the same.
             result = replace(result, skipped=not any(bool(average.any()) for average in averages))
@@ -128,6 +129,7 @@ class PeriodicStrategy(RoundStrategy):
         else:
             self._forget_work()
         self._own_update = None
+        self.is_in_period = False
         self._outer, self._momentum = outer, take_numbered("momentum", entries, len(outer))
         return num_lost
 

@@ -80,11 +80,13 @@ class RoundStrategy:
     One object belongs to one StageTrainer, and is used in its thread. All members of a stage call it alike.
 
     Attributes:
+        is_in_period: what leaving stage-mates had to give before the last round's end, they have to give still
         kept_values: fp32 values that the strategy keeps for each parameter, for the memory model
         unshared_values: those of them that are in no state
         num_given: sums that `give_away` gives
     """
 
+    is_in_period = False
     kept_values: ClassVar[int] = 0
     unshared_values: ClassVar[int] = 0
     num_given: ClassVar[int] = 1

@@ -42,6 +42,7 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.step import handover as handover_module
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
@@ -1182,6 +1183,41 @@ async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     staying.rounds.enter(Phase.ENDING)
     assert not await leaving.handover.hand_over(), "it has to end the round together with the others"
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_a_difference_may_arrive_in_several_rounds_of_a_period(monkeypatch, is_kept):
+    """A stage's difference may take longer than a round is open."""
+    monkeypatch.setattr(handover_module, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(handover_module, "CHUNKS_IN_FLIGHT", 1)
+    async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        arrived = []
+        call = leaving.transport.call
+
+        async def two_arrive(peer, body, tensors=(), *, timeout_s):
+            if body.op == "gradient_chunk":
+                if staying.rounds.current.number == 0 and len(arrived) == 2:
+                    staying.rounds.enter(Phase.ENDING)
+                arrived.append(body.offset)
+            return await call(peer, body, tensors, timeout_s=timeout_s)
+
+        leaving.transport.call = two_arrive
+        assert not await leaving.handover.hand_over()
+        assert arrived == [0, 512, 1024]
+        for peer in (leaving, staying):
+            trainer = peer.trainer
+            trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+            trainer.apply(())
+            step = replace(peer.rounds.step, round_number=1, weights_version=trainer.weights_version)
+            peer.rounds.begin(step, keeps_transfers=is_kept and trainer.strategy.is_in_period)
+            peer.rounds.enter(Phase.OPEN)
+        arrived.clear()
+        assert await leaving.handover.hand_over()
+        assert arrived[0] == 1024
+        assert arrived.count(0) == arrived.count(512) == (not is_kept)
+        assert staying.trainer.strategy.pending_samples == 2 * SAMPLES
+        assert leaving.metric("lost_samples") == 0
 
 
 async def test_stage_mates_that_leave_at_once_do_not_wait_for_each_other(swarm):

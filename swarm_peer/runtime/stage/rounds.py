@@ -99,15 +99,21 @@ class RoundBook:
         self.current = Round(self.step)
         self.previous: Round | None = None
 
-    def begin(self, step: StepState) -> None:
-        """Go on to a round, which is not open yet. Its phase is the one that the replica is in."""
+    def begin(self, step: StepState, *, keeps_transfers: bool = False) -> None:
+        """Go on to a round, which is not open yet. Its phase is the one that the replica is in.
+
+        Args:
+            keeps_transfers: what leaving stage-mates have begun to hand over fits this round as well
+        """
         phase = Phase.CATCHING_UP if self.step.phase is Phase.EMPTY else self.step.phase
         self.step = replace(step, phase=phase)
         self._on_phase(phase)
+        transfers = self.current.transfers if keeps_transfers else {}
         # Stage-mates still ask about the round that is over. Its transfers and replies are large, and of no more use.
-        self.current.transfers.clear()
+        self.current.transfers = {}
         self.current.replies.clear()
         self.previous, self.current = self.current, Round(self.step)
+        self.current.transfers = transfers
         self._changed.notify()
 
     def enter(self, phase: Phase) -> None:

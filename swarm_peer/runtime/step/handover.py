@@ -75,6 +75,7 @@ class GradientHandover:
         self._rng = context.random.stream("handover")
         self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
         self._num_bytes = 4 * sum(shape.numel() for shape in self._shapes)
+        self._sent: dict[str, Transfer] = {}  # what this peer has sent, by the stage-mate that it sent it to
         self._committing = anyio.Lock()
         self._committed: deque[bytes] = deque(maxlen=MAX_COMMITTED)  # the device thread's, while a commit is under way
 
@@ -105,14 +106,18 @@ class GradientHandover:
         mates = self._swarm.stage_mates(self._stage)
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
         data = _flatten([tensor for sums, _ in works for tensor in sums])
+        # Where the round ended before all had arrived, a stage-mate may have kept what had.
+        self._sent = {mate: sent for mate, sent in self._sent.items() if torch.equal(sent.data, data)}
+        mates.sort(key=lambda mate: mate not in self._sent)
         reason, round_is_ending = "there is no stage-mate", False
         for mate in mates:
-            transfer_id = self._context.random.token(16)
+            is_resumed = mate in self._sent
+            sent = self._sent.setdefault(mate, Transfer(self._context.random.token(16), data, set()))
             is_committing = False
             try:
-                await self._send(mate, given.number, transfer_id, data)
+                await self._send(mate, given.number, sent)
                 is_committing = True
-                await self._commit(mate, given, transfer_id, data, tuple(samples for _, samples in works))
+                await self._commit(mate, given, sent.id, data, tuple(samples for _, samples in works))
             except _InDoubt as error:
                 reason, round_is_ending = str(error), False
                 break
@@ -125,6 +130,9 @@ class GradientHandover:
                 log.info("handover_refused peer=%s reason=%s: %s", mate, error.code, error)
                 reason = f"no stage-mate took it over, last: {error}"
                 round_is_ending = round_is_ending or isinstance(error, RoundClosed)
+                if is_resumed and isinstance(error, InvalidMessage):  # it has not kept what had arrived
+                    del self._sent[mate]
+                    mates.append(mate)
                 continue
             log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, samples)
             on_gone()
@@ -157,20 +165,22 @@ class GradientHandover:
             if not is_counted:
                 given.replies.clear()
 
+        self._sent.clear()
         with anyio.move_on_after(FORGET_TIMEOUT_S, shield=True):
             await self._device_thread.run(Priority.STEP, forget)
 
-    async def _send(self, mate: str, round_number: int, transfer_id: bytes, data: torch.Tensor) -> None:
-        view = bytes_of(data)
+    async def _send(self, mate: str, round_number: int, sent: Transfer) -> None:
+        view = bytes_of(sent.data)
         room = anyio.Semaphore(CHUNKS_IN_FLIGHT)
         failures: list[CallError] = []
 
         async def send_chunk(offset: int) -> None:
             call = GradientChunkCall(
-                manifest=self._hash, stage=self._stage, round_number=round_number, transfer=transfer_id, offset=offset
+                manifest=self._hash, stage=self._stage, round_number=round_number, transfer=sent.id, offset=offset
             )
             try:
                 await self._transport.call(mate, call, (view[offset : offset + CHUNK_BYTES],), timeout_s=CALL_TIMEOUT_S)
+                sent.received.add(offset)
             except CallError as error:
                 failures.append(error)
                 tasks.cancel_scope.cancel()
@@ -178,7 +188,7 @@ class GradientHandover:
                 room.release()
 
         async with anyio.create_task_group() as tasks:
-            for offset in range(0, len(view), CHUNK_BYTES):
+            for offset in sorted(set(range(0, len(view), CHUNK_BYTES)) - sent.received):
                 await room.acquire()
                 tasks.start_soon(send_chunk, offset)
         if failures:

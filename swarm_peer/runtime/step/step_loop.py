@@ -339,7 +339,7 @@ class StepLoop:
             weights_version=self._trainer.weights_version,
             began_s=self._clock.monotonic_s(),
         )
-        self._rounds.begin(step)
+        self._rounds.begin(step, keeps_transfers=self._trainer.strategy.is_in_period)
         self._own_work.stand_at(step)
         self._progress.forget_past()
         self._metrics.optimizer_step.set(step.optimizer_step)
