@@ -78,7 +78,7 @@ def make_snapshot(watch: RunWatch, known: Background, unix_s: float) -> dict[str
 
 
 def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
-    manifest, line, step = watch.manifest, watch.last_line, watch.optimizer_step
+    manifest, line, step = watch.manifest, watch.last_line, watch.shown_step
     training = manifest.training
     run: dict[str, Any] = {
         "name": plain_text(manifest.name, 80),

@@ -63,6 +63,11 @@ class RunFiles:
         """The round of the last line of metrics.jsonl; -1 if there is none."""
         return self._metrics.round_number
 
+    @property
+    def optimizer_step(self) -> int:
+        """The optimizer step of the last line of metrics.jsonl; 0 if there is none."""
+        return self._metrics.optimizer_step
+
     def has_made(self, optimizer_step: int, round_number: int) -> bool:
         """Whether metrics.jsonl has the line of an optimizer step, made in this round."""
         return self._metrics.has_made(optimizer_step, round_number)

@@ -258,5 +258,6 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
         else:
             print(f"The run has ended: {service.ended}.", flush=True)
             if plan.store is not None and (newest := await to_thread.run_sync(plan.store.newest, service.manifest)):
-                print(f"Go on from optimizer step {newest.optimizer_step} with --resume {newest.path}", flush=True)
+                step, path = newest.optimizer_step, newest.path
+                print(f"Go on from optimizer step {step} with the same command and --resume {path}", flush=True)
         tasks.cancel_scope.cancel()

@@ -196,6 +196,8 @@ class RunService:
             self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
         else:
             await self._beginning.find()
+            self.watch.begun_at = max(self._beginning.reached[1], files.optimizer_step)
+        self.watch.begun_at = max(self.watch.begun_at, self._beginning.timeline.first_optimizer_step)
         if plan.resume is not None or plan.store is not None:
             await transport.serve(giver.dispatcher)
         if plan.store is not None:

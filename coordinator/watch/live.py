@@ -55,16 +55,14 @@ class LiveView:
         if not self._console.is_terminal:
             self._print_line(watch)
             return
-        self._progress.update(self._task, completed=watch.optimizer_step)
+        self._progress.update(self._task, completed=watch.shown_step)
         self._live.update(Group(run_table(watch), self._progress))
 
     def _print_line(self, watch: RunWatch) -> None:
-        done = watch.optimizer_step == watch.manifest.training.steps
-        if watch.optimizer_step == self._printed_step or (
-            time.monotonic() < self._printed_at + PLAIN_LINE_S and not done
-        ):
+        done = watch.shown_step == watch.manifest.training.steps
+        if watch.shown_step == self._printed_step or (time.monotonic() < self._printed_at + PLAIN_LINE_S and not done):
             return
-        self._printed_at, self._printed_step = time.monotonic(), watch.optimizer_step
+        self._printed_at, self._printed_step = time.monotonic(), watch.shown_step
         peers = ",".join(str(len(watch.view.in_stage(stage))) for stage in range(watch.view.num_stages))
         self._console.print("  ".join([_step(watch), *_figures(watch), f"peers {peers}"]), highlight=False)
 
@@ -138,7 +136,7 @@ def _coordination(watch: RunWatch) -> str:
 
 
 def _step(watch: RunWatch) -> str:
-    return f"step {watch.optimizer_step}/{watch.manifest.training.steps}"
+    return f"step {watch.shown_step}/{watch.manifest.training.steps}"
 
 
 def _figures(watch: RunWatch) -> list[str]:

@@ -36,6 +36,7 @@ class RunWatch:
         current_round: the round that stage-0 peers work on
         current_samples: samples that count in it so far
         coordination: the newest term, and the last record of its coordinator
+        begun_at: optimizer step that the run is known to have made before this watch began, for `shown_step`
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written; None if none
         returns: how often the run has gone back to earlier rounds, and the optimizer step up to which its lines held
             the last time. After a cut it may go on with a timeline that is older than the one seen here.
@@ -49,6 +50,7 @@ class RunWatch:
         self.current_samples = 0
         self.current_round = 0
         self.coordination: tuple[Term, CoordinationRecord] | None = None
+        self.begun_at = 0
         self.checkpoint_step: int | None = None
         self.returns = 0, 0
         self._earlier_since: float | None = None  # when most peers were first seen in earlier rounds
@@ -74,6 +76,15 @@ class RunWatch:
     def optimizer_step(self) -> int:
         """Finished steps: updates that the weights have had."""
         return self.lines[-1]["optimizer_step"] if self.lines else 0
+
+    @property
+    def shown_step(self) -> int:
+        """Finished steps to show; before this watch has seen one, those that are known of otherwise."""
+        if self.lines:
+            return self.optimizer_step
+        stages = [self.view.serving(stage) for stage in range(self.view.num_stages)]
+        announced = [median_low(peer.optimizer_step for peer in peers) for peers in stages if peers]
+        return max([self.begun_at, *announced])
 
     def created_at_round(self, optimizer_step: int) -> int | None:
         """The round that began with the weights of this optimizer step; None if it is not known."""

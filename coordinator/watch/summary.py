@@ -18,7 +18,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
     return {
         "name": manifest.name,
         "manifest": manifest.hash,
-        "optimizer_step": watch.optimizer_step,
+        "optimizer_step": watch.shown_step,
         "optimizer_steps": manifest.training.steps,
         "samples_in_round": watch.current_samples,
         "global_batch_size": manifest.training.global_batch_size,

@@ -83,6 +83,7 @@ class Records:
         died: samples that the peers of a stage held as they died, by stage
         of_the_dead: the keys of `brought` by lives that have died since
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
+        own_timelines: the first round of the timeline that the newest of them was on
         stayed: the peers that were still there as faults had ceased, with their stages
         ends: where the furthest of them stood in each stage
     """
@@ -104,6 +105,7 @@ class Records:
     died: Counter[int] = field(default_factory=Counter)
     of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
     own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
+    own_timelines: dict[tuple[str, int], int] = field(default_factory=dict)
     stayed: set[tuple[str, int]] = field(default_factory=set)
     ends: dict[int, Place] = field(default_factory=dict)
     moves: int = 0
@@ -300,7 +302,7 @@ class Invariants:
 
     async def _taken_over(self, call: Any, loop: Any, state: Any, **options: Any) -> None:
         """Who takes over weights reports what it had brought to updates that have not led to them."""
-        step, metrics, strategy = loop.step, loop._context.metrics, loop._trainer.strategy
+        metrics, strategy = loop._context.metrics, loop._trainer.strategy
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         own = dict(self.records.own_work[HOST.get().name, loop._stage])
         await call(state, **options)
@@ -309,8 +311,10 @@ class Invariants:
         if type(strategy) is not RoundStrategy:
             return
         held = {each for _, ids in self._history(place) for each in ids}
-        # A rewind's samples are read again.
-        end = None if state.timeline == step.timeline else state.timeline.first_optimizer_step
+        # What a rewind has given up is read again; a peer that served another stage meanwhile may have missed several.
+        since = self.records.own_timelines.get((HOST.get().name, loop._stage), 0)
+        passed = {begun.timeline for _, begun in self._line(place) if begun.timeline.first_round > since}
+        end = min((timeline.first_optimizer_step for timeline in passed), default=None)
         lacking = {each for made_at, ids in own.items() if end is None or made_at < end for each in ids} - held
         told = metrics.lost_samples._value.get() - before
         if self._size(lacking) + pending > told:
@@ -331,6 +335,7 @@ class Invariants:
         await call(settlement)
         own = self.records.own_work[HOST.get().name, stage]
         own[step.optimizer_step] = set(self.records.shares[mine])
+        self.records.own_timelines[HOST.get().name, stage] = step.timeline.first_round
         place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
         beginning = self.records.beginnings[place]
         ids = tuple(sorted(each for share in self.shares_in(place) for each in share))
@@ -524,10 +529,17 @@ class Invariants:
                 self._tube.violation(f"{host} has settled {settled} rounds in a row, and keeps no snapshot")
 
     def _history(self, place: Place) -> Iterator[tuple[int, tuple[bytes, ...]]]:
+        """The rounds that ended with the updates that have led to a place, and the microbatches of each."""
+        for (_, _, number, _), beginning in self._line(place):
+            if beginning.parent is not None and beginning.ids is not None:
+                yield number, beginning.ids
+
+    def _line(self, place: Place) -> Iterator[tuple[Place, Beginning]]:
+        """All that has led to a place, the newest first."""
         while True:
             beginning = self.records.beginnings[place]
+            yield place, beginning
             if beginning.parent is not None and beginning.ids is not None:
-                yield place[2], beginning.ids
                 place = beginning.parent
                 continue
             timeline = beginning.timeline

@@ -702,6 +702,19 @@ def test_a_run_goes_on_with_the_settings_that_its_states_are_of(tmp_path, sectio
         plan_checkpoints(changed, tmp_path, options)
 
 
+def test_what_has_changed_since_a_checkpoint_is_told(tmp_path, caplog):
+    """Somebody may have left a `--set` out of the command."""
+    url = str(tmp_path / "checkpoints")
+    CheckpointStore(url).save(3, MANIFEST, states_of(3))
+    options = CheckpointOptions(resume=url)
+    plan_checkpoints(MANIFEST, tmp_path, options)
+    assert "setting_changed" not in caplog.text
+    training = MANIFEST.training.model_copy(update={"steps": 999})
+    plan_checkpoints(MANIFEST.model_copy(update={"training": training}), tmp_path, options)
+    [told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
+    assert told == f"setting_changed setting=training.steps checkpoint={MANIFEST.training.steps} now=999"
+
+
 def test_a_momentum_may_change_when_a_run_goes_on_but_not_end(tmp_path):
     def with_momentum(momentum):
         optimizer = MANIFEST.optimizer.model_copy(update={"name": "sgd", "momentum": momentum})

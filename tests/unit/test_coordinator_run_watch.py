@@ -151,6 +151,19 @@ def test_a_line_says_how_the_peers_of_each_stage_spend_their_time(tmp_path):
     assert (watch.optimizer_step, watch.round_number) == (1, 0)
 
 
+def test_a_step_is_shown_before_the_first_line():
+    """After a resumption, a restart of the coordinator, or while no step can be believed."""
+    watch = make_watch()
+    assert watch.shown_step == 0
+    watch.begun_at = 4
+    assert watch.shown_step == 4
+    far = [peer(name, 1, optimizer_step=step) for name, step in (("c", 7), ("d", 8), ("liar", 2**40))]
+    watch.observe(SwarmView(2, (peer("a", 0, optimizer_step=6), *far)), {}, now=0.0)
+    assert (watch.shown_step, watch.optimizer_step) == (8, 0)
+    watch.observe(VIEW, {"a": record(report(1))}, now=1.0)
+    assert watch.shown_step == watch.optimizer_step == 1
+
+
 def test_a_note_gives_a_terminal_no_commands():
     note = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e[red]\nnote"
     view = SwarmView(2, (replace(peer("a", 0), note=note, is_reachable=False),))
