@@ -11,14 +11,22 @@ import anyio
 
 from coordinator.run.addresses import COORDINATOR, PEERS, read_known
 from coordinator.run.invites import INVITE
+from coordinator.watch.journal import read_events
+from coordinator.watch.run_file import MODEL
 from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.network.addresses import listening
 
 RUNS = Path("runs")
+CHECKPOINTS = "checkpoints"
 
 
-def addresses_of_run(run: Path | None, initial_peers: Sequence[str], runs: Path = RUNS) -> list[str]:
+Answering = Callable[[Sequence[str]], Awaitable[list[str]]]
+
+
+def addresses_of_run(
+    run: Path | None, initial_peers: Sequence[str], runs: Path = RUNS, answering: Answering = listening
+) -> list[str]:
     """The addresses through which a command finds its run: those given, those in its folder, or those of a live run.
 
     Says on stderr which run it has found.
@@ -27,9 +35,10 @@ def addresses_of_run(run: Path | None, initial_peers: Sequence[str], runs: Path 
         run: folder of the run
         initial_peers: addresses that were given
         runs: where to look for the folder of a live run
+        answering: tells at which of some addresses somebody listens
 
     Raises:
-        UserError: both are given, or no run is found there
+        UserError: both are given, or no run is found there, or it is over
     """
     if run is not None and initial_peers:
         raise UserError(f"{run} and --initial-peers: both name a run; leave one of them out")
@@ -39,6 +48,8 @@ def addresses_of_run(run: Path | None, initial_peers: Sequence[str], runs: Path 
         addresses = _known_in(run)
         if not addresses:
             raise UserError(f"{run}: no addresses of a run are kept there; name the folder that it writes to")
+        if (ending := _ending_of(run)) and not _answering_in(run, answering):
+            raise UserError(ending)
         return addresses
     folder, addresses = find_live_run(runs)
     print(f"The run in {folder}:", file=sys.stderr)
@@ -58,9 +69,7 @@ def folder_of_run(run: Path | None, runs: Path = RUNS) -> Path:
     return folder
 
 
-def find_live_run(
-    runs: Path, answering: Callable[[Sequence[str]], Awaitable[list[str]]] = listening
-) -> tuple[Path, list[str]]:
+def find_live_run(runs: Path, answering: Answering = listening) -> tuple[Path, list[str]]:
     """The newest run below a folder at whose addresses somebody listens, and these addresses.
 
     Args:
@@ -71,22 +80,44 @@ def find_live_run(
     """
     folders = sorted({file.parent for file in runs.glob(f"*/{COORDINATOR}")}, key=_last_written_s, reverse=True)
     for folder in folders:
-        known = _known_in(folder)
-        invites = [text for text in known if text.startswith(INVITE_PREFIX)]
-        if addresses := anyio.run(answering, [text for text in known if text not in invites]):
-            return folder, [*addresses, *invites]
-    where = (
-        f"no run in {runs} answers (the newest, {folders[0]}, may be over)" if folders else f"there is no run in {runs}"
-    )
+        if addresses := _answering_in(folder, answering):
+            return folder, [*addresses, *_invites_in(folder)]
+    where = f"there is no run in {runs}"
+    if folders:
+        where = f"no run in {runs} answers ({_ending_of(folders[0]) or f'the newest, {folders[0]}, may be over'})"
     raise UserError(f"{where}: name the folder that a live run writes to, or an address of it with --initial-peers")
+
+
+def _answering_in(folder: Path, answering: Answering) -> list[str]:
+    """The addresses that the folder holds and at which somebody listens."""
+    return anyio.run(answering, [text for text in _known_in(folder) if not text.startswith(INVITE_PREFIX)])
+
+
+def _ending_of(folder: Path) -> str | None:
+    """That the run of a folder is over, as far as its journal knows, and what is left of it; None if it is not."""
+    try:
+        events = read_events(folder)
+    except OSError:
+        return None
+    if not events or events[-1]["kind"] != "ended":
+        return None
+    left = ""
+    if (folder / MODEL).exists():
+        left = f": its model is in {folder / MODEL}"
+    elif (folder / CHECKPOINTS).exists():
+        left = f": `export --checkpoint {folder / CHECKPOINTS}` makes a model of its last checkpoint"
+    return f"the run in {folder} is over{left}"
 
 
 def _known_in(folder: Path) -> list[str]:
     """The addresses and the invite that the folder holds."""
-    invites = []
+    return [*read_known(folder / COORDINATOR), *read_known(folder / PEERS), *_invites_in(folder)]
+
+
+def _invites_in(folder: Path) -> list[str]:
     with suppress(OSError):  # there is none, or it is for its owner alone
-        invites = [(folder / INVITE).read_text().strip()]
-    return [*read_known(folder / COORDINATOR), *read_known(folder / PEERS), *invites]
+        return [(folder / INVITE).read_text().strip()]
+    return []
 
 
 def _last_written_s(folder: Path) -> float:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.watch.metrics_file import last_step
+from coordinator.watch.run_file import MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-
-MODEL = "model"
 
 
 def check_output(output: Path, steps: int | None = None) -> None:

@@ -30,7 +30,7 @@ from coordinator.run.invites import InviteBook
 from coordinator.run.lasting_peers import LastingPeers
 from coordinator.run.rebalancer import Rebalancer
 from coordinator.run.run_files import RunFiles
-from coordinator.run.run_options import MODEL, RunOptions
+from coordinator.run.run_options import RunOptions
 from coordinator.run.silent_peers import drop_silent_peers
 from coordinator.watch.contributions import Contributions
 from coordinator.watch.ending import FINISHED, see_off
@@ -38,6 +38,7 @@ from coordinator.watch.journal import Journal
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.observer import observe, observer_directory
+from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError

@@ -14,6 +14,8 @@ from swarm_peer.config import RunManifest
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+# The folder of the model beside it, once the run is finished.
+MODEL = "model"
 # Their versions may matter to somebody who repeats a run.
 PACKAGES = ("torch", "transformers", "datasets", "hivemind", "numpy")
 

@@ -11,9 +11,10 @@ import anyio
 import pytest
 
 from coordinator.checkpoints.writer import CheckpointPlan
-from coordinator.run.run_options import MODEL, RunOptions
+from coordinator.run.run_options import RunOptions
 from coordinator.watch import ending
 from coordinator.watch.ending import Farewell, see_off
+from coordinator.watch.run_file import MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView

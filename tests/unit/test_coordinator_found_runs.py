@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.run import found_runs
 from coordinator.run.found_runs import addresses_of_run, find_live_run
+from coordinator.watch.journal import Journal
 from swarm_peer.errors import UserError
 
 ID = "12D3KooWQesj3rCQXBSXiQYgCbooCQU8No5gkgRdpAaK8ahDYgsJ"
@@ -60,6 +61,30 @@ def test_the_run_that_is_found_is_named_beside_the_output(runs, monkeypatch, cap
     assert addresses_of_run(None, (), runs) == [address(2)]
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"The run in {runs / 'live'}:\n")
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        (["model", "checkpoints"], r": its model is in \S+ended/model"),
+        (["checkpoints"], r": `export --checkpoint \S+ended/checkpoints` makes a model of its last checkpoint"),
+        ([], ""),
+    ],
+)
+def test_a_run_that_is_over_is_named_as_such_with_what_is_left_of_it(runs, kept, left):
+    folder = runs / "ended"
+    for name in kept:
+        (folder / name).mkdir()
+    journal = Journal(folder)
+    journal.begin(lifetime_s=30.0, now_s=1.0)
+    journal.tell("ended", "The run has made all its steps.", 2.0)
+    with pytest.raises(UserError, match=rf"^the run in \S+ended is over{left}$"):
+        addresses_of_run(folder, (), answering=listening_at())
+    with pytest.raises(UserError, match=rf"no run in \S+ answers \(the run in \S+ended is over{left}\)"):
+        find_live_run(runs, listening_at())
+    assert addresses_of_run(folder, (), answering=listening_at(5)), "some of its peers may not have heard of it"
+    journal.tell("coordinator", "A coordinator begins to write this journal again.", 3.0)
+    assert addresses_of_run(folder, (), answering=listening_at()), "it has been resumed"
 
 
 def test_a_run_is_named_by_its_folder_or_by_addresses(runs, capsys):
