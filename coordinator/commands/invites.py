@@ -58,7 +58,7 @@ def _seconds(text: str) -> int:
 def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
     """List the invites to a run, and which peers have come by each."""
     from coordinator.run.found_runs import folder_of_run
-    from coordinator.run.invites import InviteBook
+    from coordinator.run.invites import ANY_NUMBER, InviteBook
 
     listed = InviteBook(folder_of_run(run)).listed(int(time.time()))
     if json_:
@@ -70,13 +70,25 @@ def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
     table = Table("label", "holds until", "at once", "state", "peers that came")
     for each in listed:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
-        table.add_row(each.label, until, str(each.at_once), each.state, "\n".join(each.peers))
+        at_once = "any" if each.at_once == ANY_NUMBER else str(each.at_once)
+        peers = [f"…{peer[-8:]}{state}" for peer, state in map(_parted, each.peers)]
+        table.add_row(each.label, until, at_once, each.state, "\n".join(peers))
     Console().print(table)
+
+
+def _parted(peer: str) -> tuple[str, str]:
+    """The id of a peer, and whether it was revoked."""
+    peer_id, space, state = peer.partition(" ")
+    return peer_id, space + state
 
 
 def revoke(
     whom: Annotated[
-        str, RUN, Parameter(name="LABEL|PEER", help="An invite, with all peers that came by it; or a peer.")
+        str,
+        RUN,
+        Parameter(
+            name="LABEL|PEER", help="An invite, with all peers that came by it; or a peer, by the end of its id."
+        ),
     ],
     run: RunFolder = None,
     /,

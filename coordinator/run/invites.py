@@ -30,6 +30,8 @@ STANDING_DAYS = 365
 STANDING_LABEL = "serve"
 COORDINATOR_LABEL = "coordinator"
 ANY_NUMBER = 2**20 - 1
+# Characters of a peer's id that tell it apart from others.
+LEAST_OF_ID = 6
 # Peers that are written down for each ticket. The holder of its key can make new ones all the time.
 MAX_MEMBERS = 1000
 
@@ -184,24 +186,22 @@ class InviteBook:
         return unseal(Revocations, envelope, run_id, run_id)
 
     def revoke(self, run_key: Identity, whom: str) -> str:
-        """Revoke an invite with its peers, by its label, or one peer, by its id.
+        """Revoke an invite with its peers, by its label, or one peer, by its id or the end of it.
 
         Returns:
             what was revoked, in words
 
         Raises:
-            UserError: there is no such invite, or too many were revoked
+            UserError: there is no such invite or several such peers, or too many were revoked
         """
         known = self.revocations(run_key.peer_id)
         tickets, peers = set(known.tickets), set(known.peers)
         of_label = {issued.key for issued in self.issued() if issued.label == whom}
         if of_label:
             tickets |= of_label
-        elif is_peer_id(whom):
-            peers.add(whom)
         else:
-            labels = ", ".join(sorted({issued.label for issued in self.issued()})) or "none"
-            raise UserError(f"{whom}: neither the label of an invite (known: {labels}) nor the id of a peer")
+            whom = self._peer_by(whom)
+            peers.add(whom)
         if max(len(tickets), len(peers)) > MAX_TICKETS_REVOKED:
             raise UserError(
                 f"at most {MAX_TICKETS_REVOKED} invites and as many peers can be revoked: begin another run"
@@ -209,6 +209,25 @@ class InviteBook:
         record = Revocations(serial=known.serial + 1, tickets=tuple(sorted(tickets)), peers=tuple(sorted(peers)))
         _replace(self._folder / REVOCATIONS, seal(record, run_key.peer_id, run_key), 0o644)
         return f"the invite {whom} and all peers that came by it" if of_label else f"the peer {whom}"
+
+    def _peer_by(self, text: str) -> str:
+        """The peer of this id, or that has come and whose id ends like this, as `status` shows it.
+
+        Raises:
+            UserError: there is none, or several
+        """
+        if is_peer_id(text):
+            return text
+        come = {peer for peers in self.members().values() for peer in peers}
+        found = sorted(peer for peer in come if len(text) >= LEAST_OF_ID and peer.endswith(text))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UserError(f"{text}: the ids of {len(found)} peers end like this: {', '.join(found)}")
+        labels = ", ".join(sorted({issued.label for issued in self.issued()})) or "none"
+        raise UserError(
+            f"{text}: neither the label of an invite (known: {labels}) nor the id of a peer, or its end, that has come"
+        )
 
 
 def _write_secret(path: Path, text: str) -> None:

@@ -48,7 +48,9 @@ def test_invites_are_listed_with_their_peers_and_revoked_by_label_or_peer(book, 
     with pytest.raises(UserError, match=r"neither the label of an invite \(known: alice, bob\) nor the id of a peer"):
         book.revoke(run_key, "carol")
     assert book.revoke(run_key, "alice") == "the invite alice and all peers that came by it"
-    assert book.revoke(run_key, bob) == f"the peer {bob}"
+    with pytest.raises(UserError, match="neither the label of an invite"):
+        book.revoke(run_key, bob[-5:])  # too short to be meant
+    assert book.revoke(run_key, bob[-8:]) == f"the peer {bob}"
     assert book.revocations(run_key.peer_id).serial == 2
     now = int(time.time())
     assert [(each.label, each.state, each.peers) for each in book.listed(now)] == [
