@@ -62,9 +62,35 @@ def _exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 
 
+class RepeatFilter(logging.Filter):
+    """Lets the same complaint about a record of the DHT through once a minute: each look finds that record again."""
+
+    EVENT = "invalid_record"
+    EVERY_S = 60.0
+    MOST_REMEMBERED = 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be written."""
+        message = record.getMessage()
+        if not message.startswith(self.EVENT):
+            return True
+        if record.created < self._next_s.get(message, 0.0):
+            return False
+        if len(self._next_s) >= self.MOST_REMEMBERED:
+            self._next_s.clear()
+        self._next_s[message] = record.created + self.EVERY_S
+        return True
+
+
 def configure_logging(level: str) -> None:
     """Log to stderr as `time level event key=value`; other libraries log errors alone."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RepeatFilter())
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
     for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")

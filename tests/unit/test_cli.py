@@ -1,5 +1,6 @@
 """The command lines as newcomers type them: what --help shows, and one line for each mistake, before anything heavy."""
 
+import logging
 import re
 import sys
 
@@ -36,6 +37,22 @@ def run(monkeypatch, capsys):
         return code, said.out, said.err
 
     return run_line
+
+
+def test_a_bad_record_is_complained_of_once_a_minute():
+    filter_ = swarm_peer.cli.RepeatFilter()
+
+    def passes(message, at_s):
+        record = logging.LogRecord("dht", logging.WARNING, "", 0, message, (), None)
+        record.created = at_s
+        return filter_.filter(record)
+
+    revoked, expired = "invalid_record key=1 reason=revoked", "invalid_record key=1 reason=expired"
+    assert [passes(revoked, at_s) for at_s in (0.0, 0.5, 59.0, 60.0, 61.0)] == [True, False, False, True, False]
+    assert passes(expired, 61.0)
+    assert all(passes("moving from=1 to=2", at_s) for at_s in (0.0, 1.0)), "what happens twice is told twice"
+    assert [passes(f"invalid_record key={number}", 0.0) for number in range(3000)] == [True] * 3000
+    assert len(filter_._next_s) <= filter_.MOST_REMEMBERED
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

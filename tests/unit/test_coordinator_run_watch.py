@@ -14,7 +14,7 @@ from coordinator.run.run_files import RunFiles
 from coordinator.watch.contributions import Contributions
 from coordinator.watch.happenings import Happenings
 from coordinator.watch.journal import Journal
-from coordinator.watch.live import peers_table, run_table
+from coordinator.watch.live import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line, whole_lines
 from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, RETURN_PATIENCE, VALIDATION_WAIT_S, RunWatch
@@ -162,6 +162,16 @@ def test_a_step_is_shown_before_the_first_line():
     assert (watch.shown_step, watch.optimizer_step) == (8, 0)
     watch.observe(VIEW, {"a": record(report(1))}, now=1.0)
     assert watch.shown_step == watch.optimizer_step == 1
+
+
+def test_who_looks_on_is_told_that_the_run_went_back(capsys):
+    watch, live = make_watch(), LiveView(10)
+    for step in (3, 7, 5, 6):
+        watch.begun_at = step
+        live.update(watch)
+    out = capsys.readouterr().out
+    assert out.count("gone back") == 1
+    assert "The run has gone back from optimizer step 7: events.jsonl says why." in out
 
 
 def test_a_note_gives_a_terminal_no_commands():
