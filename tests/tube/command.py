@@ -96,8 +96,8 @@ def seeds(
 
     Args:
         mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates); or short
-            (synchronous, with a text that the run passes over more than once) or finish (synchronous, a run that comes
-            to its last step)
+            (synchronous, with a text that the run passes over more than once), or finish, finish-delayed or
+            finish-periodic (a run that comes to its last step)
         each_mode: so many seeds more in each of these modes
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
             has changed

@@ -12,9 +12,11 @@ from unittest.mock import patch
 
 import anyio
 import torch
+from delayed import DelayedInvariants
 from hosts import Host
 from invariants import Beginning, Invariants, around, same_weights
 from loop import HOST
+from periodic import PeriodicInvariants
 from transformers import AutoModelForCausalLM
 
 import coordinator.run.service as service_module
@@ -130,3 +132,11 @@ class FinishInvariants(Invariants):
             hidden = trainer.evaluate(tokens_BS, hidden)
         assert hidden is not None
         return float(hidden.sum())
+
+
+class FinishDelayedInvariants(FinishInvariants, DelayedInvariants):
+    """The same where updates are delayed."""
+
+
+class FinishPeriodicInvariants(FinishInvariants, PeriodicInvariants):
+    """The same where stage-mates average periodically."""

@@ -18,8 +18,9 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
+from coordinator.watch.ending import ENDED_BY_OPERATOR
 from swarm_peer.config import PeerOptions
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
@@ -94,10 +95,17 @@ async def run_coordinator(
         await host.ended.wait()
         tasks.cancel_scope.cancel()
 
+    async def coordinate(service: RunService) -> None:
+        try:
+            if await service.run():
+                await service.end()
+        except SwarmError:  # if the operator ends it after its last step, it says that it has no model
+            if service.ended != ENDED_BY_OPERATOR:
+                raise
+
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop)
-        if await host.service.run():
-            await host.service.end()
+        await coordinate(host.service)
         tasks.cancel_scope.cancel()
 
 

@@ -45,9 +45,15 @@ class Schedule:
     def mode(self) -> str:
         """How stage-mates average: a mode of the manifest, or `eager` for delayed with eager updates.
 
-        `short` and `finish` stand for synchronous averaging, over a short text or in a run of few optimizer steps.
+        `short` and `finish` stand for synchronous averaging, over a short text or in a run of few optimizer steps;
+        `finish-delayed` and `finish-periodic` for the same in the other modes.
         """
         return self.seed.rpartition("-")[0] or "synchronous"
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the run has few optimizer steps, and comes to its end."""
+        return self.mode.startswith("finish")
 
     @classmethod
     def draw(cls, seed: str, only: Sequence[int] | None = None) -> Schedule:

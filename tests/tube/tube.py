@@ -23,7 +23,7 @@ import torch
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
-from finish import FinishInvariants, num_steps
+from finish import FinishDelayedInvariants, FinishInvariants, FinishPeriodicInvariants, num_steps
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
@@ -72,12 +72,15 @@ WATCHES: dict[str, type[Invariants]] = {
     "eager": EagerInvariants,
     "short": ShortInvariants,
     "finish": FinishInvariants,
+    "finish-delayed": FinishDelayedInvariants,
+    "finish-periodic": FinishPeriodicInvariants,
 }
 
 
 def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
-    steps, validation_every = (num_steps(seed), 5) if mode == "finish" else (1000, 0)
+    steps, validation_every = (num_steps(seed), 5) if mode.startswith("finish") else (1000, 0)
+    averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous"}.get(mode, mode)
     return RunManifest.model_validate(
         {
             "name": "tube",
@@ -96,7 +99,7 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
             "averaging": {
-                "mode": {"eager": "delayed", "short": "synchronous", "finish": "synchronous"}.get(mode, mode),
+                "mode": averaging.removeprefix("finish-"),
                 "eager_updates": mode == "eager",
                 "inner_steps": 5,
                 "round_timeout_s": 15.0,
@@ -409,10 +412,10 @@ class Tube:
                     return
                 done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
                 left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
-                wanted = "end" if self.schedule.mode == "finish" else f"{STEPS_AFTER} steps"
+                wanted = "end" if self.schedule.finishes else f"{STEPS_AFTER} steps"
                 self.violation(f"no {wanted} in {BOUND_S:.0f} s without faults: {left}")
                 return
-        if self.schedule.mode == "finish":
+        if self.schedule.finishes:
             await self._leave()
             return
         self.invariants.check_snapshots()
@@ -425,7 +428,7 @@ class Tube:
         Args:
             began: steps by stage as they ceased
         """
-        if self.schedule.mode == "finish":
+        if self.schedule.finishes:
             return self.invariants.finished_s is not None
         has_stepped = all(len(rounds) >= began[stage] + STEPS_AFTER for stage, rounds in self._committed.items())
         return has_stepped and not self._revoked_peers()
