@@ -7,9 +7,10 @@ provider takes all its machines back at once, the coordinator's checkpoints are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -66,6 +67,7 @@ class CheckpointGiver:
         timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
         await self._give(checkpoint, timeline)
         step = timeline.first_optimizer_step
+        _tell_changes(checkpoint, self._manifest)
         log.info("resuming optimizer_step=%d round=%d path=%s", step, first_round, checkpoint.path)
         return timeline
 
@@ -122,3 +124,19 @@ class CheckpointGiver:
             state = await self._threads.run(checkpoint.load_stage, stage)
             state = replace(state, round_number=timeline.first_round, timeline=timeline)
             await self._snapshots.store_snapshot(stage, state)
+
+
+def _tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:
+    """Log what the run does otherwise from now on: the user may have left something out of the command."""
+    was, now = (dict(_settings(each.model_dump(mode="json"))) for each in (checkpoint.manifest, manifest))
+    for key in sorted(was.keys() | now.keys()):
+        if was.get(key) != now.get(key):
+            log.warning("setting_changed setting=%s checkpoint=%s now=%s", key, was.get(key), now.get(key))
+
+
+def _settings(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

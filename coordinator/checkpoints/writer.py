@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 
@@ -71,7 +70,6 @@ def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOpt
     checkpoint = find_checkpoint(options.resume) if options.resume is not None else None
     if checkpoint is not None:
         _check_fits(checkpoint, manifest)
-        _tell_changes(checkpoint, manifest)
     snapshot_every = manifest.recovery.snapshot_every
     every = snapshot_every if options.checkpoint_every is None else options.checkpoint_every
     if not every:
@@ -113,22 +111,6 @@ def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:
             f"--resume {checkpoint.path}: it has {checkpoint.optimizer_step} optimizer steps, and training.steps is "
             f"{manifest.training.steps}: raise it with --set training.steps=N"
         )
-
-
-def _tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:
-    """Log what the run does otherwise from now on: the user may have left something out of the command."""
-    was, now = (dict(_settings(each.model_dump(mode="json"))) for each in (checkpoint.manifest, manifest))
-    for key in sorted(was.keys() | now.keys()):
-        if was.get(key) != now.get(key):
-            log.warning("setting_changed setting=%s checkpoint=%s now=%s", key, was.get(key), now.get(key))
-
-
-def _settings(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 class CheckpointWriter:

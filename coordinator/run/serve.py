@@ -22,6 +22,7 @@ from coordinator.run.run_options import RunOptions, check_output
 from coordinator.run.service import RunService
 from coordinator.run.show import shown
 from coordinator.run.way_in import WayIn
+from coordinator.watch.ending import FINISHED
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
@@ -231,33 +232,35 @@ async def _check_known_run(
             f"configuration that the run began with, or begin another run with another --identity-path"
         )
     if not resume and (end := await find_end(dht, run_id)) is not None:
-        raise UserError(f"run {run_id} has ended: {end.reason}; go on from its checkpoint with --resume")
+        way_on = "" if end.reason == FINISHED else "; go on from its checkpoint with --resume"
+        raise UserError(f"run {run_id} has ended: {end.reason}{way_on}")
     if resume and is_alive:
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
 
 
 async def _serve(service: RunService, plan: CheckpointPlan) -> None:
+    is_saved = False
+
     async def stop_on_signal() -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
                 without = "" if plan.resume is None else " without --resume"
-                print(
-                    "This coordinator stops. The run's peers train on; "
-                    f"the same command{without} coordinates them again.",
-                    flush=True,
-                )
+                way_on = f"The run's peers train on; the same command{without} coordinates them again."
+                way_on = "The run is over, but peers that have not heard of it may wait." if is_saved else way_on
+                print(f"This coordinator stops. {way_on}", flush=True)
                 tasks.cancel_scope.cancel()
                 return
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop_on_signal)
-        if await service.run():
+        if is_saved := await service.run():
             print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
             await service.end()
         else:
             print(f"The run has ended: {service.ended}.", flush=True)
-            if plan.store is not None and (newest := await to_thread.run_sync(plan.store.newest, service.manifest)):
+            store = None if service.ended == FINISHED else plan.store
+            if store is not None and (newest := await to_thread.run_sync(store.newest, service.manifest)):
                 step, path = newest.optimizer_step, newest.path
                 print(f"Go on from optimizer step {step} with the same command and --resume {path}", flush=True)
         tasks.cancel_scope.cancel()

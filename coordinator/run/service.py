@@ -155,6 +155,7 @@ class RunService:
             SwarmError: libp2p's daemon has died, or the run was ended before its model was saved
         """
         self._options.check_output(self.manifest)
+        was_saved = self.model_folder.exists()  # by an earlier process, which told nobody
         self._dht.keep_run(self._run_id, self.manifest)
         with (
             closing(self._open_files()) as files,
@@ -171,7 +172,7 @@ class RunService:
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
                     if coordination.acts and self._steps_are_done():
-                        saved = self.model_folder.exists() or await self._export(transport)
+                        saved = was_saved or await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
                 files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")
                 tasks.cancel_scope.cancel()

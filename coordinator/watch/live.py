@@ -36,7 +36,7 @@ class LiveView:
         self._live = Live(console=self._console, refresh_per_second=2, transient=False)
         self._printed_at = 0.0
         self._printed_step = -1
-        self._shown_step = 0
+        self._last_step = 0
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -53,9 +53,9 @@ class LiveView:
 
     def update(self, watch: RunWatch) -> None:
         """Show the run as it is now."""
-        if watch.shown_step < self._shown_step:
-            self.print(f"The run has gone back from optimizer step {self._shown_step}: events.jsonl says why.")
-        self._shown_step = watch.shown_step
+        if watch.lines and watch.optimizer_step < self._last_step:
+            self.print(f"The run has gone back from optimizer step {self._last_step}: events.jsonl says why.")
+        self._last_step = watch.optimizer_step
         if not self._console.is_terminal:
             self._print_line(watch)
             return

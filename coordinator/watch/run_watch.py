@@ -79,9 +79,9 @@ class RunWatch:
 
     @property
     def shown_step(self) -> int:
-        """Finished steps to show; before this watch has seen one, those that are known of otherwise."""
+        """Finished steps to show; before this watch has seen as many, those that are known of otherwise."""
         if self.lines:
-            return self.optimizer_step
+            return max(self.begun_at, self.optimizer_step)
         stages = [self.view.serving(stage) for stage in range(self.view.num_stages)]
         announced = [median_low(peer.optimizer_step for peer in peers) for peers in stages if peers]
         return max([self.begun_at, *announced])
@@ -130,6 +130,8 @@ class RunWatch:
         new = []
         while (line := self._next_line(now)) is not None:
             new.append(line)
+            if line["optimizer_step"] <= self.optimizer_step:  # the run has gone back
+                self.begun_at = 0
             self.lines = [known for known in self.lines if known["optimizer_step"] < line["optimizer_step"]]
             self.lines.append(line)
             for old in self.lines[:-LINES_KEPT]:
@@ -172,6 +174,7 @@ class RunWatch:
         self._validations.clear()
         self._earlier_since = None
         if given_up:
+            self.begun_at = 0
             self.returns = self.returns[0] + 1, given_up[0]["optimizer_step"] - 1
 
     def _earlier_position(self) -> Position | None:
@@ -227,7 +230,8 @@ class RunWatch:
 
 def _last_validation_loss(records: Iterable[ProgressRecord], last_round: int) -> float | None:
     """The newest validation loss of weights with which a round up to `last_round` began, if anybody tells one."""
-    shares = [each for record in records for each in record.validations if each.round_number <= last_round]
+    told = (share for record in records for share in record.validations)
+    shares = [share for share in told if share.round_number <= last_round and share.samples]
     newest = max((share.round_number for share in shares), default=None)
     shares = [share for share in shares if share.round_number == newest]
     return sum(share.loss_sum for share in shares) / sum(share.samples for share in shares) if shares else None

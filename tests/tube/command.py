@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("swarm_peer", "coordinator", "tests/tube")
 # A process keeps what its schedules have left in caches.
 SEEDS_PER_PROCESS = 50
-SUMMED = ("steps", "passes", "moves", "rewinds", "checked", "forks", "doubled", "lost", "virtual_s", "cpu_s")
+COUNTED = ("steps", "passes", "moves", "rewinds", "checked", "validated", "forks", "doubled", "lost")
 
 app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
 app.command(planted)
@@ -173,7 +173,7 @@ def _sum_up(outcomes: Sequence[Outcome]) -> bool:
         print(f"  {command_of(outcome.seed, None)}")
     print(f"{strikes.total()} faults that struck: {', '.join(f'{name} {n}' for name, n in strikes.most_common())}")
     print(f"faults in a schedule: median {statistics.median(sum(o.strikes.values()) for o in outcomes):.0f}")
-    for name in SUMMED:
+    for name in (*COUNTED, "virtual_s", "cpu_s"):
         values = [getattr(outcome, name) for outcome in outcomes]
         print(f"{name}: {sum(values):.0f}, median {statistics.median(values):.1f}")
     print(f"virtual hours: {sum(outcome.virtual_s for outcome in outcomes) / 3600:.1f}")

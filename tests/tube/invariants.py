@@ -113,6 +113,7 @@ class Records:
     forks: int = 0
     doubled: int = 0
     checked: int = 0
+    validated: int = 0
     passes: int = 0
 
 

@@ -117,6 +117,7 @@ class Outcome:
 
     Attributes:
         steps: rounds that stage 0 has committed
+        validated: shares of validations that were compared with one process's
         passes: over the text that are over
     """
 
@@ -131,6 +132,7 @@ class Outcome:
     doubled: int = 0
     lost: int = 0
     checked: int = 0
+    validated: int = 0
     passes: int = 0
     events: int = 0
     virtual_s: float = 0.0
@@ -377,6 +379,7 @@ class Tube:
     def _calm(self) -> None:
         """Faults cease."""
         self.world.note("calm")
+        self._cut_until = min(self._cut_until, self.world.loop.time())
         self.world.network.tampering.clear()
         self.checkpoint_failure = None
         for host in self.world.hosts:
@@ -601,6 +604,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.strikes = dict(world.strikes)
     outcome.moves, outcome.rewinds, outcome.forks = records.moves, records.rewinds, records.forks
     outcome.doubled, outcome.lost = records.doubled, tube.lost
-    outcome.checked, outcome.passes, outcome.events = records.checked, records.passes, world.num_events
+    outcome.checked, outcome.validated, outcome.passes = records.checked, records.validated, records.passes
+    outcome.events = world.num_events
     outcome.cpu_s = time.process_time() - began_s
     return outcome

@@ -702,19 +702,6 @@ def test_a_run_goes_on_with_the_settings_that_its_states_are_of(tmp_path, sectio
         plan_checkpoints(changed, tmp_path, options)
 
 
-def test_what_has_changed_since_a_checkpoint_is_told(tmp_path, caplog):
-    """Somebody may have left a `--set` out of the command."""
-    url = str(tmp_path / "checkpoints")
-    CheckpointStore(url).save(3, MANIFEST, states_of(3))
-    options = CheckpointOptions(resume=url)
-    plan_checkpoints(MANIFEST, tmp_path, options)
-    assert "setting_changed" not in caplog.text
-    training = MANIFEST.training.model_copy(update={"steps": 999})
-    plan_checkpoints(MANIFEST.model_copy(update={"training": training}), tmp_path, options)
-    [told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
-    assert told == f"setting_changed setting=training.steps checkpoint={MANIFEST.training.steps} now=999"
-
-
 def test_a_momentum_may_change_when_a_run_goes_on_but_not_end(tmp_path):
     def with_momentum(momentum):
         optimizer = MANIFEST.optimizer.model_copy(update={"name": "sgd", "momentum": momentum})
@@ -924,6 +911,19 @@ async def test_a_store_that_does_not_answer_is_asked_again(lost, monkeypatch):
     monkeypatch.setattr(lost.store, "newest_that", answer_late)
     lost.peers = [0, 1]
     await lost.gives((3, 3))
+
+
+async def test_what_has_changed_since_a_checkpoint_is_told(lost, caplog):
+    """Somebody may have left a `--set` out of the command."""
+    lost.save(3, 3)
+    checkpoint = lost.store.newest(lost.manifest)
+    await lost.giver.resume(checkpoint, 3)
+    assert "setting_changed" not in caplog.text
+    training = lost.manifest.training.model_copy(update={"steps": 999})
+    lost.giver._manifest = lost.manifest.model_copy(update={"training": training})
+    await lost.giver.resume(checkpoint, 3)
+    [told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
+    assert told == f"setting_changed setting=training.steps checkpoint={lost.manifest.training.steps} now=999"
 
 
 async def test_what_a_resumed_run_begins_with_stays_while_the_store_does_not_answer(lost, monkeypatch):

@@ -161,13 +161,16 @@ def test_a_step_is_shown_before_the_first_line():
     watch.observe(SwarmView(2, (peer("a", 0, optimizer_step=6), *far)), {}, now=0.0)
     assert (watch.shown_step, watch.optimizer_step) == (8, 0)
     watch.observe(VIEW, {"a": record(report(1))}, now=1.0)
-    assert watch.shown_step == watch.optimizer_step == 1
+    assert (watch.shown_step, watch.optimizer_step) == (4, 1), "lines of older steps may come first"
+    watch.observe(rewound(8, 1), {"a": record(report(1, round_number=7))}, now=2.0)
+    assert watch.shown_step == watch.optimizer_step == 1, "the run has gone back"
 
 
 def test_who_looks_on_is_told_that_the_run_went_back(capsys):
     watch, live = make_watch(), LiveView(10)
-    for step in (3, 7, 5, 6):
-        watch.begun_at = step
+    watch.begun_at = 9
+    for step in (0, 3, 7, 5, 6):
+        watch.lines = [{"optimizer_step": step, "loss": 1.0, "tokens_per_s": 1.0}] if step else []
         live.update(watch)
     out = capsys.readouterr().out
     assert out.count("gone back") == 1
@@ -322,6 +325,8 @@ def test_who_looks_once_does_not_wait_and_has_the_last_loss_that_peers_tell():
     assert "validation_loss" not in lines[0]
     assert (lines[2]["validation_loss"], lines[2]["validation_samples"]) == (0.5, 2)
     before = RunWatch(manifest, SwarmView(2), validation_wait_s=0.0)
+    nobody = Validation(round_number=6, optimizer_step=6, samples=0, loss_sum=0.0)
+    told["b"] = told["b"].model_copy(update={"validations": (*told["b"].validations, nobody)})
     before.observe(view, {"a": record(report(7), validations=[(2, 2, 9.0), (4, 2, 5.0)]), "b": told["b"]}, 0.0)
     assert before.validation_loss == 1.0
 

@@ -35,6 +35,12 @@ def test_a_file_without_any_address_is_an_error(tmp_path: Path, text: str) -> No
         read_entrance([f"@{tmp_path / 'peers'}"])
 
 
+def test_a_file_may_hold_the_line_of_an_open_run(tmp_path: Path) -> None:
+    (tmp_path / "line").write_text(f"swarm-peer --stage auto --initial-peers {ADDRESS}\n")
+    entrance = read_entrance([f"@{tmp_path / 'line'}"])
+    assert (entrance.addresses, entrance.invite) == ((ADDRESS,), None)
+
+
 def test_invites_to_several_runs_are_an_error() -> None:
     other = Invite.issue(Identity.generate(), (ADDRESS,), label="a", expires=int(time.time()) + 60, at_once=1).text()
     with pytest.raises(UserError, match="these invites are to several runs"):

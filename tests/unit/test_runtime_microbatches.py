@@ -39,16 +39,16 @@ from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.stage.rounds import RoundBook, Transfer
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step import handover as handover_module
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.wire.codecs import encode, encode_tokens, encoded_bytes
+from swarm_peer.wire.codecs import bytes_of, encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import MAX_COUNTS, CommitGradientCall, MicrobatchCall
+from swarm_peer.wire.messages import MAX_COUNTS, CommitGradientCall, GradientChunkCall, MicrobatchCall
 
 LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
 
@@ -1218,6 +1218,55 @@ async def test_a_difference_may_arrive_in_several_rounds_of_a_period(monkeypatch
         assert arrived.count(0) == arrived.count(512) == (not is_kept)
         assert staying.trainer.strategy.pending_samples == 2 * SAMPLES
         assert leaving.metric("lost_samples") == 0
+
+
+async def test_a_transfer_goes_on_where_most_has_arrived(swarm, monkeypatch):
+    """Else each round would begin at another stage-mate."""
+    monkeypatch.setattr(handover_module, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(handover_module, "CHUNKS_IN_FLIGHT", 1)
+    _, leaving, staying = await group_of_two(swarm)
+    other = await swarm.add("d", 1)
+    data = handover_module._flatten(leaving.trainer.gradient_sums()[0])
+    for mate, received in ((other, set()), (staying, {0, 512})):
+        leaving.handover._sent[mate.peer_id] = Transfer(bytes(16), data, received)
+        mate.rounds.enter(Phase.ENDING)
+    asked = []
+    call = leaving.transport.call
+
+    async def record(peer, body, tensors=(), *, timeout_s):
+        asked.append((peer, body.offset))
+        return await call(peer, body, tensors, timeout_s=timeout_s)
+
+    leaving.transport.call = record
+    assert not await leaving.handover.hand_over()
+    assert asked == [(staying.peer_id, 1024), (other.peer_id, 0)]
+
+
+async def test_what_was_given_up_half_way_takes_nobodys_place(swarm):
+    _, leaving, staying = await group_of_two(swarm)
+    silent, gone = await swarm.add("d", 1), await swarm.add("e", 1)
+    data = handover_module._flatten(leaving.trainer.gradient_sums()[0])
+    present = staying.rounds.current
+    call = GradientChunkCall(
+        manifest=swarm.manifest.hash, stage=1, round_number=present.number, transfer=bytes(16), offset=0
+    )
+
+    async def send():
+        present.transfers.pop(leaving.peer_id, None)
+        chunk = bytes_of(data)[: handover_module.CHUNK_BYTES]
+        await leaving.transport.call(staying.peer_id, call, (chunk,), timeout_s=5.0)
+
+    for other in (silent, gone):
+        present.transfers[other.peer_id] = Transfer(bytes(16), data, set(), present.number)
+    with pytest.raises(Busy):
+        await send()
+    present.transfers[silent.peer_id].round_number -= 2
+    await send()
+    assert present.transfers.keys() == {leaving.peer_id, gone.peer_id}
+    present.transfers[silent.peer_id] = Transfer(bytes(16), data, set(), present.number)
+    staying.handover._is_mate = lambda peer_id: peer_id != gone.peer_id
+    await send()
+    assert present.transfers.keys() == {leaving.peer_id, silent.peer_id}
 
 
 async def test_stage_mates_that_leave_at_once_do_not_wait_for_each_other(swarm):

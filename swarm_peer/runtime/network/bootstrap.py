@@ -120,8 +120,8 @@ async def _read_address_file(path: Path) -> list[str]:
             f"initial peers: cannot read {path} ({error.strerror}) within {ADDRESS_FILE_WAIT_S:.0f} s: check the path "
             f"and that the coordinator writes it (--address-file)"
         ) from error
-    if "swarm-peer" in addresses:  # the whole line that `swarm-coordinator invite` prints
-        addresses = [text for text in addresses if text.startswith(INVITE_PREFIX)]
+    if "--initial-peers" in addresses:  # the whole line that the coordinator prints
+        addresses = addresses[addresses.index("--initial-peers") + 1 :]
     if not addresses:
         raise UserError(f"initial peers: {path} is empty: it should hold the coordinator's addresses")
     return addresses

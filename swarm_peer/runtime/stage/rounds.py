@@ -26,11 +26,13 @@ class Transfer:
     Attributes:
         data: its bytes, uint8
         received: offsets of the chunks that have arrived
+        round_number: the round in which the last of them has
     """
 
     id: bytes
     data: torch.Tensor
     received: set[int]
+    round_number: int = 0
 
 
 class Round:

@@ -1,9 +1,9 @@
 """Gives the state that this peer trains to other peers, and the updates that a newcomer has to apply to it.
 
 A newcomer downloads a state and then applies the updates of the rounds that passed meanwhile, so this peer keeps those
-for as long as a state is being downloaded. Owns which states and updates are kept in memory, and for how long.
-Must not know when a round ends, or who asks for a state and why. Snapshots are given away by store.py; joining.py is
-the other side, which downloads.
+for as long as a state is being downloaded, and the last ones without an average in any case. Owns which states and
+updates are kept in memory, and for how long. Must not know when a round ends, or who asks for a state and why.
+Snapshots are given away by store.py; joining.py is the other side, which downloads.
 """
 
 from __future__ import annotations

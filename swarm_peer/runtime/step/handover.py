@@ -108,7 +108,7 @@ class GradientHandover:
         data = _flatten([tensor for sums, _ in works for tensor in sums])
         # Where the round ended before all had arrived, a stage-mate may have kept what had.
         self._sent = {mate: sent for mate, sent in self._sent.items() if torch.equal(sent.data, data)}
-        mates.sort(key=lambda mate: mate not in self._sent)
+        mates.sort(key=lambda mate: len(self._sent[mate].received) if mate in self._sent else 0, reverse=True)
         reason, round_is_ending = "there is no stage-mate", False
         for mate in mates:
             is_resumed = mate in self._sent
@@ -238,13 +238,21 @@ class GradientHandover:
         transfer = transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
             transfers.pop(caller, None)
+            for other in [other for other in transfers if len(transfers) >= MAX_TRANSFERS and self._is_given_up(other)]:
+                del transfers[other]
             if len(transfers) >= MAX_TRANSFERS:
                 raise Busy("other gradients are being taken over")
             data = torch.empty(self._num_bytes, dtype=torch.uint8)
             transfer = transfers[caller] = Transfer(call.transfer, data, set())
+        transfer.round_number = call.round_number
         bytes_of(transfer.data)[call.offset : call.offset + chunk.nbytes] = chunk
         transfer.received.add(call.offset)
         return Reply()
+
+    def _is_given_up(self, giver: str) -> bool:
+        """Whether nothing more comes of what a stage-mate has begun to give."""
+        transfer = self._rounds.current.transfers[giver]
+        return not self._is_mate(giver) or transfer.round_number < self._rounds.current.number - 1
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
