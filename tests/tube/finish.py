@@ -89,7 +89,7 @@ class FinishInvariants(Invariants):
             await anyio.sleep_forever()
 
     def _start_again(self, saver: Host) -> None:
-        if not self._tube._is_over:
+        if self._tube.peers():  # otherwise nobody answers, and it is refused
             self._tube.start_coordinator_again(saver)
 
     def _check_saved(self, states: Sequence[StageState]) -> None:
