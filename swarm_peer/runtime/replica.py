@@ -25,6 +25,7 @@ from swarm_peer.runtime.assembly import Assembly, PeerParts
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.data.slices import load_tokenizer, validation_samples
+from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.wire.records import ProgressRecord, progress_key
 
@@ -35,6 +36,8 @@ PUBLISH_PROGRESS_S = 1.0
 # A leaving replica has this long to write its last replies. Calls of stage-mates that wait for a round are not
 # answered.
 LAST_REPLIES_S = 3.0
+# For a job of the device thread that is under way as the time to hand over is up.
+LAST_JOB_S = 5.0
 
 
 class StageReplica:
@@ -210,10 +213,14 @@ class StageReplica:
             with anyio.move_on_after(LAST_REPLIES_S):
                 await self._peer.transport.answered()
             await parts.step_loop.leave(may_end_round=not self.leaves_timeline)
-        has_gradient = self.step.phase is not Phase.LEFT
-        if grace.cancelled_caught and has_gradient and (samples := self._trainer.strategy.pending_samples):
+        if grace.cancelled_caught and self.step.phase is not Phase.LEFT:
+            samples = self._trainer.strategy.pending_samples
+            # In the device thread, where microbatches are counted: one that is under way is among them, or fails.
+            with anyio.move_on_after(LAST_JOB_S):
+                samples = await parts.core.device_thread.run(Priority.STEP, parts.core.executor.give_up)
             self._peer.context.metrics.lost_samples.inc(samples)
-            log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, grace_s)
+            if samples:
+                log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, grace_s)
 
     async def say_goodbye(self) -> None:
         """Tell those who call this replica that it is gone."""

@@ -1220,6 +1220,21 @@ async def test_a_difference_may_arrive_in_several_rounds_of_a_period(monkeypatch
         assert leaving.metric("lost_samples") == 0
 
 
+async def test_what_is_under_way_as_its_peer_gives_up_is_lost_with_the_rest_or_fails(swarm):
+    """Else it would be counted here and reported by nobody, and its caller would count it as well."""
+    first, leaving, _ = await group_of_two(swarm)
+    release = await leaving.occupy()
+    call = first.transport.call(leaving.peer_id, make_call(swarm, 7), make_tensors(tokens(7)), timeout_s=20.0)
+    calling = asyncio.ensure_future(call)
+    await until(lambda: leaving.admission.admitted == 1)
+    giving_up = asyncio.ensure_future(leaving.device_thread.run(Priority.STEP, leaving.executor.give_up))
+    release.set()
+    assert await giving_up == SAMPLES
+    with pytest.raises(NotServing, match="this peer leaves"):
+        await calling
+    assert leaving.trainer.num_samples == SAMPLES
+
+
 async def test_a_transfer_goes_on_where_most_has_arrived(swarm, monkeypatch):
     """Else each round would begin at another stage-mate."""
     monkeypatch.setattr(handover_module, "CHUNK_BYTES", 512)

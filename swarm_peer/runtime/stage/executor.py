@@ -16,7 +16,7 @@ import anyio
 import torch
 
 from swarm_peer.config import Codec
-from swarm_peer.errors import HopFailed, InvalidMessage, RoundClosed, first_line
+from swarm_peer.errors import HopFailed, InvalidMessage, NotServing, RoundClosed, first_line
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
@@ -96,6 +96,7 @@ class StageExecutor:
         self._next_stage = next_stage
         self._metrics = context.metrics
         self._replies_kept = replies_kept
+        self._has_given_up = False
         self._query_turn = anyio.Lock()
         self._query_seconds = 0.0  # that the last query took of the device thread
         self._query_ended = -math.inf
@@ -196,6 +197,15 @@ class StageExecutor:
 
     # The rest runs in the device thread.
 
+    def give_up(self) -> int:
+        """Count no microbatch any more: this peer leaves, and brings none to an average.
+
+        Returns:
+            the samples whose work is lost; callers have those that come after it computed elsewhere
+        """
+        self._has_given_up = True
+        return self._trainer.strategy.pending_samples
+
     def _forward(self, entered: Round, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         trainer, wire = self._trainer, self._resolved.manifest.wire
         # The round may have ended since this microbatch came: no round waits for queries, and a rewind for nothing.
@@ -232,7 +242,10 @@ class StageExecutor:
 
         Raises:
             InvalidMessage: the gradient that came back from the next stage cannot be used
+            NotServing: this peer has given up
         """
+        if self._has_given_up:
+            raise NotServing("this peer leaves, and hands nothing over any more")
         trainer, codec = self._trainer, self._resolved.manifest.wire.gradients
         assert passed.graph is not None
         grad_BTD = None
