@@ -38,7 +38,7 @@ class RunFiles:
         clock: Clock,
         on_line: Callable[[MetricsLine], None],
     ):
-        self._metrics = MetricsFile(folder, resume)
+        self._metrics = MetricsFile(folder, resume, clock.unix_s)
         self._num_returns = 0
         self._journal = journal
         self._contributions = contributions
@@ -67,6 +67,11 @@ class RunFiles:
     def optimizer_step(self) -> int:
         """The optimizer step of the last line of metrics.jsonl; 0 if there is none."""
         return self._metrics.optimizer_step
+
+    @property
+    def written_s(self) -> float:
+        """When the last line of metrics.jsonl was written, in Unix seconds; 0 if there is none."""
+        return self._metrics.written_s
 
     def has_made(self, optimizer_step: int, round_number: int) -> bool:
         """Whether metrics.jsonl has the line of an optimizer step, made in this round."""

@@ -155,7 +155,7 @@ class RunService:
             SwarmError: libp2p's daemon has died, or the run was ended before its model was saved
         """
         self._options.check_output(self.manifest)
-        was_saved = self.model_folder.exists()  # by an earlier process, which told nobody
+        was_saved = self.model_folder.exists()  # by an earlier process, which may have told nobody
         self._dht.keep_run(self._run_id, self.manifest)
         with (
             closing(self._open_files()) as files,
@@ -168,10 +168,11 @@ class RunService:
                 tasks.start_soon(self._dht.watch)
                 await self._find_beginning(transport, tasks, files, Path(scratch))
                 coordination = await self._begin(transport, tasks, files)
-                saved = False
+                saved, was_saved = False, was_saved and not self._beginning.has_begun_after(files.written_s)
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
-                    if coordination.acts and self._steps_are_done():
+                    # Too few peers may be left to tell that all steps are done.
+                    if coordination.acts and (was_saved or self._steps_are_done()):
                         saved = was_saved or await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
                 files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")

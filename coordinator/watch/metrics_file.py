@@ -136,6 +136,11 @@ class MetricsFile:
         """The optimizer step of the last line; 0 if there is none."""
         return self._lines[-1]["optimizer_step"] if self._lines else 0
 
+    @property
+    def written_s(self) -> float:
+        """When the last line was written, in Unix seconds; 0 if there is none."""
+        return self._lines[-1].get("time", 0.0) if self._lines else 0.0
+
     def has_made(self, optimizer_step: int, round_number: int) -> bool:
         """Whether the run has come to an optimizer step in this round, and has not gone back to before it since."""
         return any(

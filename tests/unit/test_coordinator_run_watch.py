@@ -646,6 +646,12 @@ def written(folder):
     return lines
 
 
+def test_when_the_last_line_was_written(tmp_path):
+    assert MetricsFile(tmp_path).written_s == 0.0
+    MetricsFile(tmp_path, unix_s=lambda: 77.5).write(make_line(1))
+    assert MetricsFile(tmp_path, resume=True).written_s == 77.5
+
+
 @pytest.mark.parametrize("validation_loss", [None, 1.25])
 def test_metrics_are_on_disk_at_once(tmp_path, validation_loss):
     metrics = MetricsFile(tmp_path / "run" / "output")

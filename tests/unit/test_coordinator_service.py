@@ -211,6 +211,17 @@ async def test_which_beginning_of_a_run_is_believed(tmp_path, own, known, is_tak
     assert beginning.record() == records[is_taken]
 
 
+async def test_a_run_that_was_resumed_since_is_not_the_one_that_was_saved(tmp_path):
+    """Its peers would be told to go."""
+    known = TimelineRecord(first_round=9, first_optimizer_step=5, begun=100)
+    found = Beginning(Board(tmp_path, {timeline_key("run"): known}), "run", 500)
+    nothing = Beginning(Board(tmp_path, {}), "run", 500)
+    for beginning in (found, nothing):
+        await beginning.find()
+    assert [found.has_begun_after(at_s) for at_s in (99.0, 100.0, 300.0)] == [True, False, False]
+    assert not nothing.has_begun_after(99.0), "this process has begun then, and not the run"
+
+
 class Coordination:
     """Says what is ordered in a term of one's own."""
 
