@@ -214,9 +214,9 @@ class AveragingSection(Section):
     inner_steps: int = Field(50, ge=2)
     """for periodic: optimizer steps of a period; snapshots, validations and the last step are at the ends of periods"""
     outer_learning_rate: float = Field(0.7, gt=0)
-    """for periodic: learning rate of the step that ends a period"""
+    """for periodic: learning rate of the step that ends a period; 1 is better for periods of some ten steps"""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
-    """for periodic: Nesterov momentum of the step that ends a period"""
+    """for periodic: Nesterov momentum of the step that ends a period; 0 is better for periods of some ten steps"""
     eager_updates: bool = True
     """for delayed: until the average of a step is there, each peer goes on from an update by its own gradient; costs
     three more values of host memory for each parameter, and saves most of the loss that the delay costs"""
