@@ -19,6 +19,7 @@ from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
+from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
@@ -79,7 +80,7 @@ def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOpt
             f"--checkpoint-every {every}: checkpoints are made of the snapshots that peers keep every "
             f"recovery.snapshot_every={snapshot_every} optimizer steps; name a multiple of it, or change it"
         )
-    url = options.checkpoints or str(output / "checkpoints")
+    url = options.checkpoints or str(output / CHECKPOINTS)
     return CheckpointPlan(CheckpointStore(url, options.keep_checkpoints), every, checkpoint)
 
 

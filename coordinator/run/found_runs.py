@@ -12,13 +12,12 @@ import anyio
 from coordinator.run.addresses import COORDINATOR, PEERS, read_known
 from coordinator.run.invites import INVITE
 from coordinator.watch.journal import read_events
-from coordinator.watch.run_file import MODEL
+from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.network.addresses import listening
 
 RUNS = Path("runs")
-CHECKPOINTS = "checkpoints"
 
 
 Answering = Callable[[Sequence[str]], Awaitable[list[str]]]

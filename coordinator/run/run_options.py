@@ -16,8 +16,8 @@ def check_output(output: Path, steps: int | None = None) -> None:
     """Make the folder of a run, and check that none has ended there.
 
     Args:
-        steps: of the run that is to be gone on with. If it has made them there, it may not have been told so: its
-            coordinator was killed as it had saved the model.
+        steps: optimizer steps of a run that may have ended there all the same: its coordinator may have been killed
+            after it had saved the model, before all peers had heard of it; None if it would begin anew
 
     Raises:
         UserError: one has, or the folder cannot be made

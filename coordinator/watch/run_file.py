@@ -14,8 +14,9 @@ from swarm_peer.config import RunManifest
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-# The folder of the model beside it, once the run is finished.
+# Folders beside it: of the model once the run is finished, and of checkpoints.
 MODEL = "model"
+CHECKPOINTS = "checkpoints"
 # Their versions may matter to somebody who repeats a run.
 PACKAGES = ("torch", "transformers", "datasets", "hivemind", "numpy")
 
