@@ -70,8 +70,9 @@ class RunFiles:
 
     @property
     def written_s(self) -> float:
-        """When the last line of metrics.jsonl was written, in Unix seconds; 0 if there is none."""
-        return self._metrics.written_s
+        """When the last optimizer step, or the run's end, was written down, in Unix seconds; 0 if neither was."""
+        endings = (event["time"] for event in self._journal.newest if event["kind"] == "ended")
+        return max(self._metrics.written_s, *endings, 0.0)
 
     def has_made(self, optimizer_step: int, round_number: int) -> bool:
         """Whether metrics.jsonl has the line of an optimizer step, made in this round."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
+from coordinator.watch.journal import has_ended
 from coordinator.watch.metrics_file import last_step
 from coordinator.watch.run_file import MODEL
 from swarm_peer.config import RunManifest
@@ -26,7 +27,7 @@ def check_output(output: Path, steps: int | None = None) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
-    if (output / MODEL).exists() and (steps is None or last_step(output) != steps):
+    if (output / MODEL).exists() and (steps is None or not (last_step(output) == steps or has_ended(output))):
         raise UserError(f"{output / MODEL} is there already: name another --output, or move it away")
 
 

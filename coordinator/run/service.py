@@ -172,12 +172,12 @@ class RunService:
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
                     # Too few peers may be left to tell that all steps are done.
-                    if coordination.acts and (was_saved or self._steps_are_done()):
+                    if coordination.acts and (was_saved or self.watch.has_finished):
                         saved = was_saved or await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
                 files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")
                 tasks.cancel_scope.cancel()
-        if not saved and coordination.acts and self._steps_are_done() and self.ended != FINISHED:
+        if not saved and coordination.acts and self.watch.has_finished and self.ended != FINISHED:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
@@ -308,11 +308,8 @@ class RunService:
         await coordination.assign(self._rebalancer.assignments(), self._rebalancer.policy.reason)
         self.metrics.count_moves(self._rebalancer.policy.num_moves)
 
-    def _steps_are_done(self) -> bool:
-        return self.watch.optimizer_step >= self.manifest.training.steps
-
     async def _look_for_end(self) -> None:
-        self.ended = await wait_for_end(self._dht, self._run_id, self._steps_are_done)
+        self.ended = await wait_for_end(self._dht, self._run_id, lambda: self.watch.has_finished)
 
     async def end(self) -> None:
         """Tell the peers, and other coordinators, that the run is finished, and wait until they have gone."""

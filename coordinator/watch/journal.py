@@ -9,6 +9,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast, get_args
 
@@ -35,6 +36,13 @@ def read_events(folder: Path) -> list[Event]:
     except FileNotFoundError:
         return []
     return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a coordinator has told in this folder that the run is over."""
+    with suppress(OSError):
+        return any(event["kind"] == "ended" for event in read_events(folder))
+    return False
 
 
 def _parse(line: str) -> Event | None:

@@ -36,6 +36,7 @@ class RunWatch:
         current_round: the round that stage-0 peers work on
         current_samples: samples that count in it so far
         coordination: the newest term, and the last record of its coordinator
+        has_finished: whether the run has made all its steps
         begun_at: optimizer step that the run is known to have made before this watch began, for `shown_step`
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written; None if none
         returns: how often the run has gone back to earlier rounds, and the optimizer step up to which its lines held
@@ -50,9 +51,11 @@ class RunWatch:
         self.current_samples = 0
         self.current_round = 0
         self.coordination: tuple[Term, CoordinationRecord] | None = None
+        self.has_finished = False
         self.begun_at = 0
         self.checkpoint_step: int | None = None
         self.returns = 0, 0
+        self._done_since: float | None = None  # when most peers of each stage were first seen at the last step
         self._earlier_since: float | None = None  # when most peers were first seen in earlier rounds
         # Reports that have no line yet, by round, with peers and shares of time by stage, and the time when they were
         # believed.
@@ -77,14 +80,17 @@ class RunWatch:
         """Finished steps: updates that the weights have had."""
         return self.lines[-1]["optimizer_step"] if self.lines else 0
 
+    def _announced_steps(self) -> list[int]:
+        """The optimizer step of most peers of each stage, or an earlier one; 0 for a stage without peers."""
+        stages = [self.view.serving(stage) for stage in range(self.view.num_stages)]
+        return [median_low(peer.optimizer_step for peer in peers) if peers else 0 for peers in stages]
+
     @property
     def shown_step(self) -> int:
         """Finished steps to show; before this watch has seen as many, those that are known of otherwise."""
         if self.lines:
             return max(self.begun_at, self.optimizer_step)
-        stages = [self.view.serving(stage) for stage in range(self.view.num_stages)]
-        announced = [median_low(peer.optimizer_step for peer in peers) for peers in stages if peers]
-        return max([self.begun_at, *announced])
+        return max([self.begun_at, *self._announced_steps()])
 
     def created_at_round(self, optimizer_step: int) -> int | None:
         """The round that began with the weights of this optimizer step; None if it is not known."""
@@ -139,6 +145,7 @@ class RunWatch:
             del self.lines[:-LINES_KEPT]
         last = self.round_number
         self._reports = {number: known for number, known in self._reports.items() if number > last}
+        self._look_for_end(now)
         # A line has the validation of the weights after its step.
         self._validations = {key: share for key, share in self._validations.items() if key[0] > last + 1}
         return new
@@ -156,6 +163,20 @@ class RunWatch:
         if self._reports:
             return _reached_by(self._reports[max(self._reports)][0])
         return Position(self.round_number + 1, self.optimizer_step)
+
+    def _look_for_end(self, now: float) -> None:
+        """Find out whether all steps are made: by the lines, or by most peers of each stage.
+
+        All who reported the last step may have gone, or have gone back to its end, before this watch began.
+        """
+        steps = self.manifest.training.steps
+        if self._reports or min(self._announced_steps()) < steps:
+            self._done_since = None
+        elif self._done_since is None:
+            self._done_since = now
+        patience_s = RETURN_PATIENCE * self.manifest.limits.announcement_s
+        is_announced = self._done_since is not None and now >= self._done_since + patience_s
+        self.has_finished = self.optimizer_step >= steps or is_announced
 
     def _look_for_return(self, now: float) -> None:
         """Give lines up if the run goes on in earlier rounds than theirs, without the updates that they tell of."""

@@ -14,6 +14,7 @@ from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.run_options import RunOptions
 from coordinator.watch import ending
 from coordinator.watch.ending import Farewell, see_off
+from coordinator.watch.journal import Journal
 from coordinator.watch.run_file import MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
@@ -126,6 +127,16 @@ def test_a_coordinator_that_was_killed_as_it_had_saved_the_model_goes_on(tmp_pat
     ):
         with pytest.raises(UserError, match="is there already: name another --output"):
             begins_anew.check_output(MANIFEST)
+
+
+def test_a_coordinator_that_has_not_seen_the_last_steps_goes_on_as_well(tmp_path: Path) -> None:
+    """It saw that most peers were there, and has no line of them."""
+    folder = folder_of(tmp_path, optimizer_step=29)
+    journal = Journal(folder)
+    journal.begin(lifetime_s=30.0, now_s=1.0)
+    journal.tell("ended", "The run has made all its steps.", 2.0)
+    journal.tell("coordinator", "A coordinator begins to write this journal again.", 3.0)
+    RunOptions(output=folder, resume=True).check_output(MANIFEST)
 
 
 def test_a_model_of_other_steps_is_not_taken_for_this_runs(tmp_path: Path) -> None:

@@ -177,6 +177,22 @@ def test_who_looks_on_is_told_that_the_run_went_back(capsys):
     assert "The run has gone back from optimizer step 7: events.jsonl says why." in out
 
 
+def test_a_run_is_finished_where_nobody_is_left_who_made_the_last_step():
+    """All have been replaced, or have gone back to its end; and a coordinator has been started since."""
+    watch = make_watch(steps=10)
+    there = SwarmView(2, tuple(peer(name, stage, optimizer_step=10) for name, stage in (("a", 0), ("c", 1))))
+    liar = SwarmView(2, (peer("a", 0, optimizer_step=10), peer("c", 1, optimizer_step=9)))
+    patience_s = RETURN_PATIENCE * watch.manifest.limits.announcement_s
+    seen = []
+    for view, now in ((there, 0.0), (there, patience_s - 1), (liar, patience_s), (there, patience_s + 1)):
+        watch.observe(view, {}, now)
+        seen.append(watch.has_finished)
+    watch.observe(there, {}, 2 * patience_s + 1)
+    assert [*seen, watch.has_finished] == [False, False, False, False, True]
+    watch.observe(SwarmView(2, there.peers[:1]), {}, 2 * patience_s + 2)
+    assert not watch.has_finished, "a stage is empty"
+
+
 def test_a_note_gives_a_terminal_no_commands():
     note = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e[red]\nnote"
     view = SwarmView(2, (replace(peer("a", 0), note=note, is_reachable=False),))
