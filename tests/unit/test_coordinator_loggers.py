@@ -478,6 +478,7 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
 
     async def observe(dht, directory, watch):
         watch.lines += [a_line(step) for step in (1, 2, 3)]
+        watch.has_finished = True
         return watch.lines
 
     async def export(*_):
