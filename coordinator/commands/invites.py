@@ -71,15 +71,9 @@ def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
     for each in listed:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
         at_once = "any" if each.at_once == ANY_NUMBER else str(each.at_once)
-        peers = [f"…{peer[-8:]}{state}" for peer, state in map(_parted, each.peers)]
+        peers = [f"…{peer[-8:]}{' (revoked)' * (peer in each.revoked_peers)}" for peer in each.peers]
         table.add_row(each.label, until, at_once, each.state, "\n".join(peers))
     Console().print(table)
-
-
-def _parted(peer: str) -> tuple[str, str]:
-    """The id of a peer, and whether it was revoked."""
-    peer_id, space, state = peer.partition(" ")
-    return peer_id, space + state
 
 
 def revoke(

@@ -18,8 +18,6 @@ from swarm_peer.errors import UserError
 from swarm_peer.runtime.network.addresses import listening
 
 RUNS = Path("runs")
-
-
 Answering = Callable[[Sequence[str]], Awaitable[list[str]]]
 
 
@@ -100,7 +98,7 @@ def _ending_of(folder: Path) -> str | None:
         return None
     if not events or events[-1]["kind"] != "ended":
         return None
-    left = ""
+    left = ", and neither a model nor a checkpoint is left in that folder"
     if (folder / MODEL).exists():
         left = f": its model is in {folder / MODEL}"
     elif (folder / CHECKPOINTS).exists():

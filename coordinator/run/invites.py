@@ -60,6 +60,7 @@ class Listed:
         expires: Unix seconds
         state: holds, expired or revoked
         peers: ids of those that have come by it
+        revoked_peers: those of them that may take part no more
     """
 
     label: str
@@ -67,6 +68,7 @@ class Listed:
     at_once: int
     state: str
     peers: tuple[str, ...]
+    revoked_peers: tuple[str, ...]
 
 
 def coordinator_invite(run_key: Identity) -> Invite:
@@ -159,8 +161,9 @@ class InviteBook:
         listed = []
         for issued in self.issued():
             state = "revoked" if issued.key in revoked.tickets else "expired" if issued.expires < now else "holds"
-            peers = [f"{peer} (revoked)" if peer in revoked.peers else peer for peer in members.get(issued.key, ())]
-            listed.append(Listed(issued.label, issued.expires, issued.at_once, state, tuple(peers)))
+            peers = tuple(members.get(issued.key, ()))
+            revoked_peers = tuple(peer for peer in peers if peer in revoked.peers)
+            listed.append(Listed(issued.label, issued.expires, issued.at_once, state, peers, revoked_peers))
         return listed
 
     def keep_members(self, members: Mapping[str, Iterable[str]]) -> None:
@@ -223,7 +226,7 @@ class InviteBook:
         if len(found) == 1:
             return found[0]
         if found:
-            raise UserError(f"{text}: the ids of {len(found)} peers end like this: {', '.join(found)}")
+            raise UserError(f"{text}: the ids of {len(found)} peers end like this, name more of it: {', '.join(found)}")
         labels = ", ".join(sorted({issued.label for issued in self.issued()})) or "none"
         raise UserError(
             f"{text}: neither the label of an invite (known: {labels}) nor the id of a peer, or its end, that has come"

@@ -246,9 +246,11 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
                 without = "" if plan.resume is None else " without --resume"
-                way_on = f"The run's peers train on; the same command{without} coordinates them again."
-                way_on = "The run is over, but peers that have not heard of it may wait." if is_saved else way_on
-                print(f"This coordinator stops. {way_on}", flush=True)
+                if is_saved:
+                    what_now = "The run is over; peers that have not heard of it wait. The same command tells them."
+                else:
+                    what_now = f"The run's peers train on; the same command{without} coordinates them again."
+                print(f"This coordinator stops. {what_now}", flush=True)
                 tasks.cancel_scope.cancel()
                 return
 

@@ -168,7 +168,8 @@ class RunService:
                 tasks.start_soon(self._dht.watch)
                 await self._find_beginning(transport, tasks, files, Path(scratch))
                 coordination = await self._begin(transport, tasks, files)
-                saved, was_saved = False, was_saved and not self._beginning.has_begun_after(files.written_s)
+                was_saved = was_saved and not self._beginning.has_begun_after(files.written_s)
+                saved = False
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
                     # Too few peers may be left to tell that all steps are done.
@@ -360,6 +361,7 @@ class RunService:
         try:
             await self._context.threads.run(export_states, self.resolved, states, self.model_folder, cache_dir)
         except NotWritten as error:
+            self.metrics.looks_incomplete.labels("export").inc()
             log.error("model_not_saved reason=%s", error)
             await anyio.sleep(NOT_WRITTEN_PAUSE_S)
             return False

@@ -80,7 +80,8 @@ class RoundStrategy:
     One object belongs to one StageTrainer, and is used in its thread. All members of a stage call it alike.
 
     Attributes:
-        is_in_period: what leaving stage-mates had to give before the last round's end, they have to give still
+        is_in_period: whether the last round ended without an average, so that the work which a leaving stage-mate began
+            to give before its end is still what it has to give
         kept_values: fp32 values that the strategy keeps for each parameter, for the memory model
         unshared_values: those of them that are in no state
         num_given: sums that `give_away` gives

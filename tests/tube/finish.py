@@ -18,10 +18,12 @@ from invariants import Beginning, Invariants, around, same_weights
 from loop import HOST
 from periodic import PeriodicInvariants
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 import coordinator.run.service as service_module
 import swarm_peer.runtime.data.launcher as launcher_module
 from coordinator.run.service import RunService
+from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.stage.rounds import Round
@@ -33,6 +35,7 @@ from swarm_peer.wire.messages import Mode
 TOLERANCE = 1e-4
 # The share of runs whose coordinator dies after it has saved the model, before all peers have heard of it.
 SAVERS_KILLED = 0.4
+transformers_logging.disable_progress_bar()
 
 
 def num_steps(seed: str) -> int:
@@ -55,9 +58,10 @@ class FinishInvariants(Invariants):
         def export_and_check(resolved: Any, states: Sequence[StageState], folder: Path, *args: Any) -> None:
             self._check_saved(states)
             export(resolved, states, folder, *args)
-            model = AutoModelForCausalLM.from_pretrained(folder)
-            if not all(bool(weights.isfinite().all()) for weights in model.parameters()):
-                self._tube.violation("the saved model has weights that are not finite")
+            saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+            given = {name: value for state in states for name, value in state.tensors.items() if is_weight(name)}
+            if not same_weights(saved, given):
+                self._tube.violation("the model that transformers loads has other weights than the stages gave")
 
         with (
             super().watching(),

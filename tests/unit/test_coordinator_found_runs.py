@@ -68,7 +68,7 @@ def test_the_run_that_is_found_is_named_beside_the_output(runs, monkeypatch, cap
     [
         (["model", "checkpoints"], r": its model is in \S+ended/model"),
         (["checkpoints"], r": `export --checkpoint \S+ended/checkpoints` makes a model of its last checkpoint"),
-        ([], ""),
+        ([], ", and neither a model nor a checkpoint is left in that folder"),
     ],
 )
 def test_a_run_that_is_over_is_named_as_such_with_what_is_left_of_it(runs, kept, left):

@@ -53,9 +53,9 @@ def test_invites_are_listed_with_their_peers_and_revoked_by_label_or_peer(book, 
     assert book.revoke(run_key, bob[-8:]) == f"the peer {bob}"
     assert book.revocations(run_key.peer_id).serial == 2
     now = int(time.time())
-    assert [(each.label, each.state, each.peers) for each in book.listed(now)] == [
-        ("alice", "revoked", (alice,)),
-        ("bob", "holds", (f"{bob} (revoked)",)),
+    assert [(each.label, each.state, each.peers, each.revoked_peers) for each in book.listed(now)] == [
+        ("alice", "revoked", (alice,), ()),
+        ("bob", "holds", (bob,), (bob,)),
     ]
     assert book.listed(now + 7200)[1].state == "expired"
     book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)

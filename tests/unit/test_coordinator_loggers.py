@@ -470,18 +470,18 @@ class Acting:
         assert not assignments
 
 
-@pytest.mark.parametrize(("resume", "expected"), [(False, [1, 2, 3]), (True, [3])])
-async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resume, expected):
-    """A coordinator that comes back hears of old steps again."""
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(a_line(step)) + "\n" for step in (1, 2)))
-    told = []
+async def serve_three_steps(folder, monkeypatch, *, resume=False, told=None, on_look=lambda: None):
+    """Have a service see three optimizer steps, which are all. Returns how often it has saved the model."""
+    exports = []
 
     async def observe(dht, directory, watch):
+        on_look()
         watch.lines += [a_line(step) for step in (1, 2, 3)]
         watch.has_finished = True
         return watch.lines
 
     async def export(*_):
+        exports.append(1)
         return True
 
     @contextlib.asynccontextmanager
@@ -494,15 +494,36 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
     monkeypatch.setattr(RunService, "_export", export)
     run = RunService(
         ResolvedManifest.of(MANIFEST),
-        FakeDHT(tmp_path),
-        RunOptions(output=tmp_path, resume=resume),
-        events=RunEvents(on_line=lambda line: told.append(line["optimizer_step"])),
+        FakeDHT(folder),
+        RunOptions(output=folder, resume=resume),
+        events=RunEvents(on_line=lambda line: None if told is None else told.append(line["optimizer_step"])),
         context=CoordinatorContext(open_transport=open_transport),
     )
     assert await run.run()
+    return len(exports)
+
+
+@pytest.mark.parametrize(("resume", "expected"), [(False, [1, 2, 3]), (True, [3])])
+async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resume, expected):
+    """A coordinator that comes back hears of old steps again."""
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(a_line(step)) + "\n" for step in (1, 2)))
+    told = []
+    assert await serve_three_steps(tmp_path, monkeypatch, resume=resume, told=told) == 1
     assert told == expected
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["optimizer_step"] for line in lines] == [1, 2, 3]
+
+
+async def test_a_model_that_was_saved_by_the_killed_coordinator_is_not_saved_again(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(a_line(MANIFEST.training.steps) | {"time": 1e10}) + "\n")
+    (tmp_path / "model").mkdir()
+    assert await serve_three_steps(tmp_path, monkeypatch, resume=True) == 0
+
+
+async def test_a_folder_that_appears_during_the_run_is_not_taken_for_its_model(tmp_path, monkeypatch):
+    """Somebody may export a snapshot there."""
+    model = tmp_path / "model"
+    assert await serve_three_steps(tmp_path, monkeypatch, on_look=lambda: model.mkdir(exist_ok=True)) == 1
 
 
 @pytest.mark.parametrize("resumes", [False, True])

@@ -80,7 +80,9 @@ class StateServer:
     def retain_update(
         self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes, *, is_wanted: bool = False
     ) -> None:
-        """Keep the update that ends the present round, if a peer is downloading an earlier state, or if it is none.
+        """Keep the update that ends the present round, if a peer is downloading an earlier state.
+
+        A round that ended without an average is kept in any case.
 
         Args:
             is_wanted: whether some stage-mate takes it over, be its download of a state long over
