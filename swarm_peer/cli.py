@@ -136,7 +136,8 @@ def _explain_parsing(error: CycloptsError) -> str:
             return f"{error.keyword or name} needs a value"
         about = " ".join((error.argument.parameter.help or "").split()).rstrip(".")
         return f"{name} is missing" + (f" ({about[:1].lower()}{about[1:]})" if about else "")
-    return " ".join(str(error).split()).rstrip(".")
+    # Cyclopts lists the first commands after its suggestion; --help lists all of them.
+    return " ".join(str(error).split()).partition(" Available commands: ")[0].rstrip(".")
 
 
 def _option(place: tuple[int | str, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import get_args
 
@@ -34,13 +34,18 @@ def describe(
             continue  # it counts without the values that have errors of their own
         message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
         if kind == "extra_forbidden":
-            near = get_close_matches(str(place[-1]), _keys_beside(model, place), n=1)
-            message += f" ({near[0]}?)" if near else ""
+            message += suggestion(str(place[-1]), _keys_beside(model, place))
         # Our own validators name the values that matter.
         elif kind not in ("missing", "value_error") and not isinstance(value, dict) and value != []:
             message += f" (got {reprlib.repr(value)})"  # bounded in depth: it may come from a peer
         parts.append(f"{name(place)}: {message}" if place else message)
     return "; ".join(parts)
+
+
+def suggestion(key: str, known: Iterable[str]) -> str:
+    """The known key that somebody may have meant, as ` (key?)`; empty if none is near."""
+    near = get_close_matches(key, known, n=1)
+    return f" ({near[0]}?)" if near else ""
 
 
 _MESSAGES = {

@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarm_peer.config import ModelSection
+from swarm_peer.config_errors import suggestion
 from swarm_peer.errors import UserError
 from swarm_peer.model.families import Family, family_class, family_of
 from swarm_peer.model.families.base import CARRIED_KEYS, FIXED_VALUES
@@ -89,7 +90,7 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
         if not _is_known(key, family):
             raise UserError(
                 f"model.config: {key}={config[key]!r} is no setting of {model_type} models: "
-                f"remove it or correct its spelling"
+                f"remove it or correct its spelling{suggestion(key, _settings(family))}"
             )
     try:
         parsed = family.config_class.from_dict(copy.deepcopy(config))
@@ -108,10 +109,14 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
     return parsed
 
 
+def _settings(family: type[Family]) -> list[str]:
+    """The settings of a family's models, by the family's own names and by those common to all families."""
+    return [*(field.name for field in fields(family.config_class)), *family.config_class.attribute_map]
+
+
 def _is_known(key: str, family: type[Family]) -> bool:
     return (
-        key in {field.name for field in fields(family.config_class)}
-        or key in family.config_class.attribute_map
+        key in _settings(family)
         or key in CARRIED_KEYS | family.carried_keys
         or key in GenerationConfig._get_default_generation_params()
         or key.startswith("_")  # what transformers notes for itself, such as _name_or_path

@@ -150,7 +150,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
             "plan demo --peers volunters",
             "--peers: volunters: no such file, and none of that name comes with Swarm (spot-",
         ),
-        ("statsu", 'Unknown command "statsu". Did you mean "status"?'),
+        ("statsu", 'Unknown command "statsu". Did you mean "status"?; see swarm-coordinator --help\n'),
     ],
 )
 def test_mistakes_of_a_coordinator(words, line, run):
