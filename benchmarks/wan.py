@@ -5,10 +5,14 @@ takes a time of its own for a microbatch and sleeps for nearly all of it: layers
 averaged, but compute one product. So two cores emulate a dozen GPUs; the real machine must have a core to spare.
 Torch's GPipe and 1F1B run over gloo (wan_pipeline.py).
 
-An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; delayed
-and periodic, swarms that average in these modes, the latter every 50 optimizer steps; gpipe; and 1f1b. Arms alternate
-within one run, each time beginning with another one, since the load of a shared machine drifts; a ratio is the median
-of the ratios to the first arm within a repetition.
+An arm is a system and its links, SYSTEM@LATENCY_MS+-JITTER_MS, such as swarm@100+-50. Systems are swarm; delayed and
+periodic, swarms that average in these modes, the latter every 50 optimizer steps; gpipe; and 1f1b. A system may have
+wires of its own codec over the same links: periodic/int4_hadamard@100+-50. Arms alternate within one run, each time
+beginning with another one, since the load of a shared machine drifts; a ratio is the median of the ratios to the first
+arm within a repetition. Rounds of `periodic` are measured without an average, as 49 of 50 are.
+
+With --runs each run of an arm is a line of a file as soon as it is over, and what the file has is not run again. An arm
+that fails is left out.
 
 The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
 is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
@@ -29,22 +33,24 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from links import LinkOptions
 from processes import adopt_orphans
 from wan_goodput import carried_bytes_per_s
 from wan_pipeline import SCHEDULES, measure_pipeline
 from wan_prediction import predicted_round_s
-from wan_report import machine, table, write_report
+from wan_report import Results, commit, machine, table, write_report
 from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
-ARM = re.compile(r"(?P<system>\w+)@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
+from swarm_peer.config import Codec
+
+ARM = re.compile(r"(?P<system>\w+)(/(?P<wire>\w+))?@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
 SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "delayed": "delayed", "periodic": "periodic"}
 NEIGHBOURS_IN_PIPELINE = 2
 SYSTEMS = (*SWARMS, *SCHEDULES)
@@ -53,15 +59,20 @@ STAGE_COLUMNS = ("busy_share", "fill_s", "inside_s", "idle_inside_s", "drain_s",
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A swarm or one of torch's schedules, over links."""
+    """A swarm or one of torch's schedules, over links.
+
+    Attributes:
+        wire: the codec of activations and gradients, if it is not the workload's
+    """
 
     name: str
     system: str
     links: LinkOptions
+    wire: Codec | None = None
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """Of SYSTEM@LATENCY_MS+-JITTER_MS.
+        """Of SYSTEM@LATENCY_MS+-JITTER_MS or SYSTEM/WIRE@LATENCY_MS+-JITTER_MS.
 
         Raises:
             argparse.ArgumentTypeError: it is not of that form
@@ -69,8 +80,11 @@ class Arm:
         match = ARM.fullmatch(text)
         if match is None or match["system"] not in SYSTEMS:
             raise argparse.ArgumentTypeError(f"{text}: an arm is {'|'.join(SYSTEMS)}@MS or @MS+-MS")
+        wire: Any = match["wire"]
+        if wire not in (None, *get_args(Codec)):
+            raise argparse.ArgumentTypeError(f"{text}: {wire} is no codec; choose one of {', '.join(get_args(Codec))}")
         latency_s, jitter_s = float(match["latency"]) / 1000, float(match["jitter"] or 0) / 1000
-        return cls(text, match["system"], LinkOptions(latency_s, jitter_s))
+        return cls(text, match["system"], LinkOptions(latency_s, jitter_s), wire)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +94,7 @@ class Measuring:
     Attributes:
         num_rounds: that are counted
         keep: folder for the peers' logs and timelines
+        runs: file for what each run comes to
     """
 
     arms: Sequence[Arm]
@@ -87,6 +102,7 @@ class Measuring:
     repeat: int = 1
     bytes_per_s: float = 0.0
     keep: Path | None = None
+    runs: Path | None = None
 
 
 @functools.cache
@@ -111,28 +127,54 @@ def predict(workload: Workload, links: LinkOptions) -> dict[str, float]:
 def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int) -> dict[str, Any]:
     """Run an arm once."""
     links = replace(arm.links, bytes_per_s=measuring.bytes_per_s)
+    workload = replace(workload, wire=arm.wire or workload.wire)
     if arm.system not in SWARMS:
         return measure_pipeline(workload, links, measuring.num_rounds, repetition, arm.system)
-    keep = None if measuring.keep is None else measuring.keep / f"{arm.name}-{repetition}"
+    keep = None if measuring.keep is None else measuring.keep / f"{arm.name.replace('/', '-')}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
     predicted = predict(workload, links)
     return measure_swarm(workload, links, measuring.num_rounds, repetition, keep) | predicted
 
 
-def run_arms(workload: Workload, measuring: Measuring) -> dict[str, list[dict[str, Any]]]:
-    """Run all arms as often as asked for."""
+def run_arms(workload: Workload, measuring: Measuring) -> Iterator[Results]:
+    """Run all arms as often as asked for; yields all that is known after each run, by arm and repetition."""
     arms = list(measuring.arms)
-    results: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    results: Results = {arm.name: {} for arm in arms}
     for repetition in range(measuring.repeat):
         shift = repetition % len(arms)
         for arm in arms[shift:] + arms[:shift]:
-            begin, load = time.monotonic(), os.getloadavg()[0]
-            figures = measure(arm, workload, measuring, repetition)
-            figures["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
-            results[arm.name].append(figures)
-            print(f"{arm.name} ({time.monotonic() - begin:.0f} s, load {figures['load']}):", file=sys.stderr)
-            print_figures(figures)
-    return results
+            # Without the commit: most commits change nothing that counts here.
+            key = [arm.name, repetition, asdict(workload), measuring.bytes_per_s, measuring.num_rounds]
+            figures = known_run(measuring.runs, key)
+            if figures is None:
+                begin, load = time.monotonic(), os.getloadavg()[0]
+                try:
+                    figures = measure(arm, workload, measuring, repetition)
+                except Exception as error:  # whatever it is: the others took hours
+                    print(f"{arm.name} failed: {error}", file=sys.stderr, flush=True)
+                    continue
+                figures["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
+                figures["commit"] = commit()
+                note_run(measuring.runs, key, figures)
+                print(f"{arm.name} ({time.monotonic() - begin:.0f} s, load {figures['load']}):", file=sys.stderr)
+                print_figures(figures)
+            results[arm.name][repetition] = figures
+            yield results
+
+
+def known_run(file: Path | None, key: Sequence[Any]) -> dict[str, Any] | None:
+    """The figures of a run, if a file has them."""
+    lines = file.read_text().splitlines() if file is not None and file.exists() else []
+    found = [entry["figures"] for entry in map(json.loads, lines) if entry["key"] == key]
+    return found[-1] if found else None
+
+
+def note_run(file: Path | None, key: Sequence[Any], figures: Mapping[str, Any]) -> None:
+    """Add a run to a file."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as out:
+            out.write(json.dumps({"key": key, "figures": figures}) + "\n")
 
 
 def print_figures(figures: dict[str, Any]) -> None:
@@ -144,25 +186,6 @@ def print_figures(figures: dict[str, Any]) -> None:
     print(f"{'stage':8}" + "".join(f"{name:>15}" for name in STAGE_COLUMNS))
     for number, stage in enumerate(figures["stages"]):
         print(f"{number:<8}" + "".join(f"{stage.get(name, 0.0):15.3f}" for name in STAGE_COLUMNS), flush=True)
-
-
-def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians, and medians of the ratios to the first arm of the same repetition."""
-    first = next(iter(results.values()))
-    return {
-        name: {
-            "microbatches_per_s": median(run["microbatches_per_s"] for run in runs),
-            "share": median(run["share"] for run in runs),
-            "ratio": round(
-                median(
-                    run["microbatches_per_s"] / base["microbatches_per_s"]
-                    for run, base in zip(runs, first, strict=True)
-                ),
-                3,
-            ),
-        }
-        for name, runs in results.items()
-    }
 
 
 def shaped(workload: Workload, x_over_c: float, a_over_c: float) -> tuple[Workload, float]:
@@ -205,6 +228,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--x-over-c", type=float, default=0.0)
     parser.add_argument("--a-over-c", type=float, default=0.0)
     parser.add_argument("--keep", type=Path, help="folder for the peers' logs and timelines")
+    parser.add_argument(
+        "--runs", type=Path, help="file for the figures of each run; those that it has are not run again"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--report", type=Path, help="folder that gets them as a table and a figure")
     return parser.parse_args()
@@ -236,18 +262,18 @@ def main() -> None:
         repeat=options.repeat,
         bytes_per_s=bytes_per_s,
         keep=options.keep,
+        runs=options.runs,
     )
-    results = run_arms(workload, measuring)
-    summary = summarise(results)
+    last = deque(run_arms(workload, measuring), maxlen=1)
+    if not last:
+        sys.exit("no arm came to anything")
+    results = last[0]
     print(table(results))
-    for name, row in summary.items():
-        print(f"{name:20}" + "".join(f" {key}={value}" for key, value in row.items()))
     if options.json:
         found = {
             "machine": machine(),
             "workload": asdict(workload),
             "costs": costs,
-            "summary": summary,
             "runs": results,
         }
         options.json.write_text(json.dumps(found, indent=1) + "\n")

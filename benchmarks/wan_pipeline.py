@@ -6,6 +6,10 @@ has said that it receives, which costs a round trip for each microbatch where to
 And 1F1B has as many microbatches in flight as memory allows, not just as many as there are stages. GPipe goes through
 its microbatches in groups of as many as fit into memory.
 
+Torch has no codecs. For links to carry as many bytes as those of a swarm do, a stage hands only so many numbers on as
+the codec makes of all, in fp32, and the next stage takes zeros for the rest; averages likewise. Such pipelines
+learn nothing of use, in the same time.
+
 As a program it is one process of a pipeline; `measure_pipeline` starts all of them.
 """
 
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 
 import torch
 from links import Box, LinkOptions, box, enter_namespace
+from processes import cpu_seconds
 from torch import distributed
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -34,7 +39,9 @@ from wan_timeline import FORWARD_SHARE, SpanWriter, compute_little, read_spans, 
 from wan_workload import Workload
 
 from coordinator.run.local_peers import Process
+from swarm_peer.config import Codec, codec_bytes
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.stage import StageModule
 from swarm_peer.model.training import StageTrainer
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -111,6 +118,29 @@ def _start(operations: Iterable[distributed.P2POp]) -> list[distributed.Work]:
     return [operation.op(operation.tensor, operation.peer, operation.group) for operation in operations]
 
 
+class ThinStage(torch.nn.Module):
+    """A stage that takes and gives as many fp32 numbers as the wire codec makes of a microbatch's hidden states."""
+
+    def __init__(self, stage: StageModule, workload: Workload):
+        super().__init__()
+        self.stage = stage
+        self._shape_BTD = (1, workload.sequence_length, workload.width)
+        self._num_all = workload.sequence_length * workload.width
+        self._num_sent = numbers_of(self._num_all, workload.wire)
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        """Token ids (1, T) at the first stage, else (1, numbers); logits (1, T, V) at the last, else (1, numbers)."""
+        if not self.stage.spec.is_first:
+            received = torch.nn.functional.pad(received, (0, self._num_all - self._num_sent)).view(self._shape_BTD)
+        output: torch.Tensor = self.stage(received)
+        return output if self.stage.spec.is_last else output.view(1, -1)[:, : self._num_sent].contiguous()
+
+
+def numbers_of(count: int, codec: Codec) -> int:
+    """How many fp32 numbers take the bytes that a codec makes of so many."""
+    return min(count, round(codec_bytes(count, codec) / 4))
+
+
 def loss_sum(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
     """The sum over samples of each sample's mean cross entropy, as StageTrainer accumulates it."""
     losses_N = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
@@ -130,7 +160,8 @@ def train(workload: Workload, schedule_name: str, rank: int, spans: SpanWriter) 
         for stage in range(workload.num_stages)
     ]
     trainer = StageTrainer(resolved, resolved.specs[index])
-    stage = PipelineStage(trainer.module, index, workload.num_stages, trainer.device, group=pipelines[replica])
+    module = ThinStage(trainer.module, workload)
+    stage = PipelineStage(module, index, workload.num_stages, trainer.device, group=pipelines[replica])
     num_microbatches = workload.num_microbatches // workload.num_peers
     schedule = PostedSchedule(stage, num_microbatches, loss_fn=loss_sum, scale_grads=False)
     schedule.order = passes_of(schedule_name, num_microbatches, workload.max_in_flight, index, workload.num_stages)
@@ -167,16 +198,15 @@ def train(workload: Workload, schedule_name: str, rank: int, spans: SpanWriter) 
 
 
 def average(trainer: StageTrainer, workload: Workload, mates: distributed.ProcessGroup) -> None:
-    """Replace the gradients by their means over the pipelines, in fp16 if the swarm sends them in 16 bit or fewer."""
+    """Average as many numbers over the pipelines as the averaging codec makes of all gradients."""
     parameters = list(trainer.module.parameters())
     for parameter in parameters:
         if parameter.grad is None:  # compute_little() leaves most weights out, but their bytes count
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    dtype = torch.float32 if workload.averaging == "none" else torch.float16
-    sums_N = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
-    distributed.all_reduce(sums_N, group=mates)
-    means = torch.split(sums_N.float() / workload.num_peers, [gradient.numel() for gradient in gradients])
+    sums_N = torch.cat([gradient.flatten() for gradient in gradients])
+    distributed.all_reduce(sums_N[: numbers_of(len(sums_N), workload.averaging)], group=mates)
+    means = torch.split(sums_N / workload.num_peers, [gradient.numel() for gradient in gradients])
     for gradient, mean in zip(gradients, means, strict=True):
         gradient.copy_(mean.view_as(gradient))
 
@@ -200,7 +230,8 @@ def measure_pipeline(
             for rank, machine in enumerate(network.machines)
         ]
         try:
-            return watch_pipeline(folder, network, workload, num_rounds, processes)
+            round_limit_s = workload.longest_round_s(links.bytes_per_s)
+            return watch_pipeline(folder, network, workload, round_limit_s, num_rounds, processes)
         finally:
             for process in processes:
                 process.kill()
@@ -209,7 +240,12 @@ def measure_pipeline(
 
 
 def watch_pipeline(
-    folder: Path, network: Box, workload: Workload, num_rounds: int, processes: Sequence[Process]
+    folder: Path,
+    network: Box,
+    workload: Workload,
+    round_limit_s: float,
+    num_rounds: int,
+    processes: Sequence[Process],
 ) -> dict[str, Any]:
     """Wait for the measured rounds.
 
@@ -219,7 +255,8 @@ def watch_pipeline(
     first, last = WARM_UP_ROUNDS, WARM_UP_ROUNDS + num_rounds - 1
     ends: dict[int, float] = {}
     sent: dict[int, list[int]] = {}
-    deadline = time.monotonic() + START_TIMEOUT_S + 20 * (last + 1) * workload.ideal_s
+    cpu_s: dict[int, float] = {}
+    deadline = time.monotonic() + START_TIMEOUT_S + (last + 1) * round_limit_s
     while last not in ends:
         if time.monotonic() > deadline or any(process.poll() is not None for process in processes):
             raise RuntimeError("\n".join(path.read_text()[-500:] for path in sorted(folder.glob("*.log"))))
@@ -227,6 +264,7 @@ def watch_pipeline(
         for span in read_spans(folder):
             if span.what == "commit" and span.stage == 0 and span.round_number not in ends:
                 ends[span.round_number], sent[span.round_number] = span.end_s, network.sent_bytes()
+                cpu_s[span.round_number] = cpu_seconds()
     seconds = ends[last] - ends[first - 1]
     spans = [span for span in read_spans(folder) if first <= span.round_number <= last]
     per_s = num_rounds * workload.num_microbatches / seconds
@@ -236,6 +274,7 @@ def watch_pipeline(
         "rounds": num_rounds,
         "round_s": round(seconds / num_rounds, 3),
         "microbatches_a_round": float(workload.num_microbatches),
+        "cores": round((cpu_s[last] - cpu_s[first - 1]) / seconds, 2),
         "stages": [
             summarise_stage([span for span in spans if span.stage == stage], workload.num_peers, seconds)
             for stage in range(workload.num_stages)
@@ -264,7 +303,7 @@ def main() -> None:
         init_method=f"tcp://{arguments['host']}:{PORT}",
         rank=options.rank,
         world_size=workload.num_stages * workload.num_peers,
-        timeout=timedelta(seconds=300),
+        timeout=timedelta(hours=2),  # receives wait from the beginning of their round
     )
     train(workload, arguments["schedule"], options.rank, SpanWriter(options.timeline))
 

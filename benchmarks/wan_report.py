@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
+import subprocess
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,60 +20,108 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-COLUMNS = ("arm", "round, s", "predicted, s", "share", "busy", "averaging, s", "end of a round, s", "MB sent", "load")
+COLUMNS = (
+    "arm",
+    "round, s",
+    "predicted, s",
+    "share",
+    "ratio to the first arm",
+    "busy",
+    "waits for averages, s",
+    "end of a round, s",
+    "MB sent",
+    "cores",
+    "load",
+    "troubles",
+)
+# Figures of each run of each arm, by arm and repetition.
+Results = dict[str, dict[int, dict[str, Any]]]
 
 
 def machine() -> str:
     """Describe the machine that measures."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    cpus = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else []
+    cpu = names[0] if names else platform.machine()
+    return f"{os.cpu_count()} cores of {cpu}, Python {platform.python_version()}, torch {version('torch')}"
+
+
+def commit() -> str:
+    """The commit of this file's repository, short; empty where there is none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def provenance() -> str:
     """Say when, where and by which command this process measures."""
-    return f"{date.today()}, {machine()}: `python {shlex.join(sys.argv)}`"
+    return f"{date.today()}, {machine()}, {commit()}: `python {shlex.join(sys.argv)}`"
 
 
-def rows(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, ...]]:
-    """A row of text for each arm; medians over its runs, means over stages."""
-    for arm, runs in results.items():
+def ratios(runs: Mapping[int, Mapping[str, Any]], base: Mapping[int, Mapping[str, Any]]) -> list[float]:
+    """How many times as many microbatches a second as another arm's these runs have, by repetition."""
+    both = runs.keys() & base.keys()
+    return [runs[number]["microbatches_per_s"] / base[number]["microbatches_per_s"] for number in sorted(both)]
 
-        def stages(name: str, runs: Sequence[Mapping[str, Any]] = runs) -> float:
-            return median(fmean(stage.get(name, 0.0) for stage in run["stages"]) for run in runs)
 
+def rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """A row of text for each arm that has run; medians over its runs, means over stages."""
+    first = next((by_number for by_number in results.values() if by_number), {})
+    for arm, by_number in results.items():
+        runs = list(by_number.values())
+        if not runs:
+            continue
         predicted = [run["predicted_round_s"] for run in runs if "predicted_round_s" in run]
         sent = median(fmean(run["sent_bytes_a_round"]["peers"]) for run in runs)
         loads = [load for run in runs for load in run["load"]]
+        troubles = sum((Counter(run.get("troubles", {})) for run in runs), Counter[str]())
+        barrier_s, averaging_s = over_stages(runs, "barrier_s"), over_stages(runs, "averaging_s")
         yield (
             arm,
             f"{median(run['round_s'] for run in runs):.2f}",
             f"{median(predicted):.2f}" if predicted else "",
             f"{median(run['share'] for run in runs):.3f}",
-            f"{stages('busy_share'):.3f}",
-            f"{stages('averaging_s'):.2f}",
-            f"{stages('barrier_s') + stages('averaging_s'):.2f}",
+            spread(ratios(by_number, first)),
+            f"{over_stages(runs, 'busy_share'):.3f}",
+            f"{averaging_s:.2f}",
+            f"{barrier_s + averaging_s:.2f}",
             f"{sent / 1e6:.2f}",
+            f"{median(run['cores'] for run in runs):.2f}",
             f"{min(loads):.1f} to {max(loads):.1f}",
+            " ".join(f"{name} {count}" for name, count in troubles.items()),
         )
 
 
-def table(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def over_stages(runs: Sequence[Mapping[str, Any]], name: str) -> float:
+    """The median over runs of a figure's mean over stages."""
+    return median(fmean(stage.get(name, 0.0) for stage in run["stages"]) for run in runs)
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the least and the most if there are several."""
+    if not values:
+        return ""
+    ends = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return f"{median(values):.3f}{ends}"
+
+
+def table(results: Results) -> str:
     """All arms as a table in Markdown."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *rows(results)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Figure:
+def draw(results: Results, title: str) -> Figure:
     """The share of the ideal of each arm, and how much of a round its end takes."""
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(results)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    names = list(results)[::-1]
-    shares = [median(run["share"] for run in results[name]) for name in names]
+    names = [name for name, runs in results.items() if runs][::-1]
+    shares = [median(run["share"] for run in results[name].values()) for name in names]
     ends = [
         median(
             fmean(stage.get("barrier_s", 0.0) + stage.get("averaging_s", 0.0) for stage in run["stages"])
             / run["round_s"]
-            for run in results[name]
+            for run in results[name].values()
         )
         for name in names
     ]
@@ -78,14 +131,15 @@ def draw(results: Mapping[str, Sequence[Mapping[str, Any]]], title: str) -> Figu
         axes.text(share - 0.01, number, f"{share:.2f}", ha="right", va="center", color="white")
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of a round")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(title, fontsize="x-small")
     axes.legend(loc="lower right", fontsize="small")
     return figure
 
 
-def write_report(folder: Path, results: Mapping[str, Sequence[Mapping[str, Any]]], costs: Mapping[str, Any]) -> None:
+def write_report(folder: Path, results: Results, costs: Mapping[str, Any]) -> None:
     """Write table.md and figure.png."""
     folder.mkdir(parents=True, exist_ok=True)
     told = " ".join(f"{name}={value}" for name, value in costs.items())
     (folder / "table.md").write_text(f"{provenance()} ({told})\n\n{table(results)}\n")
-    draw(results, f"{date.today()}, {machine()}\n{told}").savefig(folder / "figure.png", dpi=120)
+    title = "\n".join(textwrap.wrap(f"{told}\n{provenance()}", 110))
+    draw(results, title).savefig(folder / "figure.png", dpi=120)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,31 @@ from coordinator.run.local_peers import LOOPBACK, Launch
 PROGRAM = Path(__file__).with_name("wan_peer.py")
 WARM_UP_ROUNDS = 2
 START_TIMEOUT_S = 240.0
+# Peers log these where a round did not go as it should. A figure of such rounds is not one of the links alone.
+TROUBLES = (
+    "barrier_timeout",
+    "resync_needed",
+    "round_disputed",
+    "round_failed",
+    "round_retried",
+    "samples_lost",
+    "stage_mate_left_out",
+    "update_skipped",
+    "vote_missing",
+)
 
 
 class WanMeasurement:
     """The script: starts the peers on their machines, and lets them train for a number of rounds."""
 
-    def __init__(self, *, network: Box, workload: Workload, num_rounds: int):
+    def __init__(self, *, network: Box, workload: Workload, round_limit_s: float, num_rounds: int):
         self._network = network
         self._workload = workload
+        self._round_limit_s = round_limit_s
         self._num_rounds = num_rounds
         self.first_round = 0
         self.cores = 0.0
+        self.troubles: Counter[str] = Counter()
         self.sent_bytes: list[int] = []
 
     async def __call__(self, swarm: LiveSwarm) -> None:
@@ -46,16 +62,18 @@ class WanMeasurement:
         ]
         for stage, name in names:
             swarm.start(stage, name)
-        limit_s = START_TIMEOUT_S + 8 * WARM_UP_ROUNDS * workload.ideal_s
+        limit_s = START_TIMEOUT_S + WARM_UP_ROUNDS * self._round_limit_s
         await swarm.until(lambda: swarm.optimizer_step >= WARM_UP_ROUNDS, "the warm-up", limit_s)
         begun, cpu_s, sent = time.monotonic(), cpu_seconds_by_kind(), self._network.sent_bytes()
+        troubles_before = troubles(swarm.log(name) for _, name in names)
         self.first_round = swarm.optimizer_step
         last = self.first_round + self._num_rounds
         # One more, since the coordinator sees steps a moment late.
-        limit_s = 60 + 8 * self._num_rounds * workload.ideal_s
+        limit_s = (1 + self._num_rounds) * self._round_limit_s
         await swarm.until(lambda: swarm.optimizer_step > last, "the measured rounds", limit_s)
         seconds = time.monotonic() - begun
         self.cores = (sum(cpu_seconds_by_kind().values()) - sum(cpu_s.values())) / seconds
+        self.troubles = troubles(swarm.log(name) for _, name in names) - troubles_before
         after = self._network.sent_bytes()
         rounds = swarm.optimizer_step - self.first_round
         self.sent_bytes = [round((new - old) / rounds) for new, old in zip(after, sent, strict=True)]
@@ -93,26 +111,37 @@ def measure_swarm(
         box(1 + workload.num_stages * workload.num_peers, links, seed) as network,
     ):
         enter_namespace(network.machines[0].namespace)
-        measurement = WanMeasurement(network=network, workload=workload, num_rounds=num_rounds)
-        timeout_s = 2 * START_TIMEOUT_S + 8 * (WARM_UP_ROUNDS + num_rounds) * workload.ideal_s
-        run_swarm(
-            workload.manifest(),
-            [0] * workload.num_stages,
-            Path(name),
-            timeout_s,
-            script=measurement,
-            launch=launch_on(network, workload.microbatch_s),
-            listen_on=f"/ip4/{network.machines[0].ip}/tcp/0",
+        round_limit_s = workload.longest_round_s(links.bytes_per_s)
+        measurement = WanMeasurement(
+            network=network, workload=workload, round_limit_s=round_limit_s, num_rounds=num_rounds
         )
-        if keep is not None:
-            shutil.copytree(name, keep, dirs_exist_ok=True)
+        try:
+            run_swarm(
+                workload.manifest(),
+                [0] * workload.num_stages,
+                Path(name),
+                2 * START_TIMEOUT_S + (WARM_UP_ROUNDS + num_rounds + 1) * round_limit_s,
+                script=measurement,
+                launch=launch_on(network, workload.microbatch_s),
+                listen_on=f"/ip4/{network.machines[0].ip}/tcp/0",
+            )
+        finally:
+            if keep is not None:
+                shutil.copytree(name, keep, dirs_exist_ok=True)
         figures = summarise(Path(name), workload, measurement.first_round, num_rounds)
     figures["cores"] = round(measurement.cores, 2)
+    figures["troubles"] = dict(measurement.troubles)
     figures["sent_bytes_a_round"] = {
         "coordinator": measurement.sent_bytes[0],
         "peers": measurement.sent_bytes[1:],
     }
     return figures
+
+
+def troubles(logs: Iterable[str]) -> Counter[str]:
+    """How often peers logged that a round did not go as it should."""
+    events = re.compile(rf"\b({'|'.join(TROUBLES)}) ")
+    return Counter(event for log in logs for event in events.findall(log))
 
 
 def summarise(folder: Path, workload: Workload, first: int, num_rounds: int) -> dict[str, Any]:

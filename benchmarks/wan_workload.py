@@ -18,6 +18,10 @@ from swarm_peer.model.stage import StageModule
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # More than any measurement waits for: runs are stopped, they do not end.
 ENDLESS_STEPS = 10**6
+# To the next average, where peers average periodically.
+INNER_STEPS = 50
+# A round that takes so many times as long as its compute and its bytes do together will not end.
+SLOWEST = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,11 @@ class Workload:
         numbers = self.num_parameters()[min(1, self.num_stages - 1)]
         return 2 * (self.num_peers - 1) / self.num_peers * codec_bytes(numbers, self.averaging)
 
+    def longest_round_s(self, bytes_per_s: float) -> float:
+        """How long to wait for a round over links of such a bandwidth, 0 for no limit."""
+        num_bytes = self.activation_bytes() + self.averaging_bytes()
+        return SLOWEST * (self.ideal_s + (num_bytes / bytes_per_s if bytes_per_s else 0.0))
+
     def num_parameters(self) -> list[int]:
         """The weights of each stage."""
         resolved = ResolvedManifest.of(self.manifest())
@@ -91,6 +100,7 @@ class Workload:
             wire={"activations": self.wire, "gradients": self.wire},
             averaging={
                 "mode": self.averaging_mode,
+                "inner_steps": INNER_STEPS,
                 "compression": self.averaging,
                 # An averaging round takes minutes on the slowest of these links, and a part of it long, too.
                 "round_timeout_s": 3600,

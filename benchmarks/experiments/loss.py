@@ -6,9 +6,10 @@ stage, as in a swarm. An arm and the reference of the same seed begin with the s
 The control averages among members too, without a codec: its sums are rounded in another order, and what that alone
 makes of the loss is how far two runs of no difference come apart.
 
-The figure is the validation loss after the last step, relative to the reference's: the mean over seeds, and the 95 %
-interval of that mean (Student's t). Seeds go on until the interval lies on one side of an arm's target, or are used up.
-Since the interval is looked at after each seed, a verdict is wrong more often than one time in twenty.
+The figure is the validation loss after the last step, without codecs on the wires, as the saved model has it; relative
+to the reference's: the mean over seeds, and the 95 % interval of that mean (Student's t). Seeds go on until the
+interval lies on one side of an arm's target, or are used up. Since the interval is looked at after each seed, from the
+fifth one on, a verdict is wrong somewhat more often than one time in twenty.
 Every training is a line of `--results`; those that are there already are not repeated.
 """
 
@@ -18,7 +19,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -30,19 +31,19 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from scipy.stats import t as student
-from wan_report import machine, provenance
+from wan_report import commit, machine, provenance
 
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, train
 from coordinator.run.service import resolve_manifest
-from swarm_peer.config import Codec
+from swarm_peer.config import Codec, RunManifest, WireSection
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.codecs import decode, encode, rounding_seed
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 REFERENCE = "reference"
 # An interval of fewer pairs says little, wherever it lies.
-MIN_PAIRS = 3
+MIN_PAIRS = 5
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,25 @@ class RoutedBaseline(Baseline):
             yield from map(list, zip(*turns, strict=True))
 
 
-def validation_losses(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> dict[int, float]:
-    """The validation losses of a training, by optimizer step; the last one comes last."""
+def manifest_of(arm: Arm, seed: int, settings: Sequence[str]) -> RunManifest:
+    """The manifest of a training.
+
+    Raises:
+        UserError: the settings do not fit the arm's
+    """
     wire = f"wire={{activations: {arm.wires}, gradients: {arm.wires}}}"
     # The arm's own come first: a mode is one mapping, and `--set averaging.outer_momentum=0.8` changes a part of it.
-    resolved = resolve_manifest(load_manifest(CONFIG, (wire, f"averaging={arm.mode}", *settings, f"seed={seed}")))
-    lines = train(_baseline(resolved, arm, num_members))
+    # Nobody rewinds, and the demo's snapshots do not fit into each period.
+    own = (wire, f"averaging={arm.mode}", "recovery.snapshot_every=0")
+    return load_manifest(CONFIG, (*own, *settings, f"seed={seed}"))
+
+
+def validation_losses(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> dict[int, float]:
+    """The validation losses of a training, by optimizer step; the last one comes last."""
+    baseline = _baseline(resolve_manifest(manifest_of(arm, seed, settings)), arm, num_members)
+    # The trainers have the run's own manifest, and an evaluation goes by this one.
+    baseline.manifest = baseline.manifest.model_copy(update={"wire": WireSection()})
+    lines = train(baseline)
     return {line["optimizer_step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
 
 
@@ -200,56 +214,72 @@ def judge(differences: Sequence[float]) -> Verdict:
 
 
 class Results:
-    """The losses of all trainings, as lines of a file that outlives this process."""
+    """The validation losses of all trainings, as lines of a file that outlives this process.
+
+    Attributes:
+        commits: that the trainings are of
+    """
 
     def __init__(self, file: Path | None, name: str):
         """Read a file, if there is one, of which the lines of the same `name` count: the settings of the trainings."""
         self._file = file
         self._name = name
-        self._losses: dict[tuple[str, int], float] = {}
+        self._curves: dict[tuple[str, int], dict[int, float]] = {}
+        self.commits: set[str] = set()
         if file is not None and file.exists():
             for entry in map(json.loads, file.read_text().splitlines()):
                 if entry["settings"] == name:
-                    self._losses[entry["arm"], entry["seed"]] = entry["loss"]
+                    curve = {int(step): loss for step, loss in entry["losses"].items()}
+                    self._curves[entry["arm"], entry["seed"]] = curve
+                    self.commits.add(entry["commit"])
 
     def __contains__(self, key: tuple[str, int]) -> bool:
-        return key in self._losses
+        return key in self._curves
 
-    def add(self, arm: str, seed: int, loss: float) -> None:
-        """Note one training."""
-        self._losses[arm, seed] = loss
-        line = json.dumps({"arm": arm, "seed": seed, "loss": loss, "settings": self._name})
+    def add(self, arm: str, seed: int, losses: Mapping[int, float]) -> None:
+        """Note one training, with its losses by optimizer step."""
+        self._curves[arm, seed] = dict(losses)
+        self.commits.add(commit())
+        entry = {"arm": arm, "seed": seed, "losses": losses, "settings": self._name, "commit": commit()}
+        line = json.dumps(entry)
         print(line, file=sys.stderr, flush=True)
         if self._file is not None:
             with self._file.open("a") as out:
                 out.write(line + "\n")
 
-    def losses(self, arm: str) -> list[float]:
-        """The losses of an arm."""
-        return [loss for (name, _), loss in self._losses.items() if name == arm]
+    def curve(self, arm: str, seed: int) -> dict[int, float]:
+        """The losses of a training, by optimizer step."""
+        return self._curves[arm, seed]
 
-    def verdict(self, arm: str) -> Verdict | None:
-        """The verdict of an arm's pairs with the reference, if there are any."""
-        pairs = [
-            (loss, self._losses.get((REFERENCE, seed))) for (name, seed), loss in self._losses.items() if name == arm
-        ]
-        differences = [loss / reference - 1 for loss, reference in pairs if reference is not None]
+    def pairs(self, arm: str, base: str = REFERENCE) -> list[tuple[float, float]]:
+        """The last losses of an arm and of another one, of all seeds that both have."""
+        seeds = sorted(seed for name, seed in self._curves if name == arm and (base, seed) in self._curves)
+        return [(_last(self._curves[arm, seed]), _last(self._curves[base, seed])) for seed in seeds]
+
+    def verdict(self, arm: str, base: str = REFERENCE) -> Verdict | None:
+        """The verdict of an arm's pairs with another one, if there are any."""
+        differences = [loss / of_base - 1 for loss, of_base in self.pairs(arm, base)]
         return judge(differences) if differences else None
+
+
+def _last(curve: Mapping[int, float]) -> float:
+    return curve[max(curve)]
 
 
 def table(results: Results, arms: Sequence[str]) -> Iterator[str]:
     """The lines of a table in Markdown."""
-    yield "| arm | pairs | loss | difference | 95 % interval | target | |"
-    yield "|---|---|---|---|---|---|---|"
-    for arm in (REFERENCE, *arms):
-        losses, found = results.losses(arm), results.verdict(arm)
-        if arm == REFERENCE or found is None:
-            yield f"| {arm} | {len(losses)} | {fmean(losses):.4f} | | | | |"
+    yield "| arm | pairs | loss | the reference's, of the same seeds | difference | 95 % interval | target | |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for arm in arms:
+        found = results.verdict(arm)
+        if found is None:
             continue
+        losses, references = zip(*results.pairs(arm), strict=True)
         target = ARMS[arm].target
         interval = "" if found.num_pairs < 2 else f"{found.low:+.3%} to {found.high:+.3%}"
         yield (
-            f"| {arm} | {found.num_pairs} | {fmean(losses):.4f} | {found.mean:+.3%} | {interval} | "
+            f"| {arm} | {found.num_pairs} | {fmean(losses):.4f} | {fmean(references):.4f} | {found.mean:+.3%} | "
+            f"{interval} | "
             f"{'' if target is None else f'{target:.1%}'} | {found.of(target)} |"
         )
 
@@ -296,20 +326,31 @@ def main() -> None:
         f"training.validation_every={options.steps}",
         *options.settings,
     )
+    for name in (REFERENCE, *options.arms):
+        manifest_of(ARMS[name], 1, settings)  # a mistake shows now, and not after hours
     results = Results(options.results, " ".join((*settings, f"members={options.members}")))
     for seed in range(1, options.seeds + 1):
-        for name in (REFERENCE, *options.arms):
-            found = results.verdict(name)
-            is_decided = name != REFERENCE and found is not None and found.of(ARMS[name].target) in ("within", "beyond")
-            if (name, seed) not in results and not is_decided:
-                *_, loss = validation_losses(ARMS[name], seed, options.members, settings).values()
-                results.add(name, seed, loss)
-    lines = list(table(results, options.arms))
-    print("\n".join(lines))
-    if options.report:
-        options.report.mkdir(parents=True, exist_ok=True)
-        (options.report / "table.md").write_text("\n".join((provenance(), "", *lines)) + "\n")
-        draw(results, options.arms, f"{date.today()}, {machine()}").savefig(options.report / "figure.png", dpi=120)
+        wanted = [name for name in options.arms if (name, seed) not in results and not is_decided(results, name)]
+        for name in (REFERENCE, *wanted) if wanted else ():
+            if (name, seed) not in results:
+                results.add(name, seed, validation_losses(ARMS[name], seed, options.members, settings))
+        if options.report:
+            write_report(options.report, results, options.arms)
+    print("\n".join(table(results, options.arms)))
+
+
+def is_decided(results: Results, arm: str) -> bool:
+    """Whether an arm's interval lies on one side of its target."""
+    found = results.verdict(arm)
+    return found is not None and found.of(ARMS[arm].target) in ("within", "beyond")
+
+
+def write_report(folder: Path, results: Results, arms: Sequence[str]) -> None:
+    """Write table.md and figure.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = f"{provenance()}. Trainings of {', '.join(sorted(results.commits))}."
+    (folder / "table.md").write_text("\n".join((origin, "", *table(results, arms))) + "\n")
+    draw(results, arms, f"{date.today()}, {machine()}").savefig(folder / "figure.png", dpi=120)
 
 
 if __name__ == "__main__":
