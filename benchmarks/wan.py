@@ -34,7 +34,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -44,7 +44,7 @@ from processes import adopt_orphans
 from wan_goodput import carried_bytes_per_s
 from wan_pipeline import SCHEDULES, measure_pipeline
 from wan_prediction import predicted_round_s
-from wan_report import Results, commit, machine, table, write_report
+from wan_report import Results, add_line, commit, machine, read_lines, table, write_report
 from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
@@ -155,7 +155,8 @@ def run_arms(workload: Workload, measuring: Measuring) -> Iterator[Results]:
                     continue
                 figures["load"] = [round(load, 1), round(os.getloadavg()[0], 1)]
                 figures["commit"] = commit()
-                note_run(measuring.runs, key, figures)
+                if measuring.runs is not None:
+                    add_line(measuring.runs, {"key": key, "figures": figures})
                 print(f"{arm.name} ({time.monotonic() - begin:.0f} s, load {figures['load']}):", file=sys.stderr)
                 print_figures(figures)
             results[arm.name][repetition] = figures
@@ -164,17 +165,9 @@ def run_arms(workload: Workload, measuring: Measuring) -> Iterator[Results]:
 
 def known_run(file: Path | None, key: Sequence[Any]) -> dict[str, Any] | None:
     """The figures of a run, if a file has them."""
-    lines = file.read_text().splitlines() if file is not None and file.exists() else []
-    found = [entry["figures"] for entry in map(json.loads, lines) if entry["key"] == key]
+    entries = [] if file is None else read_lines(file)
+    found = [entry["figures"] for entry in entries if entry["key"] == key]
     return found[-1] if found else None
-
-
-def note_run(file: Path | None, key: Sequence[Any], figures: Mapping[str, Any]) -> None:
-    """Add a run to a file."""
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as out:
-            out.write(json.dumps({"key": key, "figures": figures}) + "\n")
 
 
 def print_figures(figures: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import platform
 import re
@@ -50,6 +52,23 @@ def commit() -> str:
     """The commit of this file's repository, short; empty where there is none."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def read_lines(file: Path) -> list[Any]:
+    """The lines of a file of JSON, without one that a killed process has left half-written."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def add_line(file: Path, entry: Any) -> None:
+    """Add a line of JSON to a file, on a line of its own, whatever was left half-written before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    is_torn = file.exists() and file.read_bytes()[-1:] not in (b"", b"\n")
+    with file.open("a") as out:
+        out.write(("\n" if is_torn else "") + json.dumps(entry) + "\n")
 
 
 def provenance() -> str:
@@ -140,6 +159,8 @@ def write_report(folder: Path, results: Results, costs: Mapping[str, Any]) -> No
     """Write table.md and figure.png."""
     folder.mkdir(parents=True, exist_ok=True)
     told = " ".join(f"{name}={value}" for name, value in costs.items())
-    (folder / "table.md").write_text(f"{provenance()} ({told})\n\n{table(results)}\n")
+    commits = {run["commit"] for runs in results.values() for run in runs.values() if "commit" in run}
+    origin = f"{provenance()} ({told}). Runs of {', '.join(sorted(commits))}."
+    (folder / "table.md").write_text(f"{origin}\n\n{table(results)}\n")
     title = "\n".join(textwrap.wrap(f"{told}\n{provenance()}", 110))
     draw(results, title).savefig(folder / "figure.png", dpi=120)

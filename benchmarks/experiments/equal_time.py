@@ -15,6 +15,7 @@ demo's text has some 70,000 samples: take a global batch, with --set, of which a
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ SHARES = (0.5, 1.0)
 
 def steps_in(share: float, num_steps: int, synchronous_s: float, periodic_s: float) -> int:
     """How many periodic steps fit into a share of the time of so many synchronous ones: whole periods."""
-    return round(share * num_steps * synchronous_s / periodic_s / INNER_STEPS) * INNER_STEPS
+    return math.floor(share * num_steps * synchronous_s / periodic_s / INNER_STEPS + 1e-9) * INNER_STEPS
 
 
 def name_of(share: float) -> str:

@@ -31,7 +31,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from scipy.stats import t as student
-from wan_report import commit, machine, provenance
+from wan_report import add_line, commit, machine, provenance, read_lines
 
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, train
@@ -227,8 +227,8 @@ class Results:
         self._curves: dict[tuple[str, int], dict[int, float]] = {}
         self.commits: set[str] = set()
         if file is not None and file.exists():
-            for entry in map(json.loads, file.read_text().splitlines()):
-                if entry["settings"] == name:
+            for entry in read_lines(file):
+                if entry["settings"] == name and "losses" in entry:
                     curve = {int(step): loss for step, loss in entry["losses"].items()}
                     self._curves[entry["arm"], entry["seed"]] = curve
                     self.commits.add(entry["commit"])
@@ -241,11 +241,9 @@ class Results:
         self._curves[arm, seed] = dict(losses)
         self.commits.add(commit())
         entry = {"arm": arm, "seed": seed, "losses": losses, "settings": self._name, "commit": commit()}
-        line = json.dumps(entry)
-        print(line, file=sys.stderr, flush=True)
+        print(json.dumps(entry), file=sys.stderr, flush=True)
         if self._file is not None:
-            with self._file.open("a") as out:
-                out.write(line + "\n")
+            add_line(self._file, entry)
 
     def curve(self, arm: str, seed: int) -> dict[int, float]:
         """The losses of a training, by optimizer step."""

@@ -73,10 +73,9 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
 
 def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[str]:
     notes, averaging = [], manifest.averaging
-    round_s = prediction.times.averaging_s * averaging.steps_per_average
-    if round_s > averaging.round_timeout_s:
+    if prediction.average_s > averaging.round_timeout_s:
         notes.append(
-            f"a round of averaging takes {round_s:.0f} s, longer than "
+            f"a round of averaging takes {prediction.average_s:.0f} s, longer than "
             f"averaging.round_timeout_s={averaging.round_timeout_s:g}: raise that"
         )
     share = prediction.times.averaging_s / prediction.step_s

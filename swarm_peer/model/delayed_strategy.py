@@ -73,7 +73,9 @@ class DelayedStrategy(RoundStrategy):
         return result
 
     def give_away(self) -> list[Work]:
-        """Give the gradients of this round and of the round before."""
+        """Give the gradients of this round and of the round before; nothing of a round that ends."""
+        if self._brought is not None:
+            return [self._no_work(), self._no_work()]
         means, num_samples = self._waiting
         return [self.trainee.gradient_sums(), ([mean * num_samples for mean in means], num_samples)]
 

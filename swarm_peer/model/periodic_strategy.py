@@ -75,7 +75,8 @@ class PeriodicStrategy(RoundStrategy):
         self.is_in_period = not averages
         if averages:
             # All zeros: the work of all members is lost. The momentum would move the weights all the same.
-            result = replace(result, skipped=not any(bool(average.any()) for average in averages))
+            is_finite = all(bool(average.isfinite().all()) for average in averages)
+            result = replace(result, skipped=not (is_finite and any(bool(average.any()) for average in averages)))
             if not result.skipped:
                 self._outer_step(averages)
             self.trainee.set_weights(self._outer)

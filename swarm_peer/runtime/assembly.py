@@ -137,13 +137,16 @@ class Assembly:
         swarm = self._make_swarm_access(progress, barrier, leases)
         state_server = StateServer(context=context, core=core)
         handover = GradientHandover(context=context, core=core, swarm=swarm, is_mate=barrier.is_mate)
+        own_work = OwnWork(
+            averaging=context.resolved.manifest.averaging, metrics=context.metrics, snapshots=self.peer.snapshots
+        )
         step_loop = StepLoop(
             context=context,
             core=core,
             swarm=swarm,
             group=group,
             state_server=state_server,
-            own_work=self.peer.own_work.setdefault(spec.index, OwnWork(context.metrics, self.peer.snapshots)),
+            own_work=self.peer.own_work.setdefault(spec.index, own_work),
             handover=handover,
             leases=leases,
         )

@@ -29,6 +29,7 @@ RUN = {
     "load": [0.5, 2.0],
     "microbatches_per_s": 6.0,
     "cores": 0.5,
+    "commit": "abc1234",
     "troubles": {"round_failed": 1},
     "sent_bytes_a_round": {"coordinator": 1, "peers": [2e6, 4e6]},
     "stages": [
@@ -49,7 +50,7 @@ def test_a_report_has_a_row_for_each_arm_and_a_figure(tmp_path, monkeypatch):
     }
     wan_report.write_report(tmp_path / "report", results, {"C_s": 32})
     text = (tmp_path / "report" / "table.md").read_text()
-    assert "`python wan.py --arms swarm@0` (C_s=32)" in text
+    assert "`python wan.py --arms swarm@0` (C_s=32). Runs of abc1234." in text
     assert "| 40.00 | 38.00 | 0.850 | 1.000 (1.000 to 1.000) | 0.850 | 4.00 | 6.00 | 3.00 | 0.50 | 0.5 to 2.0 |" in text
     assert "| 0.5 to 2.0 | round_failed 2 |" in text
     assert "| gpipe@0 | 40.00 |  | 0.500 | 0.750 |" in text, "to the first arm's run of the same repetition"
@@ -79,6 +80,10 @@ def test_runs_that_a_file_has_are_not_run_again_and_one_that_fails_is_left_out(t
     measuring = Measuring(arms=arms, num_rounds=2, runs=tmp_path / "new" / "runs.jsonl")
     *_, results = run_arms(Workload(), measuring)
     assert (list(results["swarm@0"]), list(results["gpipe@0"])) == ([0], [])
+    with measuring.runs.open("a") as file:
+        file.write('{"key": ["torn')
+    *_, results = run_arms(Workload(), measuring)
+    assert ran == [("swarm@0", 0), ("gpipe@0", 0), ("gpipe@0", 0)], "what failed is tried again"
     *_, results = run_arms(Workload(), replace(measuring, repeat=2))
     assert (list(results["swarm@0"]), results["swarm@0"][0]["round_s"]) == ([0, 1], 40.0)
     *_, results = run_arms(Workload(wire="none"), measuring)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from io import StringIO
 from math import inf
 from pathlib import Path
@@ -355,6 +356,15 @@ def test_a_round_longer_than_its_timeout_is_told() -> None:
     told = [note for note in report["notes"] if "averaging.mode=periodic" in note]
     assert len(told) == 1
     assert "averaging.compression=blockwise_8bit sends fewer bytes" in told[0]
+    hidden = "averaging.mode=delayed", "training.global_batch_size=262144"
+    delayed = make_report(manifest_of("gpt2-124m", *overrides, *hidden), [slow], num_stages=1)
+    assert delayed["step"]["averaging_s"] < 120, "most of it is hidden by the next round"
+    assert any("longer than averaging.round_timeout_s=120" in note for note in delayed["notes"])
+    home = replace(slow, count=8, upload_bytes_per_s=2e6, download_bytes_per_s=2e6)
+    busy = "averaging.mode=delayed", "training.global_batch_size=4096"
+    beside = make_report(manifest_of("gpt2-124m", *busy), [home], num_stages=4)
+    assert beside["step"]["stream_s"] > 1000, "microbatches need the links for longer than an average may take"
+    assert not any("averaging.round_timeout_s" in note for note in beside["notes"]), "but it does not wait for them"
     periodic = make_report(manifest_of("gpt2-124m", *overrides, *PERIODIC), [slow], num_stages=1)
     assert periodic["step"]["averaging_s"] < report["step"]["averaging_s"] / 20
     assert not any("averaging.mode=periodic" in note for note in periodic["notes"])

@@ -170,6 +170,17 @@ def test_the_last_result_of_a_period_is_that_of_the_outer_step():
     assert skipped[PERIOD - 1 :: PERIOD] == [False, True]
 
 
+def test_an_average_that_is_not_finite_is_skipped():
+    [trainer] = replicas(1)
+    before = weights(trainer)
+    for step in range(PERIOD):
+        compute(trainer, step)
+        own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+        result = trainer.apply([torch.full_like(each, float("inf")) for each in own])
+    assert result.skipped
+    assert are_equal(weights(trainer), before)
+
+
 def test_a_newcomer_goes_on_from_a_stage_mates_weights_with_no_samples():
     first, second, newcomer = replicas(3)
     compute(first, 1)

@@ -1286,6 +1286,61 @@ async def test_what_was_given_up_half_way_takes_nobodys_place(swarm):
     assert present.transfers.keys() == {leaving.peer_id, silent.peer_id}
 
 
+@pytest.mark.parametrize("is_free_in_time", [True, False])
+async def test_a_stage_mate_that_takes_in_other_gradients_is_asked_again(swarm, monkeypatch, is_free_in_time):
+    """As where a spot market takes three machines of a stage back at once."""
+    monkeypatch.setattr(handover_module, "BUSY_PAUSE_S", 0.0)
+    monkeypatch.setattr(handover_module, "BUSY_PATIENCE_S", 60.0 if is_free_in_time else 0.0)
+    monkeypatch.setattr(handover_module, "CHUNK_BYTES", 1024)
+    _, leaving, staying = await group_of_two(swarm)
+    num_chunks = -(-leaving.handover._num_bytes // 1024)
+    transfers, asked = staying.rounds.current.transfers, []
+    for name in "de":
+        other = await swarm.add(name, 1)
+        other.admission.leave()
+        transfers[other.peer_id] = Transfer(bytes(16), torch.empty(0), set())
+    call = leaving.transport.call
+
+    async def record(peer, body, tensors=(), *, timeout_s):
+        if peer == staying.peer_id:
+            asked.append(body.op)
+            if len(asked) == 3:
+                transfers.popitem()
+        return await call(peer, body, tensors, timeout_s=timeout_s)
+
+    leaving.transport.call = record
+    assert await leaving.handover.hand_over() == is_free_in_time, "else it ends the round with its stage-mates"
+    refused, taken = (2, num_chunks) if is_free_in_time else (1, 0)
+    assert asked == ["gradient_chunk"] * (refused + taken) + ["commit_gradient"] * is_free_in_time
+    assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (
+        (0, 2 * SAMPLES) if is_free_in_time else (SAMPLES, SAMPLES)
+    )
+    assert leaving.metric("lost_samples") == 0
+
+
+async def test_a_stage_mate_that_was_busy_and_then_leaves_ends_no_round_either(swarm, monkeypatch):
+    monkeypatch.setattr(handover_module, "BUSY_PAUSE_S", 0.0)
+    _, leaving, _ = await group_of_two(swarm)
+    swarm.network.fault(op="gradient_chunk", fail=Busy("two others are here"))
+    swarm.network.fault(op="gradient_chunk", fail=NotServing("leaving, too"))
+    assert await leaving.handover.hand_over()
+    assert leaving.metric("lost_samples") == SAMPLES
+
+
+async def test_of_a_round_that_could_not_be_ended_nothing_is_handed_over_and_all_is_reported():
+    """Its stage-mates would take the gradient that it has held back for that of the round before."""
+    async with Swarm(make_manifest(averaging={"mode": "delayed"})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        strategy = leaving.trainer.strategy
+        strategy.contribution(leaving.trainer.mean_gradients(), SAMPLES)
+        strategy.contribution([], 3)
+        assert strategy.pending_samples == SAMPLES + 3
+        assert await leaving.handover.hand_over(may_end_round=False)
+        assert leaving.metric("lost_samples") == SAMPLES + 3
+        assert not swarm.network.num_calls("gradient_chunk")
+        assert staying.trainer.strategy.pending_samples == SAMPLES
+
+
 async def test_stage_mates_that_leave_at_once_do_not_wait_for_each_other(swarm):
     """As at Ctrl+C on a machine that has both: no round ends any more."""
     _, leaving, staying = await group_of_two(swarm)

@@ -1294,7 +1294,9 @@ class Follower:
             ),
             group=group,
             state_server=self.donor.server,
-            own_work=OwnWork(self.metrics, self.donor.store),
+            own_work=OwnWork(
+                averaging=context.resolved.manifest.averaging, metrics=self.metrics, snapshots=self.donor.store
+            ),
             handover=None,
             leases=None,
         )
@@ -1638,6 +1640,17 @@ async def test_what_a_peer_brought_to_updates_that_its_stage_mates_did_not_make_
     assert split.lost == 9, "nothing is lost twice"
 
 
+@pytest.mark.parametrize(("num_common", "snapshots"), [(0, []), (1, []), (2, [1]), (3, [1, 3])])
+async def test_where_updates_are_delayed_the_snapshot_of_the_last_common_step_is_of_no_use(
+    split, num_common, snapshots
+):
+    """It holds the average that ends its round, too, and the two parts of the run have made different ones."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "delayed"})
+    split.steps._own_work._averaging = averaging
+    await split.take_over(split.step + 9, split.lineage(num_common, 9))
+    assert split.snapshots == snapshots
+
+
 async def test_nothing_is_lost_where_stage_mates_are_too_far_to_know(split):
     await split.take_over(split.step + 9, b"")
     assert (split.lost, split.snapshots) == (0, [1, 3])
@@ -1718,6 +1731,7 @@ async def test_in_rounds_without_an_average_nothing_is_brought(follower, monkeyp
     """What was computed in them is brought with the next average."""
     averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 2})
     monkeypatch.setattr(follower.steps, "_manifest", MANIFEST.model_copy(update={"averaging": averaging}))
+    monkeypatch.setattr(follower.steps._own_work, "_averaging", averaging)
     split = Split(follower)
     await split.go_on()
     await split.take_over(split.step + 9, split.lineage(0, 9))
@@ -1747,6 +1761,53 @@ async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatc
     assert_equal(state_of(follower.trainer), before)
     assert await follower.steps._replay(["m"])
     assert (follower.steps.step.round_number, follower.trainer.optimizer_step) == (4, 4)
+
+
+def offer_updates(follower, monkeypatch, ledger=b""):
+    """Have a stage-mate offer updates without end, as a liar can: each continues the history that came before."""
+    gradients = [torch.ones_like(parameter) for parameter in follower.trainer.module.parameters()]
+    tensors = {str(number): gradient for number, gradient in enumerate(gradients)}
+
+    async def fetch(transport, donors, call, **options):
+        history_hash = extend_history(follower.steps.step.history_hash, gradients)
+        return StageState(call.min_round, history_hash, tensors, FIRST_TIMELINE, ledger)
+
+    monkeypatch.setattr(joining, "fetch_state", fetch)
+
+
+async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower, monkeypatch):
+    offer_updates(follower, monkeypatch)
+    monkeypatch.setattr(joining, "last_credible_round", lambda rounds: max(rounds) + 2)
+    assert follower.steps.step.round_number == 3
+    follower.peers = [PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=4)]
+    assert await follower.steps._replay(["m"])
+    assert follower.steps.step.round_number == 6
+    assert not await follower.steps._replay(["m"])
+
+
+async def test_an_update_with_a_ledger_that_is_none_is_not_replayed(follower, monkeypatch):
+    """Another stage-mate's state is taken instead."""
+    offer_updates(follower, monkeypatch, ledger=b"none")
+
+    async def begin(round_number, timeline, data):
+        if data:
+            raise InvalidMessage("no ledger")
+
+    follower.steps._leases = SimpleNamespace(begin=begin)
+    before = state_of(follower.trainer)
+    assert not await follower.steps._replay(["m"])
+    assert_equal(state_of(follower.trainer), before)
+    assert follower.steps.step.round_number == 3
+
+
+async def test_work_that_is_lost_since_others_went_on_is_reported(follower, caplog):
+    for timeline, num_lines in ((FIRST_TIMELINE, 1), (Timeline(50, 4, 4), 1)):
+        follower.trainer.num_samples = 5
+        round_number = timeline.first_round or 9
+        state = StageState(round_number, "theirs", state_of(follower.trainer), timeline, b"")
+        await follower.steps._take_over(state)
+        assert caplog.text.count("samples_lost samples=5 ") == num_lines, "what a rewind takes back is read again"
+    assert lost(follower) == 10
 
 
 async def test_a_full_disk_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog):
@@ -1861,6 +1922,30 @@ async def test_a_peer_that_its_stage_mates_have_left_behind_does_not_wait_to_end
         await follower.steps.run()
     await until(leaving.done)
     assert asked == [True, False]
+
+
+async def test_who_leaves_as_the_run_goes_back_hands_nothing_over_and_does_not_come_back(follower):
+    """All samples that it holds are read again."""
+    asked = []
+
+    async def hand_over(on_gone, *, may_end_round):
+        asked.append(may_end_round)
+        return True
+
+    follower.steps._handover = SimpleNamespace(hand_over=hand_over)
+    running = asyncio.ensure_future(follower.steps.run())
+    follower.admission.leave()
+    async with follower.steps._ending:  # as while a round ends, until the rewind cancels that
+        leaving = asyncio.ensure_future(follower.steps.leave())
+        await anyio.wait_all_tasks_blocked()
+        await follower.rewind(optimizer_step=3)
+        await anyio.wait_all_tasks_blocked()
+    await leaving
+    await anyio.wait_all_tasks_blocked()
+    assert (asked, follower.steps.step.phase, follower.steps.step.round_number) == ([], Phase.LEFT, 3)
+    assert follower.target is None
+    assert not running.done()
+    running.cancel()
 
 
 async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(follower):

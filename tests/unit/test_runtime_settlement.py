@@ -585,6 +585,17 @@ async def test_what_a_leaving_peer_has_given_that_missed_the_average_is_averaged
     assert sorted(attempt for _, _, attempt, _ in delayed.rounds.log) == [0, 0, 1, 1]
 
 
+async def test_what_a_peer_holds_that_was_not_in_the_average_is_averaged_after_all_though_a_member_is_gone(delayed):
+    await delayed.add("abc")
+    members = await end_round_3(delayed, a=1, b=2, c=3)
+    await anyio.wait_all_tasks_blocked()
+    delayed.kill("c")
+    delayed.unseen.add("c")
+    [missed] = await delayed.add("d", 4, members[0].history_hash)
+    settled = await delayed.settle(a=2, b=3, d=1)
+    assert_committed(settled.values(), mean([*members[:2], missed], [2, 3, 1]), 6, members[0].history_hash)
+
+
 # --- rounds that fail -------------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,7 @@ class Prediction:
         step_s: time of one optimizer step, the sum of `times`
         slowest_stage: the stage with the lowest rate
         limit: what takes most of a step, in words
+        average_s: the longest time from the beginning of a stage's average to its end, also where it holds no step up
         sent_bytes: traffic of all peers in one step
         traffic_dollars: price of that traffic
         dollars_per_hour: price of all peers that have a stage
@@ -106,6 +107,7 @@ class Prediction:
     times: StepTimes
     slowest_stage: int
     limit: str
+    average_s: float
     stages: tuple[StagePrediction, ...]
     sent_bytes: float
     traffic_dollars: float
@@ -288,19 +290,26 @@ class Predictor:
 
     def _averaging_s(self, stage: int, here: Sequence[int], flow: _Flow, stream_s: float) -> float:
         """Seconds for which averaging holds the step up."""
-        num_peers = sum(here)
-        if num_peers < 2:
+        if sum(here) < 2:
             return 0.0
-        present = [group for group, number in zip(self.groups, here, strict=True) if number]
-        link = min(group.link_bytes_per_s for group in present)
-        latency_s = max(group.latency_s for group in present)
-        moved = 2 * (num_peers - 1) / num_peers * self.works[stage].averaging_bytes
-        average_s = moved / link + ROUND_TRIPS_OF_AN_AVERAGE * latency_s
+        latency_s, average_s = self._latency_s(here), self._average_s(stage, here)
         if self.settings.averages_ahead:
             # It shares the links with the microbatches of the next step, and with what does not fit in there it holds
             # that one up.
             average_s = max(average_s + self._link_s(stage, flow) - stream_s, ROUND_TRIPS_OF_A_VOTE * latency_s)
         return ROUND_TRIPS_OF_A_BARRIER * latency_s + average_s / self.settings.steps_per_average
+
+    def _average_s(self, stage: int, here: Sequence[int]) -> float:
+        """Seconds of an average that has the links for itself."""
+        num_peers = sum(here)
+        if num_peers < 2:
+            return 0.0
+        link = min(group.link_bytes_per_s for group, number in zip(self.groups, here, strict=True) if number)
+        moved = 2 * (num_peers - 1) / num_peers * self.works[stage].averaging_bytes
+        return moved / link + ROUND_TRIPS_OF_AN_AVERAGE * self._latency_s(here)
+
+    def _latency_s(self, here: Sequence[int]) -> float:
+        return max(group.latency_s for group, number in zip(self.groups, here, strict=True) if number)
 
     def _link_s(self, stage: int, flow: _Flow) -> float:
         """Seconds of a step for which microbatches need the busiest link of a stage, in the busier direction."""
@@ -324,6 +333,8 @@ class Predictor:
         slowest = min(range(len(flows)), key=lambda stage: flows[stage].rate)
         stages = tuple(self._stage(stage, counts[stage], flows[stage], pace, step_s) for stage in range(len(flows)))
         shares = dict(zip((stages[slowest].limit, FILL, AVERAGING, UPDATE), times, strict=True))
+        # Beside the microbatches of the next step, an average has half of the links at least.
+        shared = 2 if self.settings.averages_ahead else 1
         sent = [self._sent_bytes(stage, counts[stage], flows[stage]) for stage in range(len(flows))]
         return Prediction(
             samples_per_s=self.settings.global_batch_size / step_s,
@@ -331,6 +342,7 @@ class Predictor:
             times=times,
             slowest_stage=slowest,
             limit=max(shares, key=lambda name: shares[name]),
+            average_s=shared * max(self._average_s(stage, here) for stage, here in enumerate(counts)),
             stages=stages,
             sent_bytes=sum(map(sum, sent)),
             traffic_dollars=sum(

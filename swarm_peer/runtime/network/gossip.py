@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 # Deadline for each answer.
 TIMEOUT_S = 5.0
+PEERS_TOLD = 4
 # A newcomer greets until its stage-mates have seen its announcement. They look for it every three seconds or so, and
 # at once when a stranger greets them.
 GREET_TRIES = 20
@@ -50,6 +52,10 @@ class Gossip:
             manifest=self.manifest_hash, round_number=self.progress.round_number, counts=self.progress.signed_counts()
         )
         await self._exchange(peers, body)
+
+    async def tell_some(self, peers: Sequence[str], rng: random.Random) -> None:
+        """Exchange counts with a few of these peers; they tell the others at the barrier."""
+        await self.tell(rng.sample(peers, min(PEERS_TOLD, len(peers))))
 
     async def greet(self, stage: int, peers: Iterable[str]) -> int:
         """Tell stage-mates that this peer serves from now on. Their averaging rounds expect it afterwards.

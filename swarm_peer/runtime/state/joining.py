@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import anyio
 import torch
@@ -17,7 +17,7 @@ from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import SnapshotRef, Timeline, last_credible_round
 from swarm_peer.policy.step_state import StepState
-from swarm_peer.policy.view import PeerState
+from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Transport
@@ -96,7 +96,6 @@ class StateDownloads:
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_round=min_round)
         view, donors, begun_s = self._swarm.view(), list(donors), self._context.clock.monotonic_s()
         for attempt in range(1, tries + 1):
-            serving = [peer.round_number for peer in view.peers if peer.state is PeerState.SERVING]
             began_s = self._context.clock.monotonic_s()
             try:
                 await fetch_state(
@@ -104,7 +103,7 @@ class StateDownloads:
                     donors,
                     call,
                     max_bytes=self._max_state_bytes,
-                    max_round=last_credible_round(serving),
+                    max_round=_last_credible_round(view.peers),
                     timeline=timeline,
                     rng=self._rng,
                     take=take_timed,
@@ -130,8 +129,13 @@ class StateDownloads:
             step: where this peer stands, at the beginning of that round
 
         Raises:
-            CallError: no peer has the update, or it does not continue this peer's history
+            CallError: no peer has the update, it does not continue this peer's history, or the run cannot have come so
+                far: one donor alone could go on for ever
         """
+        # Its own round says nothing: it comes from donors.
+        others = [peer for peer in self._swarm.view().peers if peer.peer_id != self._swarm.transport.peer_id]
+        if step.round_number >= _last_credible_round(others):
+            raise InvalidMessage(f"the run cannot have come beyond round {step.round_number}")
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, kind="update", min_round=step.round_number)
         max_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         update = await fetch_state(self._swarm.transport, donors, call, max_bytes=max_bytes, rng=self._rng)
@@ -171,6 +175,10 @@ class StateDownloads:
             optimizer_step=timeline.first_optimizer_step,
             rng=self._rng,
         )
+
+
+def _last_credible_round(peers: Iterable[PeerView]) -> int:
+    return last_credible_round(peer.round_number for peer in peers if peer.state is PeerState.SERVING)
 
 
 async def fetch_snapshot(

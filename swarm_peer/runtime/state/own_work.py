@@ -27,17 +27,18 @@ class OwnWork:
         snapshots: those that this peer keeps, some of which are given up together with what it brought
     """
 
-    def __init__(self, metrics: PeerMetrics, snapshots: SnapshotStore):
+    def __init__(self, *, averaging: AveragingSection, metrics: PeerMetrics, snapshots: SnapshotStore):
         self.snapshots = snapshots
+        self._averaging = averaging
         self._metrics = metrics
         self._samples: dict[int, int] = {}  # by the optimizer step before the update
         self._timeline: Timeline | None = None
         self._descent: Descent | None = None
 
-    def note(self, ended: Round, averaging: AveragingSection) -> None:
+    def note(self, ended: Round) -> None:
         """Note what this peer has brought to the update that ends a round; where nobody averages, nothing."""
         step = ended.step
-        if averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):
+        if self._averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):
             self._samples[step.optimizer_step] = ended.samples
 
     def stand_at(self, step: StepState) -> None:
@@ -66,5 +67,7 @@ class OwnWork:
             text = "samples_lost samples=%d optimizer_step=%d until=%d reason=stage-mates went on without this peer"
             log.error(text, lost, parted, end)
         if parted < end:
+            # Where updates are delayed, a snapshot also holds the average that ends its round.
+            last_common = parted - 1 if self._averaging.mode == "delayed" else parted
             # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
-            self.snapshots.give_up(parted, self._descent.optimizer_step)
+            self.snapshots.give_up(last_common, self._descent.optimizer_step)

@@ -105,7 +105,8 @@ class AveragingAhead:
         if not ahead.shares.keys() <= present.keys():
             ahead.scope.cancel()
         await self._changed.wait_for(lambda: ahead.is_over)
-        if sum(present.values()) > sum(ahead.shares.values()):
+        outsiders = [samples for peer, samples in present.items() if peer not in ahead.shares]
+        if any(outsiders) or sum(present.values()) > sum(ahead.shares.values()):
             # A peer that was not in it has come, or has left and handed its part to a member.
             ahead.averages, ahead.reason = None, "stage-mates hold samples that it is not of"
         if ahead.averages is None:

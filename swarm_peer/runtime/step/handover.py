@@ -45,6 +45,9 @@ MAX_COMMITTED = 256
 FORGET_TIMEOUT_S = 5.0
 # Tries of the call that commits the gradient, since its outcome must be known.
 COMMIT_TRIES = 3
+# A stage-mate that takes in other gradients is asked again for so long; then this peer ends the round with it.
+BUSY_PATIENCE_S = 15.0
+BUSY_PAUSE_S = 1.0
 
 
 class _InDoubt(Exception):
@@ -61,6 +64,7 @@ class GradientHandover:
             is_mate: whether a peer is a stage-mate, or was one a short time ago
         """
         self._context = context
+        self._clock = context.clock
         self._hash = context.resolved.hash
         self._stage = core.stage
         self._trainer = core.trainer
@@ -100,49 +104,73 @@ class GradientHandover:
         given = self._rounds.current
         works = await self._device_thread.run(Priority.STEP, partial(self._give_away, given))
         samples = sum(samples for _, samples in works)
+        if lacking := self._trainer.strategy.pending_samples - samples:
+            on_gone()
+            await self._lose(given, lacking, "the round that should bring them to an update could not be ended")
+            return True
         if not samples:
             on_gone()
             return True
-        mates = self._swarm.stage_mates(self._stage)
-        self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
+        is_taken, round_is_ending, reason = await self._offer(given, works, on_gone)
+        if round_is_ending and may_end_round:
+            return False
+        on_gone()
+        if is_taken:
+            await self._forget(given, is_counted=True)
+        else:
+            await self._lose(given, samples, reason)
+        return True
+
+    async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None]) -> tuple[bool, bool, str]:
+        """Offer the gradient to one stage-mate after the other.
+
+        Returns:
+            whether one has taken it; else whether one ends the round, or is busy, so that it may be brought to the
+            average with them; and the reason that nobody has taken it
+        """
+        samples = tuple(samples for _, samples in works)
         data = _flatten([tensor for sums, _ in works for tensor in sums])
-        # Where the round ended before all had arrived, a stage-mate may have kept what had.
-        self._sent = {mate: sent for mate, sent in self._sent.items() if torch.equal(sent.data, data)}
-        mates.sort(key=lambda mate: len(self._sent[mate].received) if mate in self._sent else 0, reverse=True)
-        reason, round_is_ending = "there is no stage-mate", False
+        mates, busy, begun_s = self._mates_to_ask(data), set[str](), self._clock.monotonic_s()
+        reason, ending = "there is no stage-mate", set[str]()  # by their last answers
         for mate in mates:
             is_resumed = mate in self._sent
             sent = self._sent.setdefault(mate, Transfer(self._context.random.token(16), data, set()))
             is_committing = False
             try:
+                if mate in busy:
+                    await anyio.sleep(BUSY_PAUSE_S)
                 await self._send(mate, given.number, sent)
                 is_committing = True
-                await self._commit(mate, given, sent.id, data, tuple(samples for _, samples in works))
+                await self._commit(mate, given, sent.id, data, samples)
             except _InDoubt as error:
-                reason, round_is_ending = str(error), False
-                break
+                return False, False, str(error)
             except anyio.get_cancelled_exc_class():  # there is no time left
                 if is_committing:
                     on_gone()
-                    await self._lose(given, samples, f"{mate} may have taken it over, and there is no time left")
+                    await self._lose(given, sum(samples), f"{mate} may have taken it over, and there is no time left")
                 raise
             except CallError as error:
                 log.info("handover_refused peer=%s reason=%s: %s", mate, error.code, error)
                 reason = f"no stage-mate took it over, last: {error}"
-                round_is_ending = round_is_ending or isinstance(error, RoundClosed)
-                if is_resumed and isinstance(error, InvalidMessage):  # it has not kept what had arrived
+                (ending.add if isinstance(error, RoundClosed | Busy) else ending.discard)(mate)
+                if isinstance(error, Busy) and self._clock.monotonic_s() < begun_s + BUSY_PATIENCE_S:
+                    busy.add(mate)
+                    mates.append(mate)  # after those that may be free
+                elif is_resumed and isinstance(error, InvalidMessage):  # it has not kept what had arrived
                     del self._sent[mate]
                     mates.append(mate)
                 continue
-            log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, samples)
-            on_gone()
-            await self._forget(given, is_counted=True)
-            return True
-        if round_is_ending and may_end_round:
-            return False
-        on_gone()
-        await self._lose(given, samples, reason)
-        return True
+            log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, sum(samples))
+            return True, False, ""
+        return False, bool(ending), reason
+
+    def _mates_to_ask(self, data: torch.Tensor) -> list[str]:
+        """The stage-mates, first those that may have kept most of what this peer has sent them of this gradient."""
+        mates = self._swarm.stage_mates(self._stage)
+        self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
+        # Where the round ended before all had arrived, a stage-mate may have kept what had.
+        self._sent = {mate: sent for mate, sent in self._sent.items() if torch.equal(sent.data, data)}
+        return sorted(mates, key=lambda mate: len(self._sent[mate].received) if mate in self._sent else 0, reverse=True)
 
     def _give_away(self, given: Round) -> Sequence[Work]:
         if lost := self._trainer.discard_if_not_finite():
@@ -178,19 +206,25 @@ class GradientHandover:
             call = GradientChunkCall(
                 manifest=self._hash, stage=self._stage, round_number=round_number, transfer=sent.id, offset=offset
             )
+            await self._transport.call(mate, call, (view[offset : offset + CHUNK_BYTES],), timeout_s=CALL_TIMEOUT_S)
+            sent.received.add(offset)
+
+        async def try_chunk(offset: int) -> None:
             try:
-                await self._transport.call(mate, call, (view[offset : offset + CHUNK_BYTES],), timeout_s=CALL_TIMEOUT_S)
-                sent.received.add(offset)
+                await send_chunk(offset)
             except CallError as error:
                 failures.append(error)
                 tasks.cancel_scope.cancel()
             finally:
                 room.release()
 
+        missing = sorted(set(range(0, len(view), CHUNK_BYTES)) - sent.received)
+        for offset in missing[:1]:  # alone: a stage-mate that has no place for it would get the others for nothing
+            await send_chunk(offset)
         async with anyio.create_task_group() as tasks:
-            for offset in sorted(set(range(0, len(view), CHUNK_BYTES)) - sent.received):
+            for offset in missing[1:]:
                 await room.acquire()
-                tasks.start_soon(send_chunk, offset)
+                tasks.start_soon(try_chunk, offset)
         if failures:
             raise failures[0]
 

@@ -79,6 +79,17 @@ class RoundReports:
             result.learning_rate,
         )
 
+    def lose(self, samples: int, step: StepState, *, is_read_again: bool = False) -> None:
+        """Report work that no update will hold.
+
+        Args:
+            is_read_again: since the run goes back; that is no error
+        """
+        self._metrics.lost_samples.inc(samples)
+        if samples and not is_read_again:
+            text = "samples_lost samples=%d round=%d reason=stage-mates went on without this peer"
+            log.error(text, samples, step.round_number)
+
     def _check_average(self, step: StepState, settlement: Settlement, result: StepResult) -> None:
         """Say so if the average changes nothing, or is not of all samples that have counted since the last one."""
         if result.skipped and not settlement.samples:

@@ -41,8 +41,6 @@ from swarm_peer.wire.messages import Body, RewindCall, RewindReply
 
 log = logging.getLogger(__name__)
 
-# Each peer tells so many peers of the next stage that the global batch is full; they tell others at the barrier.
-PEERS_TOLD = 4
 # Callers may be a round ahead for as long as the slowest hop takes. A peer that is behind for longer has missed news.
 BEHIND_S = 3.0
 # A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
@@ -143,7 +141,7 @@ class StepLoop:
         if state is not None:
             await self._take_over(replace(state, round_number=timeline.first_round, timeline=timeline))
             return
-        self._metrics.lost_samples.inc(self._trainer.strategy.pending_samples)
+        self.reports.lose(self._trainer.strategy.pending_samples, self.step, is_read_again=True)
         await self._device_thread.run(Priority.STEP, self._trainer.restart)
         # Another version of torch may make other initial weights. So the history hash, which stage-mates compare,
         # begins with a digest of them.
@@ -234,8 +232,10 @@ class StepLoop:
         while True:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
+                if self._rewind_to is not None:  # the run is about to read again what this peer holds
+                    return gone()
                 if await self._handover.hand_over(on_gone=gone, may_end_round=may_end_round and not self._failures):
-                    return
+                    return None
             await self._changed.wait_for(partial(self._is_past, present))
 
     def _is_past(self, ended: Round) -> bool:
@@ -284,8 +284,11 @@ class StepLoop:
         text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
         log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
         self._metrics.rewinds.inc()
-        self._rounds.enter(Phase.ENDING)
         async with self._ending:
+            if self.step.phase is Phase.LEFT:
+                self._rewind_to = None
+                return
+            self._rounds.enter(Phase.ENDING)
             state = await self._downloads.snapshot_of(target) if target.first_optimizer_step else None
             await self.begin(target, state)
         self._rounds.enter(Phase.OPEN)
@@ -293,7 +296,9 @@ class StepLoop:
     async def _end(self, ending: Round) -> None:
         self._rounds.enter(Phase.ENDING)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._tell_next_stage)
+            if not self._trainer.spec.is_last:  # no more microbatches tell the next stage that the global batch is full
+                later = [peer.peer_id for peer in self._view().serving(self._stage + 1)]
+                tasks.start_soon(self._gossip.tell_some, later, self._rng)
             await self._admission.drained()
             contribution, samples, upcoming = await self._device_thread.run(Priority.STEP, self._contributions)
             settlement = await self._group.settle(ending, contribution, samples, upcoming)
@@ -324,7 +329,7 @@ class StepLoop:
             await self._state_server.keep_complete()
         result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
-        self._own_work.note(self._rounds.current, self._manifest.averaging)
+        self._own_work.note(self._rounds.current)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
     def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
@@ -359,7 +364,8 @@ class StepLoop:
         await self._begin_to_read(state.round_number, state.timeline, state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
-        self._metrics.lost_samples.inc(await self._device_thread.run(Priority.STEP, load))
+        lost = await self._device_thread.run(Priority.STEP, load)
+        self.reports.lose(lost, self.step, is_read_again=state.timeline > self.step.timeline)
         self._own_work.give_up(state)
         self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
         self.reports.begin(self.step)
@@ -379,20 +385,14 @@ class StepLoop:
             step = self.step
             try:
                 update = await self._downloads.update_after(donors, step)
+                await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
             except CallError as error:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
-            await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
-            self._metrics.lost_samples.inc(num_pending - self._trainer.strategy.pending_samples)
+            self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step)
             self._begin_round(
                 step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
             )
             self.reports.begin(self.step)
-
-    async def _tell_next_stage(self) -> None:
-        """Tell peers of the next stage that the global batch is full: no more microbatches come to tell them."""
-        if not self._trainer.spec.is_last:
-            peers = [peer.peer_id for peer in self._view().serving(self._stage + 1)]
-            await self._gossip.tell(self._rng.sample(peers, min(PEERS_TOLD, len(peers))))
