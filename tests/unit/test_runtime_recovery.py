@@ -1934,6 +1934,7 @@ async def test_who_leaves_as_the_run_goes_back_hands_nothing_over_and_does_not_c
 
     follower.steps._handover = SimpleNamespace(hand_over=hand_over)
     running = asyncio.ensure_future(follower.steps.run())
+    follower.trainer.num_samples = 5
     follower.admission.leave()
     async with follower.steps._ending:  # as while a round ends, until the rewind cancels that
         leaving = asyncio.ensure_future(follower.steps.leave())
@@ -1944,6 +1945,7 @@ async def test_who_leaves_as_the_run_goes_back_hands_nothing_over_and_does_not_c
     await anyio.wait_all_tasks_blocked()
     assert (asked, follower.steps.step.phase, follower.steps.step.round_number) == ([], Phase.LEFT, 3)
     assert follower.target is None
+    assert (lost(follower), follower.metrics.rewinds._value.get()) == (5, 0)
     assert not running.done()
     running.cancel()
 

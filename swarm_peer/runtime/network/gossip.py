@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 # Deadline for each answer.
 TIMEOUT_S = 5.0
+# Each peer tells so many peers of the next stage that the global batch is full; they tell others at the barrier.
 PEERS_TOLD = 4
 # A newcomer greets until its stage-mates have seen its announcement. They look for it every three seconds or so, and
 # at once when a stranger greets them.
@@ -54,7 +55,7 @@ class Gossip:
         await self._exchange(peers, body)
 
     async def tell_some(self, peers: Sequence[str], rng: random.Random) -> None:
-        """Exchange counts with a few of these peers; they tell the others at the barrier."""
+        """Exchange counts with a few of these peers."""
         await self.tell(rng.sample(peers, min(PEERS_TOLD, len(peers))))
 
     async def greet(self, stage: int, peers: Iterable[str]) -> int:

@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import anyio
 import torch
@@ -52,6 +53,19 @@ BUSY_PAUSE_S = 1.0
 
 class _InDoubt(Exception):
     """The stage-mate does not answer any more, and may have added the gradient to its own or not."""
+
+
+class _Answer(NamedTuple):
+    """How the stage-mates have answered to an offered gradient.
+
+    Attributes:
+        mates_end_round: nobody has taken it, but one ends the round or is busy: this peer may end the round with it
+        reason: nobody has taken it for this reason
+    """
+
+    is_taken: bool = False
+    mates_end_round: bool = False
+    reason: str = ""
 
 
 class GradientHandover:
@@ -102,32 +116,27 @@ class GradientHandover:
             False if the stage-mates are ending the round, so that this peer has to end it with them
         """
         given = self._rounds.current
-        works = await self._device_thread.run(Priority.STEP, partial(self._give_away, given))
+        works, pending = await self._device_thread.run(Priority.STEP, partial(self._give_away, given))
         samples = sum(samples for _, samples in works)
-        if lacking := self._trainer.strategy.pending_samples - samples:
+        if pending > samples:
             on_gone()
-            await self._lose(given, lacking, "the round that should bring them to an update could not be ended")
+            await self._lose(given, pending, "the round that should bring them to an update could not be ended")
             return True
         if not samples:
             on_gone()
             return True
-        is_taken, round_is_ending, reason = await self._offer(given, works, on_gone)
-        if round_is_ending and may_end_round:
+        answer = await self._offer(given, works, on_gone)
+        if answer.mates_end_round and may_end_round:
             return False
         on_gone()
-        if is_taken:
+        if answer.is_taken:
             await self._forget(given, is_counted=True)
         else:
-            await self._lose(given, samples, reason)
+            await self._lose(given, samples, answer.reason)
         return True
 
-    async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None]) -> tuple[bool, bool, str]:
-        """Offer the gradient to one stage-mate after the other.
-
-        Returns:
-            whether one has taken it; else whether one ends the round, or is busy, so that it may be brought to the
-            average with them; and the reason that nobody has taken it
-        """
+    async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None]) -> _Answer:
+        """Offer the gradient to one stage-mate after the other."""
         samples = tuple(samples for _, samples in works)
         data = _flatten([tensor for sums, _ in works for tensor in sums])
         mates, busy, begun_s = self._mates_to_ask(data), set[str](), self._clock.monotonic_s()
@@ -143,7 +152,7 @@ class GradientHandover:
                 is_committing = True
                 await self._commit(mate, given, sent.id, data, samples)
             except _InDoubt as error:
-                return False, False, str(error)
+                return _Answer(reason=str(error))
             except anyio.get_cancelled_exc_class():  # there is no time left
                 if is_committing:
                     on_gone()
@@ -152,7 +161,9 @@ class GradientHandover:
             except CallError as error:
                 log.info("handover_refused peer=%s reason=%s: %s", mate, error.code, error)
                 reason = f"no stage-mate took it over, last: {error}"
-                (ending.add if isinstance(error, RoundClosed | Busy) else ending.discard)(mate)
+                ending.discard(mate)
+                if isinstance(error, RoundClosed | Busy):
+                    ending.add(mate)
                 if isinstance(error, Busy) and self._clock.monotonic_s() < begun_s + BUSY_PATIENCE_S:
                     busy.add(mate)
                     mates.append(mate)  # after those that may be free
@@ -161,8 +172,8 @@ class GradientHandover:
                     mates.append(mate)
                 continue
             log.info("gradient_handed_over peer=%s round=%d samples=%d", mate, given.number, sum(samples))
-            return True, False, ""
-        return False, bool(ending), reason
+            return _Answer(is_taken=True)
+        return _Answer(mates_end_round=bool(ending), reason=reason)
 
     def _mates_to_ask(self, data: torch.Tensor) -> list[str]:
         """The stage-mates, first those that may have kept most of what this peer has sent them of this gradient."""
@@ -172,12 +183,14 @@ class GradientHandover:
         self._sent = {mate: sent for mate, sent in self._sent.items() if torch.equal(sent.data, data)}
         return sorted(mates, key=lambda mate: len(self._sent[mate].received) if mate in self._sent else 0, reverse=True)
 
-    def _give_away(self, given: Round) -> Sequence[Work]:
+    def _give_away(self, given: Round) -> tuple[Sequence[Work], int]:
+        """The work to hand over, and the samples that this peer holds: more, if some of them fit no stage-mate's."""
         if lost := self._trainer.discard_if_not_finite():
             given.forget_counted()
             self._metrics.lost_samples.inc(lost)
             log.error(NOT_FINITE, lost, given.number, "gradient")
-        return self._trainer.strategy.give_away()
+        works = self._trainer.strategy.give_away()
+        return works, self._trainer.strategy.pending_samples
 
     async def _lose(self, given: Round, samples: int, reason: str) -> None:
         self._metrics.lost_samples.inc(samples)

@@ -233,9 +233,11 @@ class StepLoop:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
                 if self._rewind_to is not None:  # the run is about to read again what this peer holds
-                    return gone()
+                    self.reports.lose(self._trainer.strategy.pending_samples, self.step, is_read_again=True)
+                    gone()
+                    return
                 if await self._handover.hand_over(on_gone=gone, may_end_round=may_end_round and not self._failures):
-                    return None
+                    return
             await self._changed.wait_for(partial(self._is_past, present))
 
     def _is_past(self, ended: Round) -> bool:
@@ -281,13 +283,13 @@ class StepLoop:
         if target is None:  # at that very moment a stage-mate's state has brought this peer to that round or beyond
             self._rounds.enter(Phase.OPEN)
             return
-        text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
-        log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
-        self._metrics.rewinds.inc()
         async with self._ending:
             if self.step.phase is Phase.LEFT:
                 self._rewind_to = None
                 return
+            text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
+            log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
+            self._metrics.rewinds.inc()
             self._rounds.enter(Phase.ENDING)
             state = await self._downloads.snapshot_of(target) if target.first_optimizer_step else None
             await self.begin(target, state)
