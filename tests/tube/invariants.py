@@ -30,6 +30,7 @@ from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.state.store import SnapshotStore, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
@@ -151,6 +152,7 @@ class Invariants:
             around(StepLoop, "_commit", self._committed),
             around(StepLoop, "_take_over", self._taken_over),
             after(StepLoop, "_begin_round", self._begun),
+            around(SnapshotStore, "store_snapshot", self._kept),
             around(Mover, "_move", self._moved),
             before(Peer, "_join_anew", lambda *_: self._tube.gone(HOST.get())),
             after(Peer, "_describe", self._described),
@@ -434,6 +436,22 @@ class Invariants:
                     f"that of one process: {name} differs by {error:.2g}"
                 )
                 return
+
+    async def _kept(self, call: Any, store: Any, stage: int, state: Any) -> None:
+        """A peer's snapshot holds the weights that its stage had at the beginning of the snapshot's round."""
+        await call(stage, state)
+        if HOST.get().peer is None:
+            return  # a coordinator gives a checkpoint away, which `check_checkpoint` looks at
+        for ref, stored in store._snapshots.items():
+            kept = _read_stored(stored)
+            begun = self.records.beginnings.get(
+                (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
+            )
+            if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(kept.tensors))):
+                self._tube.violation(
+                    f"{HOST.get()} keeps a snapshot of round {kept.round_number} with weights that stage {ref.stage} "
+                    f"did not have then"
+                )
 
     def check_checkpoint(self, store: CheckpointStore) -> None:
         """The newest checkpoint that is called good can be read, and holds what the run has had."""

@@ -104,12 +104,6 @@ def own_part_not_told() -> Any:
 
 
 @defect
-def timelines_meet_at_barriers() -> Any:
-    """A barrier does not ask which timeline a stage-mate is on."""
-    return patch.object(Barrier, "_check_timeline", lambda *_: None)
-
-
-@defect
 def other_timelines_not_looked_into() -> Any:
     """A peer that meets another timeline does not ask which one the run goes on with."""
     return patch.object(RoundAdmission, "saw_other_timeline", lambda admission: None)
@@ -160,12 +154,6 @@ def lease_granted_to_all() -> Any:
 
 
 @defect
-def leases_end_at_once() -> Any:
-    """The leases of a stage-0 peer that is out of reach are free at once."""
-    return _wrapped(SliceLeases, "_live", lambda _, leases: {leases._me, *leases._present()})
-
-
-@defect
 def ledger_forgets_a_count() -> Any:
     """At the end of a round, the samples that this peer itself has counted do not get into its ledger."""
 
@@ -188,9 +176,16 @@ def samples_survive_rewind() -> Any:
 
 
 @defect
-def replies_forgotten() -> Any:
-    """A peer computes a microbatch again that it has counted, when its reply was lost."""
-    return patch.object(StageExecutor, "counted_reply", lambda executor, entered, microbatch_id: None)
+def repeated_microbatch_counted() -> Any:
+    """A microbatch that a peer has counted, and whose reply was lost, is computed and counted again."""
+
+    def backward(original: Any, *args: Any, **options: Any) -> Any:
+        return original(*args, **options | {"counts": True})
+
+    return _all(
+        patch.object(StageExecutor, "counted_reply", lambda executor, entered, microbatch_id: None),
+        _wrapped(StageTrainer, "backward", backward),
+    )
 
 
 @defect
