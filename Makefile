@@ -36,16 +36,9 @@ demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about t
 
 test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
-	$(MAKE) --jobs 2 swarms-of-processes swarms-in-tube
-
-.PHONY: swarms-of-processes swarms-in-tube
-swarms-of-processes:
-	# They wait for much of their time, so that four at once do not take two cores.
+	$(BIN)/python tests/tube seeds --each-mode 2
+	# Four real swarms at once take two cores, most of it to start their processes; more are slower.
 	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 --durations 12 -m "not slow" tests/faults tests/integration
-
-swarms-in-tube:
-	# Their time is virtual, so they take what the others leave.
-	TQDM_DISABLE=1 nice -n 19 $(BIN)/python tests/tube seeds --each-mode 2
 
 test-all: test  ## The slow tests as well
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m slow --deselect tests/faults/test_rebalancing.py tests
