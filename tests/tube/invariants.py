@@ -80,7 +80,7 @@ class Records:
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
         givers: who has given each transfer
-        settled: rounds that a life of a peer has settled on a timeline, by host, stage and first round
+        settled: rounds in a row that a peer has ended with its stage-mates, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
         of_the_dead: the keys of `brought` by lives that have died since
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
@@ -249,7 +249,6 @@ class Invariants:
         step = ending.step
         place = (group._stage, step.timeline.first_round, step.round_number, group._me)
         self.records.brought[place] = dict(ending.counted)
-        self.records.settled[(HOST.get().name, group._stage, step.timeline.first_round)] += 1
         self.records.shares[place] = [*ending.counted, *self.records.again.get(place, ())] if samples else []
         names = Counter(
             (author, name)
@@ -310,7 +309,6 @@ class Invariants:
         own = dict(self.records.own_work[HOST.get().name, loop._stage])
         await call(state, **options)
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
-        self.records.settled[(HOST.get().name, place[0], place[1])] = 0  # its snapshots may be given up
         if type(strategy) is not RoundStrategy:
             return
         held = {each for _, ids in self._history(place) for each in ids}
@@ -335,7 +333,10 @@ class Invariants:
         if late := loop._rounds.current.counted.keys() - self.records.brought[mine]:
             self._tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
+        row = (HOST.get().name, stage, step.timeline.first_round)
+        settled = self.records.settled[row]
         await call(settlement)
+        self.records.settled[row] = settled + 1
         own = self.records.own_work[HOST.get().name, stage]
         own[step.optimizer_step] = set(self.records.shares[mine])
         self.records.own_timelines[HOST.get().name, stage] = step.timeline.first_round
@@ -364,6 +365,8 @@ class Invariants:
         place = (loop._stage, timeline.first_round, round_number, history_hash)
         if round_number == timeline.first_round and not timeline.first_optimizer_step:
             self.records.own_work[HOST.get().name, loop._stage].clear()
+        # By a stage-mate's state or update, perhaps: a peer that is left behind keeps no snapshots, or gives them up.
+        self.records.settled[(HOST.get().name, loop._stage, timeline.first_round)] = 0
         state = loop._trainer.state()
         known = self.records.beginnings.get(place)
         if known is None:
