@@ -36,7 +36,7 @@ demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about t
 
 test: lint  ## Lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
-	$(BIN)/python tests/tube seeds --each-mode 2
+	$(BIN)/python tests/tube seeds --each-mode 1
 	# Four real swarms at once take two cores; with six the tests take longer.
 	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 --durations 12 -m "not slow" tests/faults tests/integration
 

@@ -50,7 +50,7 @@ def check_goes_on(run: SwarmRun, manifest: RunManifest, survivors: list[int], re
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in states[0].tensors.items())
 
 
-# The test tube kills peers at all of these moments and at any other, stalls them and cuts them off.
+# The test tube kills peers at all of these moments and at any other, stalls them and cuts them off; so all are slow.
 KILLS = [
     pytest.param("kill-before-forward:20", marks=pytest.mark.slow),
     pytest.param("kill-after-forward:20", marks=pytest.mark.slow),
@@ -58,7 +58,7 @@ KILLS = [
     pytest.param("kill-before-reply:20", marks=pytest.mark.slow),
     pytest.param("kill-after-reply:20", marks=pytest.mark.slow),
     pytest.param("kill-before-averaging:4", marks=pytest.mark.slow),
-    "kill-in-averaging:4",
+    pytest.param("kill-in-averaging:4", marks=pytest.mark.slow),
     pytest.param("kill-after-averaging:4", marks=pytest.mark.slow),
 ]
 MISBEHAVIOUR = [
