@@ -6,9 +6,11 @@ import asyncio
 import functools
 import gc
 import random
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import get_args
+from statistics import median
+from typing import Any, get_args
 
 import anyio
 import pytest
@@ -16,12 +18,13 @@ import torch
 from contexts import dispatcher, make_context, unparsed
 from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
-from memory_transport import MemoryNetwork
+from memory_transport import MemoryNetwork, MemoryTransport
 
 from swarm_peer.config import AveragingSection, Codec
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.step import all_reduce, averaging
+from swarm_peer.runtime.step.all_reduce import MOST_IN_FLIGHT
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
 from swarm_peer.wire.codecs import bytes_of, encoded_bytes
 from swarm_peer.wire.identity import Identity
@@ -193,6 +196,46 @@ async def test_a_member_that_comes_later_is_waited_for_and_one_that_does_not_com
     check_equals_mean(await members.average(1, [0, 1, 2]), 1, TOLERANCE["none"])
     assert any(f"{members.ids[1]} sent no part" in str(outcome) for outcome in await members.average(2, [0, 2]))
     check_equals_mean(await members.average(3, [2, 1, 0]), 3, TOLERANCE["none"])
+
+
+class NarrowLink:
+    """Carries the calls of one transport to each callee one after the other; notes how many are on their way."""
+
+    def __init__(self, transport: MemoryTransport, seconds: float):
+        self.on_their_way: list[int] = []
+        self._call = transport.call
+        self._seconds = seconds
+        self._links: dict[str, anyio.Lock] = defaultdict(anyio.Lock)
+        self._sent = Counter[str]()
+        transport.call = self.call  # type: ignore[method-assign]
+
+    async def call(self, peer_id: str, *args: Any, **options: Any) -> Reply:
+        self._sent[peer_id] += 1
+        self.on_their_way.append(self._sent[peer_id])
+        async with self._links[peer_id]:
+            await anyio.sleep(self._seconds)
+        try:
+            return await self._call(peer_id, *args, **options)
+        finally:
+            self._sent[peer_id] -= 1
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, MOST_IN_FLIGHT), (0.02, 4)], ids=["wide", "narrow"])
+async def test_no_more_is_under_way_than_a_link_carries_in_a_short_time(
+    members: Members, seconds: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", 128)
+    monkeypatch.setattr(all_reduce, "QUEUE_S", 0.08)
+    links = [NarrowLink(transport, seconds) for transport in members.transports]
+    check_equals_mean(await members.average(0, [0, 1, 2]), 0, TOLERANCE["none"])
+    for link in links:
+        assert link.on_their_way[0] == 1
+        assert len(link.on_their_way) > 80
+        # How many parts a member may send changes with how long each has taken.
+        assert median(link.on_their_way[20:]) <= most
+        assert max(link.on_their_way) <= MOST_IN_FLIGHT
+    if not seconds:
+        assert max(max(link.on_their_way) for link in links) == MOST_IN_FLIGHT
 
 
 async def test_a_member_that_dies_fails_the_round_at_once(members: Members) -> None:

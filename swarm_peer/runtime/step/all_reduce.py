@@ -36,8 +36,11 @@ log = logging.getLogger(__name__)
 
 # Values of a part, at the most. With 1 MB of fp32, no copy of a part holds up the event loop for long.
 MAX_PART_VALUES = 2**18
-# Parts on their way to one member: enough that a round trip across the world does not limit a home connection.
-PARTS_IN_FLIGHT = 8
+# Parts on their way to one member: enough that a round trip across the world does not limit a home connection. Over a
+# narrow one, no more than pass within QUEUE_S: small calls wait behind them, and a stage-mate that does not answer one
+# for some seconds is taken for stalled.
+FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8
+QUEUE_S = 2.0
 # hivemind's tasks of a round that is given up end within this time.
 CLEANUP_S = 1.0
 
@@ -185,18 +188,21 @@ class AllReduce:
 
     async def exchange(self, member: str, parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:
         """Send parts to the member that averages them. Yields its averages in their order, as hivemind's messages."""
-        replies: deque[asyncio.Task[Any]] = deque()
-        number = 0
+        replies: deque[tuple[asyncio.Task[Any], float]] = deque()  # and when each part was sent
+        number, room = 0, FEWEST_IN_FLIGHT
         async with aclosing(parts):
             async for part in parts:
                 if self._over:
                     return
-                replies.append(self._start(self._send_part(member, number, part)))
+                replies.append((self._start(self._send_part(member, number, part)), anyio.current_time()))
                 number += 1
-                if len(replies) == PARTS_IN_FLIGHT:
-                    yield await replies.popleft()
+                while len(replies) >= room:
+                    in_flight = len(replies)
+                    reply, sent_s = replies.popleft()
+                    yield await reply
+                    room = parts_to_send(in_flight, anyio.current_time() - sent_s)
         while replies:
-            yield await replies.popleft()
+            yield await replies.popleft()[0]
 
     async def _send_part(self, member: str, number: int, part: torch.Tensor) -> Any:
         try:
@@ -226,6 +232,11 @@ class AllReduce:
         self._runner.__dict__.clear()
         self._tasks.clear()
         self._arrived.clear()
+
+
+def parts_to_send(in_flight: int, seconds: float) -> int:
+    """How many parts may be on their way at once, where one of so many took so long for its way and back."""
+    return max(FEWEST_IN_FLIGHT, min(MOST_IN_FLIGHT, int(in_flight * QUEUE_S / max(seconds, 1e-3))))
 
 
 async def _replace_by_averages(views: Sequence[torch.Tensor], runner: _ExactAllReduce) -> None:
