@@ -21,6 +21,8 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from links import LinkOptions, Machine, box, enter_namespace
 
+from swarm_peer.runtime.network.pacing import pace_connections
+
 PROTOCOL = "/swarm/goodput/1"
 PIECE = bytes(1 << 18)
 # For windows to grow to what they come to.
@@ -93,6 +95,7 @@ async def run_end(ip: str, num_connections: int, address: str | None) -> None:
     """Listen for the others, or connect to the one in the middle, and print what arrives."""
     end = End(num_connections)
     p2p = await P2P.create(initial_peers=[address] if address else [], host_maddrs=[f"/ip4/{ip}/tcp/0"])
+    pacing = asyncio.create_task(pace_connections(p2p._child.pid))  # as peers do
     if address is None:
         await p2p.add_binary_stream_handler(PROTOCOL, end.exchange)
         print((await p2p.get_visible_maddrs())[0], flush=True)
@@ -105,6 +108,7 @@ async def run_end(ip: str, num_connections: int, address: str | None) -> None:
         found = await end.measure()
         exchanging.cancel()
     print(found, flush=True)
+    pacing.cancel()
     await p2p.shutdown()
 
 

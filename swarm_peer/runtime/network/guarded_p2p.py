@@ -24,6 +24,7 @@ from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.processes import in_own_session
 from swarm_peer.runtime.network.addresses import is_dialable, resolved
 from swarm_peer.runtime.network.frame_stream import on_network
+from swarm_peer.runtime.network.pacing import pace_connections
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.frames import Frame, FrameType
 from swarm_peer.wire.identity import is_peer_id
@@ -55,6 +56,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     """A libp2p client whose unary handlers answer members of the run alone. Set `passes` before any is added.
 
     Ctrl+C in a terminal does not reach its daemon, which its process needs to leave the run and then stops by itself.
+    The daemon's connections are paced.
     """
 
     passes: PassChecker
@@ -66,7 +68,13 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         """Start a daemon, and connect to it; see hivemind's P2P."""
         p2p: GuardedP2P = await super().create(*args, **options)
         p2p._client.control._pending_calls = _PendingCalls()
+        p2p._pacing = asyncio.create_task(pace_connections(p2p._child.pid))
         return p2p
+
+    async def shutdown(self) -> None:
+        """End the daemon; see hivemind's P2P."""
+        self._pacing.cancel()
+        await super().shutdown()
 
     @staticmethod
     def _make_process_args(*args: Any, **options: Any) -> list[str]:
