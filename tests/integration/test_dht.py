@@ -7,9 +7,10 @@ import math
 import os
 import signal
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.guarded_p2p import MOST_KEYS
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.network.pacing import LARGEST_RATE, SO_MAX_PACING_RATE, copy_of, sockets_of
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import PROTOCOL, Reachability, Sight
 from swarm_peer.runtime.network.record_storage import RecordStorage
@@ -211,6 +213,29 @@ async def test_a_peer_learns_that_its_daemon_has_died(tmp_path: Path) -> None:
         node.p2p._child.kill()
         with pytest.raises(SwarmError, match="daemon has died"), anyio.fail_after(5):
             await node.watch()
+
+
+def largest_rates(pid: int) -> set[int]:
+    """Of the TCP sockets of a process that are connected to others."""
+    process, rates = os.pidfd_open(pid), set()
+    for descriptor in sockets_of(pid).values():
+        if (copy := copy_of(process, descriptor)) is not None:
+            with copy, suppress(OSError):
+                if copy.family == socket.AF_INET and copy.getpeername():
+                    rates.add(int.from_bytes(copy.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8), sys.byteorder))
+    os.close(process)
+    return rates
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone paces")
+async def test_the_connections_of_nodes_are_paced(tmp_path: Path) -> None:
+    async with (
+        open_node(tmp_path / "one", Entrance(), LOOPBACK) as one,
+        open_node(tmp_path / "other", Entrance(tuple(one.addresses)), LOOPBACK) as other,
+    ):
+        for node in (one, other):
+            pid = node.p2p._child.pid
+            await until(lambda pid=pid: largest_rates(pid) == {LARGEST_RATE}, "the connections are paced", 10)
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:

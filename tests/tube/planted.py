@@ -32,7 +32,6 @@ from swarm_peer.errors import CallError
 from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
-from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
@@ -41,7 +40,6 @@ from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state.joining import StateDownloads
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import Recovery
@@ -188,20 +186,6 @@ def repeated_microbatch_counted() -> Any:
     )
 
 
-@defect
-def repeated_call_not_held() -> Any:
-    """A microbatch that comes again while it runs does not wait for the first one's result."""
-
-    async def run_once(original: Any, server: Any, caller: str, microbatch: Any, hidden: Any, deadline: float) -> Any:
-        if microbatch.mode != "train":
-            return await original(server, caller, microbatch, hidden, deadline)
-        async with server._admission.enter(microbatch.round_number) as entered:
-            known = server._executor.counted_reply(entered, microbatch.id)
-            return known or await server._executor.run(entered, microbatch, hidden, deadline)
-
-    return _wrapped(StageServer, "_run_once", run_once)
-
-
 # --- rounds
 
 
@@ -311,13 +295,19 @@ def old_gradients_join() -> Any:
 
 @defect
 def gradient_handed_over_twice() -> Any:
-    """The receiver of a leaving peer's gradient does not recognise a repeated commit, and refuses it."""
+    """The receiver of a leaving peer's gradient does not recognise a repeated commit, and adds the gradient again."""
 
     def init(original: Any, handover: Any, **parts: Any) -> None:
         original(handover, **parts)
         handover._committed = deque(maxlen=0)
 
-    return _wrapped(GradientHandover, "__init__", init)
+    async def commit_once(original: Any, handover: Any, caller: str, call: Any) -> None:
+        transfers = handover._rounds.current.transfers
+        transfer = transfers.get(caller)
+        await original(handover, caller, call)
+        transfers[caller] = transfer
+
+    return _all(_wrapped(GradientHandover, "__init__", init), _wrapped(GradientHandover, "_commit_once", commit_once))
 
 
 @defect
@@ -371,17 +361,6 @@ def update_not_applied() -> Any:
         return replace(update, tensors={name: torch.zeros_like(value) for name, value in update.tensors.items()})
 
     return _wrapped(StateDownloads, "update_after", update_after)
-
-
-@defect
-def updates_missed() -> Any:
-    """A newcomer does not apply the updates that its stage-mates made while it downloaded their state."""
-
-    async def catch_up(loop: Any, stage_mates: list[str], choose_donors: Any) -> None:
-        await loop._gossip.greet(loop._stage, stage_mates)
-        loop._rounds.enter(Phase.OPEN)
-
-    return patch.object(StepLoop, "catch_up", catch_up)
 
 
 @defect

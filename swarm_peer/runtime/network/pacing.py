@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0
 # The largest rate, in bytes per second, that is one: the next one stands for none. TCP finds its pace by itself.
 LARGEST_RATE = 2**32 - 2
-_SO_MAX_PACING_RATE = 47
+SO_MAX_PACING_RATE = 47
 _PIDFD_GETFD = 438
 
 
@@ -59,7 +59,7 @@ def pace_new(pid: int, paced: set[str]) -> set[str]:
     Raises:
         OSError: the process is gone, or the system does not let this one do that
     """
-    descriptors = _sockets_of(pid)
+    descriptors = sockets_of(pid)
     found = paced.intersection(descriptors)
     if found == descriptors.keys():
         return found
@@ -73,7 +73,7 @@ def pace_new(pid: int, paced: set[str]) -> set[str]:
     return found
 
 
-def _sockets_of(pid: int) -> dict[str, int]:
+def sockets_of(pid: int) -> dict[str, int]:
     """The sockets of a process: their descriptors there, by name."""
     folder, descriptors = f"/proc/{pid}/fd", {}
     for descriptor in os.listdir(folder):
@@ -88,13 +88,28 @@ def _sockets_of(pid: int) -> dict[str, int]:
 
 def _pace(process: int, descriptor: int) -> bool:
     """Pace a socket of another process, if it is one of TCP. Returns False if it is gone."""
-    copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
-    if copy < 0:
-        number = ctypes.get_errno()
-        if number == errno.EBADF:
-            return False
-        raise OSError(number, os.strerror(number))
-    with socket.socket(fileno=copy) as found:
-        if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-            found.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("I", LARGEST_RATE))
+    copy = copy_of(process, descriptor)
+    if copy is None:
+        return False
+    with copy:
+        if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6):
+            copy.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", LARGEST_RATE))
     return True
+
+
+def copy_of(process: int, descriptor: int) -> socket.socket | None:
+    """A socket of another process; None if it has been closed there.
+
+    Args:
+        process: descriptor of the process, as of os.pidfd_open
+
+    Raises:
+        OSError: the system does not let this process have it
+    """
+    copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+    if copy >= 0:
+        return socket.socket(fileno=copy)
+    number = ctypes.get_errno()
+    if number == errno.EBADF:
+        return None
+    raise OSError(number, os.strerror(number))
