@@ -25,7 +25,7 @@ from hivemind.p2p import P2P, PeerID
 from links import LinkOptions, Machine, box, enter_namespace
 from wan_report import commit, machine
 
-from swarm_peer.runtime.network.pacing import pace_new
+from swarm_peer.runtime.network.pacing import pace_connections
 
 PROTOCOL = "/swarm/chain/1"
 WARM_UP_S = 15.0
@@ -96,11 +96,10 @@ async def run_machine(way: str, ip: str, message_bytes: int, num_started: int, f
     link = Link(message_bytes, num_started)
     address, stream, pid = await listen(transport, ip, following, link.serve)
     works = [] if stream is None else [asyncio.create_task(link.start(stream))]
-    print(address, flush=True)
-    await asyncio.sleep(WARM_UP_S / 2)
     if paced:
-        pace_new(pid, set())
-    await asyncio.sleep(WARM_UP_S / 2)
+        works.append(asyncio.create_task(pace_connections(pid)))
+    print(address, flush=True)
+    await asyncio.sleep(WARM_UP_S)
     before, begun = link.received, time.monotonic()
     await asyncio.sleep(MEASURED_S)
     print((link.received - before) / (time.monotonic() - begun), flush=True)
@@ -121,6 +120,7 @@ def carried_shares(way: str, links: LinkOptions, num_machines: int, message_byte
         finally:
             for process in running:
                 process.kill()
+                process.wait()
 
 
 def _start(on: Machine, way: str, message_bytes: int, num_started: int, following: str) -> subprocess.Popen[str]:

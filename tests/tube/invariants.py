@@ -336,7 +336,8 @@ class Invariants:
         row = (HOST.get().name, stage, step.timeline.first_round)
         settled = self.records.settled[row]
         await call(settlement)
-        self.records.settled[row] = settled + 1
+        if loop.step.round_number == step.round_number + 1:  # and it has not taken over a state at once
+            self.records.settled[row] = settled + 1
         own = self.records.own_work[HOST.get().name, stage]
         own[step.optimizer_step] = set(self.records.shares[mine])
         self.records.own_timelines[HOST.get().name, stage] = step.timeline.first_round

@@ -213,7 +213,8 @@ async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
 async def test_a_call_that_is_given_up_just_as_its_answer_comes_leaves_the_others_theirs(monkeypatch):
     """hivemind's reader of all answers and requests would end, and this node be deaf and dumb in the DHT for good."""
     control = ControlClient(None, _initialized_with_create=True)
-    started = SimpleNamespace(_client=SimpleNamespace(control=control))
+    no_process = 2**22 + 1  # more than Linux has
+    started = SimpleNamespace(_client=SimpleNamespace(control=control), _child=SimpleNamespace(pid=no_process))
     monkeypatch.setattr(P2P, "create", AsyncMock(return_value=started))
     assert await GuardedP2P.create(host_maddrs=[]) is started
     answers = asyncio.StreamReader()

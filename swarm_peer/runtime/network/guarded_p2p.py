@@ -62,6 +62,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     passes: PassChecker
     # The addresses that a peer announces.
     announced: Callable[[str], Sequence[str]] = staticmethod(lambda peer_id: ())
+    _pacing: asyncio.Task[None] | None = None
 
     @classmethod
     async def create(cls, *args: Any, **options: Any) -> GuardedP2P:
@@ -73,7 +74,8 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
     async def shutdown(self) -> None:
         """End the daemon; see hivemind's P2P."""
-        self._pacing.cancel()
+        if self._pacing is not None:  # it is, where the daemon did not start in time
+            self._pacing.cancel()
         await super().shutdown()
 
     @staticmethod

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import os
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 
@@ -27,11 +30,13 @@ LOOK_S = 2.0
 # The largest rate, in bytes per second, that is one: the next one stands for none. TCP finds its pace by itself.
 LARGEST_RATE = 2**32 - 2
 SO_MAX_PACING_RATE = 47
-_PIDFD_GETFD = 438
+# Python's os module does not have them wherever the system does.
+_PIDFD_OPEN, _PIDFD_GETFD = 434, 438
+_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 async def pace_connections(pid: int) -> None:
-    """Pace the TCP connections of a child process, those to come as well, until cancelled.
+    """Pace the TCP connections of a child process, those to come as well, until it ends.
 
     Where that is not possible, it says so in the log once, and returns.
     """
@@ -40,17 +45,39 @@ async def pace_connections(pid: int) -> None:
         return
     paced: set[str] = set()
     try:
-        while True:
-            paced = pace_new(pid, paced)
-            await anyio.sleep(LOOK_S)
+        with opened(pid) as process:
+            while True:
+                try:
+                    paced = pace_new(pid, process, paced)
+                except OSError as error:
+                    if error.errno not in _OUT_OF_DESCRIPTORS:
+                        raise
+                await anyio.sleep(LOOK_S)
+    except (FileNotFoundError, ProcessLookupError):
+        return  # the process has ended
     except OSError as error:
         log.info("connections_not_paced reason=%s: what that costs is in docs/operating.md, Ports and routers", error)
 
 
-def pace_new(pid: int, paced: set[str]) -> set[str]:
+@contextmanager
+def opened(pid: int) -> Iterator[int]:
+    """A descriptor of a process, which no other process with the same id has.
+
+    Raises:
+        OSError: there is no such process, or the system does not give it
+    """
+    process = _system_call(_PIDFD_OPEN, pid, 0)
+    try:
+        yield process
+    finally:
+        os.close(process)
+
+
+def pace_new(pid: int, process: int, paced: set[str]) -> set[str]:
     """Pace those TCP connections of a child process that are not paced yet.
 
     Args:
+        process: its descriptor
         paced: those that are
 
     Returns:
@@ -61,15 +88,14 @@ def pace_new(pid: int, paced: set[str]) -> set[str]:
     """
     descriptors = sockets_of(pid)
     found = paced.intersection(descriptors)
-    if found == descriptors.keys():
-        return found
-    process = os.pidfd_open(pid)
-    try:
-        found.update(
-            name for name, descriptor in descriptors.items() if name not in found and _pace(process, descriptor)
-        )
-    finally:
-        os.close(process)
+    for name in descriptors.keys() - found:
+        copy = copy_of(process, descriptors[name])
+        if copy is None:
+            continue
+        with copy:
+            if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6):
+                copy.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", LARGEST_RATE))
+        found.add(name)
     return found
 
 
@@ -86,30 +112,33 @@ def sockets_of(pid: int) -> dict[str, int]:
     return descriptors
 
 
-def _pace(process: int, descriptor: int) -> bool:
-    """Pace a socket of another process, if it is one of TCP. Returns False if it is gone."""
-    copy = copy_of(process, descriptor)
-    if copy is None:
-        return False
-    with copy:
-        if copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6):
-            copy.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", LARGEST_RATE))
-    return True
-
-
 def copy_of(process: int, descriptor: int) -> socket.socket | None:
-    """A socket of another process; None if it has been closed there.
-
-    Args:
-        process: descriptor of the process, as of os.pidfd_open
+    """A socket of another process; None if that has closed it, and perhaps uses its number for something else.
 
     Raises:
-        OSError: the system does not let this process have it
+        OSError: the process is gone, or the system does not let this one have its sockets
     """
-    copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
-    if copy >= 0:
+    try:
+        copy = _system_call(_PIDFD_GETFD, process, descriptor, 0)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            return None
+        raise
+    try:
         return socket.socket(fileno=copy)
-    number = ctypes.get_errno()
-    if number == errno.EBADF:
+    except OSError:  # no socket
+        os.close(copy)
         return None
-    raise OSError(number, os.strerror(number))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _system_call(number: int, *arguments: int) -> int:
+    result: int = _libc().syscall(number, *arguments)
+    if result < 0:
+        failure = ctypes.get_errno()
+        raise OSError(failure, os.strerror(failure))
+    return result

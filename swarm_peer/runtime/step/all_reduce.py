@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 # Values of a part, at the most. With 1 MB of fp32, no copy of a part holds up the event loop for long.
 MAX_PART_VALUES = 2**18
 # Parts on their way to one member: enough that a round trip across the world does not limit a home connection. Over a
-# narrow one, no more than pass within QUEUE_S: small calls wait behind them, and a stage-mate that does not answer one
-# for some seconds is taken for stalled.
+# narrow one, about as many as pass within QUEUE_S, but two at least: small calls wait behind them, and a stage-mate
+# that does not answer one for some seconds is taken for stalled.
 FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8
 QUEUE_S = 2.0
 # hivemind's tasks of a round that is given up end within this time.
@@ -188,17 +188,17 @@ class AllReduce:
 
     async def exchange(self, member: str, parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:
         """Send parts to the member that averages them. Yields its averages in their order, as hivemind's messages."""
-        replies: deque[tuple[asyncio.Task[Any], float]] = deque()  # and when each part was sent
+        replies: deque[tuple[asyncio.Task[Any], float, int]] = deque()  # when each was sent, and as which one under way
         number, room = 0, FEWEST_IN_FLIGHT
         async with aclosing(parts):
             async for part in parts:
                 if self._over:
                     return
-                replies.append((self._start(self._send_part(member, number, part)), anyio.current_time()))
+                task = self._start(self._send_part(member, number, part))
+                replies.append((task, anyio.current_time(), len(replies) + 1))
                 number += 1
                 while len(replies) >= room:
-                    in_flight = len(replies)
-                    reply, sent_s = replies.popleft()
+                    reply, sent_s, in_flight = replies.popleft()
                     yield await reply
                     room = parts_to_send(in_flight, anyio.current_time() - sent_s)
         while replies:
@@ -235,7 +235,7 @@ class AllReduce:
 
 
 def parts_to_send(in_flight: int, seconds: float) -> int:
-    """How many parts may be on their way at once, where one of so many took so long for its way and back."""
+    """How many parts may be on their way at once, where so many have come back, as averages, in so long a time."""
     return max(FEWEST_IN_FLIGHT, min(MOST_IN_FLIGHT, int(in_flight * QUEUE_S / max(seconds, 1e-3))))
 
 
