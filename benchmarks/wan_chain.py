@@ -5,7 +5,7 @@ back, and so they come to the first one again, which sends new ones: as activati
 gradients the other. A machine between two others sends and receives twice as much as those at the ends.
 
 Each line is a way to send them, with the share of its link that each machine receives. Ways are TRANSPORT, or
-TRANSPORT/paced (swarm_peer/runtime/network/pacing.py); they alternate.
+TRANSPORT/paced (swarm_peer/runtime/host/pacing.py); they alternate.
 
     python benchmarks/wan_chain.py --ways tcp tcp/paced libp2p libp2p/paced --repeat 2
 """
@@ -25,7 +25,7 @@ from hivemind.p2p import P2P, PeerID
 from links import LinkOptions, Machine, box, enter_namespace
 from wan_report import commit, machine
 
-from swarm_peer.runtime.network.pacing import pace_connections
+from swarm_peer.runtime.host.pacing import pace_connections
 
 PROTOCOL = "/swarm/chain/1"
 WARM_UP_S = 15.0

@@ -2,8 +2,8 @@
 
 It is less than the links': TCP and both headers take their part, and libp2p's yamux sends the news that a reader has
 room again behind the data that waits to be sent. So each end of a connection that is full in both directions waits for
-the other one. As in a pipeline, a machine in the middle exchanges all that it can with two others. Connections are paced,
-as those of peers are; before the end of 2026-11-25 they were not.
+the other one. As in a pipeline, a machine in the middle exchanges all that it can with two others. Connections are
+paced, as those of peers are; before the end of 2026-11-25 they were not.
 
 On a machine of the box: `wan_goodput.py NAMESPACE IP NEIGHBOURS` prints where it listens,
 `wan_goodput.py NAMESPACE IP 1 ADDRESS` connects to that, and each prints the bytes per second that have arrived there.
@@ -22,7 +22,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from links import LinkOptions, Machine, box, enter_namespace
 
-from swarm_peer.runtime.network.pacing import pace_connections
+from swarm_peer.runtime.host.pacing import pace_connections
 
 PROTOCOL = "/swarm/goodput/1"
 PIECE = bytes(1 << 18)

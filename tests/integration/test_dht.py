@@ -27,12 +27,12 @@ from coordinator.watch.observer import open_node
 from swarm_peer.errors import NotAdmitted, PeerUnreachable, SwarmError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.pacing import LARGEST_RATE, SO_MAX_PACING_RATE, copy_of, opened, sockets_of
 from swarm_peer.runtime.network import dht
 from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.guarded_p2p import MOST_KEYS, GuardedP2P
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
-from swarm_peer.runtime.network.pacing import LARGEST_RATE, SO_MAX_PACING_RATE, copy_of, opened, sockets_of
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import PROTOCOL, Reachability, Sight
 from swarm_peer.runtime.network.record_storage import RecordStorage

@@ -9,8 +9,8 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from swarm_peer.runtime.network import pacing
-from swarm_peer.runtime.network.pacing import LARGEST_RATE, copy_of, opened, pace_connections, pace_new
+from swarm_peer.runtime.host import pacing
+from swarm_peer.runtime.host.pacing import LARGEST_RATE, copy_of, opened, pace_connections, pace_new
 
 CHILD = """
 import os, socket, sys
