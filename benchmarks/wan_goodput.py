@@ -1,9 +1,9 @@
-"""Measures what libp2p carries over the links of a box, in and out at once: the bandwidth that a swarm has.
+"""Measures what libp2p carries over the links of a box, in and out at once: the bandwidth that stage-mates have.
 
 It is less than the links': TCP and both headers take their part, and libp2p's yamux sends the news that a reader has
 room again behind the data that waits to be sent. So each end of a connection that is full in both directions waits for
-the other one. As in a pipeline, a machine in the middle exchanges all that it can with two others. Connections are
-paced, as those of peers are; before the end of 2026-11-25 they were not.
+the other one. A machine in the middle exchanges all that it can with all others, as stage-mates do. Connections are
+paced, as those of peers are; before the end of 2026-11-25 they were not, and pipelines were predicted with two others.
 
 On a machine of the box: `wan_goodput.py NAMESPACE IP NEIGHBOURS` prints where it listens,
 `wan_goodput.py NAMESPACE IP 1 ADDRESS` connects to that, and each prints the bytes per second that have arrived there.
