@@ -74,7 +74,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
     async def shutdown(self) -> None:
         """End the daemon; see hivemind's P2P."""
-        if self._pacing is not None:  # it is, where the daemon did not start in time
+        if self._pacing is not None:  # hivemind's `create` calls this, too, where the daemon does not start in time
             self._pacing.cancel()
         await super().shutdown()
 
