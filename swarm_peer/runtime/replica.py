@@ -5,7 +5,6 @@ Several replicas may be open in one peer at once. `Peer` decides when one opens 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,8 +27,6 @@ from swarm_peer.runtime.data.slices import load_tokenizer, validation_samples
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.wire.records import ProgressRecord, progress_key
-
-log = logging.getLogger(__name__)
 
 # Pause between looks for new progress to publish.
 PUBLISH_PROGRESS_S = 1.0
@@ -218,9 +215,8 @@ class StageReplica:
             # In the device thread, where microbatches are counted: one that is under way is among them, or fails.
             with anyio.move_on_after(LAST_JOB_S):
                 samples = await parts.core.device_thread.run(Priority.STEP, parts.core.executor.give_up)
-            self._peer.context.metrics.lost_samples.inc(samples)
-            if samples:
-                log.error("samples_lost samples=%d reason=not handed over within %.0f s", samples, grace_s)
+            reason = f"not handed over within {grace_s:.0f} s"
+            self._peer.context.metrics.lose(samples, reason, round_number=self.step.round_number)
 
     async def say_goodbye(self) -> None:
         """Tell those who call this replica that it is gone."""

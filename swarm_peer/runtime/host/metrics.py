@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from swarm_peer import __version__
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import TimeShares
+
+log = logging.getLogger(__name__)
 
 # From a small model's millisecond to a large one's minute.
 SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -70,6 +73,12 @@ class PeerMetrics:
             "device_time_share", "How this peer has spent its time lately, from 0 to 1", "activity"
         )
         gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
+
+    def lose(self, samples: int, reason: str, *, round_number: int) -> None:
+        """Report samples that no update will hold as lost, if there are any: count them, and log why."""
+        if samples:
+            self.lost_samples.inc(samples)
+            log.error("samples_lost samples=%d round=%d reason=%s", samples, round_number, reason)
 
     def show_time_shares(self, shares: TimeShares | None) -> None:
         """Set the gauges of how this peer has spent its time, if that is known."""

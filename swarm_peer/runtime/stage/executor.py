@@ -6,7 +6,6 @@ peer of the next stage takes it (stage_client.py).
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,6 @@ from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode, rounding_seed
 from swarm_peer.wire.fields import MAX_LOSS
-
-log = logging.getLogger(__name__)
 
 # Share of its time that a device in training may spend on queries. Though queries have the lowest priority, they slow
 # training down: a job is never interrupted, and peers that share a machine compete for its cores.
@@ -278,9 +275,7 @@ class StageExecutor:
         """Empty the accumulator, since the device has failed half-way, and report its samples as lost."""
         self._trainer.discard_gradients()
         entered.forget_counted()
-        self._metrics.lost_samples.inc(num_samples)
-        if num_samples:
-            log.error("samples_lost samples=%d round=%d reason=%s", num_samples, entered.number, first_line(error))
+        self._metrics.lose(num_samples, first_line(error), round_number=entered.number)
 
     @staticmethod
     def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:

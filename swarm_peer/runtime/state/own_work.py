@@ -6,8 +6,6 @@ over a state: step/step_loop.py does.
 
 from __future__ import annotations
 
-import logging
-
 from swarm_peer.config import AveragingSection
 from swarm_peer.policy.lineage import MOST_STEPS, Descent, last_common_step
 from swarm_peer.policy.recovery import Timeline
@@ -16,8 +14,6 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.store import SnapshotStore
-
-log = logging.getLogger(__name__)
 
 
 class OwnWork:
@@ -62,10 +58,8 @@ class OwnWork:
         parted = end if common is None else min(common, end)
         lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at < parted}
-        if lost:
-            self._metrics.lost_samples.inc(lost)
-            text = "samples_lost samples=%d optimizer_step=%d until=%d reason=stage-mates went on without this peer"
-            log.error(text, lost, parted, end)
+        reason = f"stage-mates made the updates from optimizer step {parted} to {end} without this peer"
+        self._metrics.lose(lost, reason, round_number=state.round_number)
         if parted < end:
             # Where updates are delayed, a snapshot also holds the average that ends its round.
             last_common = parted - 1 if self._averaging.mode == "delayed" else parted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +9,6 @@ import torch
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.step.handover import NOT_FINITE
-
-log = logging.getLogger(__name__)
 
 
 def contributions(
@@ -28,13 +24,11 @@ def contributions(
 def _contribution(trainer: StageTrainer, metrics: PeerMetrics, round_number: int) -> Work:
     """Make what this peer brings to the average: nothing, if it is not finite."""
     if lost := trainer.discard_if_not_finite():
-        metrics.lost_samples.inc(lost)
-        log.error(NOT_FINITE, lost, round_number, "gradient")
+        metrics.lose(lost, "their gradient is not finite", round_number=round_number)
     gradients = trainer.mean_gradients()
     brought, samples = trainer.strategy.contribution(gradients, trainer.num_samples)
     if brought is gradients or all(bool(tensor.isfinite().all()) for tensor in brought):
         return brought, samples
     # The weights of this replica are broken. Those that come of the average take their place.
-    metrics.lost_samples.inc(samples)
-    log.error(NOT_FINITE, samples, round_number, "difference")
+    metrics.lose(samples, "their difference is not finite", round_number=round_number)
     return [torch.zeros_like(tensor) for tensor in brought], 0

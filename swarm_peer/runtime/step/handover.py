@@ -34,7 +34,6 @@ from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, 
 
 log = logging.getLogger(__name__)
 
-NOT_FINITE = "samples_lost samples=%d round=%d reason=their %s is not finite"
 CHUNK_BYTES = 4 * 2**20
 CHUNKS_IN_FLIGHT = 4
 CALL_TIMEOUT_S = 15.0
@@ -187,14 +186,12 @@ class GradientHandover:
         """The work to hand over, and the samples that this peer holds: more, if some of them fit no stage-mate's."""
         if lost := self._trainer.discard_if_not_finite():
             given.forget_counted()
-            self._metrics.lost_samples.inc(lost)
-            log.error(NOT_FINITE, lost, given.number, "gradient")
+            self._metrics.lose(lost, "their gradient is not finite", round_number=given.number)
         works = self._trainer.strategy.give_away()
         return works, self._trainer.strategy.pending_samples
 
     async def _lose(self, given: Round, samples: int, reason: str) -> None:
-        self._metrics.lost_samples.inc(samples)
-        log.error("samples_lost samples=%d round=%d reason=%s", samples, given.number, reason)
+        self._metrics.lose(samples, reason, round_number=given.number)
         await self._forget(given)
 
     async def _forget(self, given: Round, *, is_counted: bool = False) -> None:

@@ -85,10 +85,10 @@ class RoundReports:
         Args:
             is_read_again: since the run goes back; that is no error
         """
-        self._metrics.lost_samples.inc(samples)
-        if samples and not is_read_again:
-            text = "samples_lost samples=%d round=%d reason=stage-mates went on without this peer"
-            log.error(text, samples, step.round_number)
+        if is_read_again:
+            self._metrics.lost_samples.inc(samples)
+        else:
+            self._metrics.lose(samples, "stage-mates went on without this peer", round_number=step.round_number)
 
     def _check_average(self, step: StepState, settlement: Settlement, result: StepResult) -> None:
         """Say so if the average changes nothing, or is not of all samples that have counted since the last one."""
