@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from swarm_peer.config import ModelSection
 from swarm_peer.model.families import family_of
+from swarm_peer.model.families.base import shapes_only
 from swarm_peer.model.partition import StageSpec
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +43,7 @@ class StageModule(nn.Module):
         self.family = family_of(config)
         self.section = section
         self.layer_names = [str(spec.first_layer if section.share_layers else index) for index in spec.layers]
-        with torch.device("meta"):
+        with shapes_only():
             body = nn.Module()
             if spec.is_first:
                 for name, module in self.family.build_embeddings().items():

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 # transformers' own fallback, used where a config sets initializer_range to 0.
@@ -45,6 +47,29 @@ FIXED_VALUES: Mapping[str, tuple[Any, str]] = {
     "tie_word_embeddings": (False, "the embedding and the head belong to different stages"),
     "is_encoder_decoder": (False, "only decoders can be cut into stages"),
 }
+
+
+# torch.nn.init's functions that fill a tensor with initial values.
+FILLS = frozenset(fill for name, fill in vars(nn.init).items() if name.endswith("_") and not name.startswith("_"))
+
+
+class _NoFill(TorchFunctionMode):
+    """Leaves tensors as they are where a module would fill them with initial values."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FILLS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules that are built inside are on the meta device. To fill them takes most of the time, and does nothing."""
+    with torch.device("meta"), _NoFill():
+        yield
 
 
 @dataclass(frozen=True)
@@ -181,7 +206,7 @@ class Family(ABC):
 
     def embedding_cost(self) -> Cost:
         """Of the embeddings, which are looked up."""
-        with torch.device("meta"):
+        with shapes_only():
             sizes = _sizes(nn.ModuleDict(self.build_embeddings()))
         return Cost(sum(sizes), 0, max(sizes))
 
@@ -190,7 +215,7 @@ class Family(ABC):
 
         Counted are products with the layer's matrices and causal attention; the rest is negligible.
         """
-        with torch.device("meta"):
+        with shapes_only():
             layer = self.build_layer(index)
         matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.ndim > 1)
         sizes = _sizes(layer)
@@ -210,7 +235,7 @@ class Family(ABC):
 
     def head_cost(self) -> Cost:
         """Of the head, with the last normalisation."""
-        with torch.device("meta"):
+        with shapes_only():
             norm = self.build_norm()
         head: int = self.config.vocab_size * self.config.hidden_size
         return Cost(head + sum(_sizes(norm)), 2 * head, head)
