@@ -17,9 +17,8 @@ that fails is left out.
 The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
 is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
 averaging round; in each direction. With --x-over-c alone A/C is what the model makes it; with --a-over-c, too, the
-stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit. A prediction is of the
-bandwidth that libp2p carries over such links, which is measured first: in a chain of machines that pass on messages as
-long as the microbatches' (wan_chain.py), and between stage-mates (wan_goodput.py).
+stages get as many layers as bring A/C next to it. Without either, bandwidth has no limit. Predictions are those of
+`swarm-coordinator plan` for such links.
 
     python benchmarks/wan.py --arms swarm@0 swarm@100+-50 gpipe@100+-50 --microbatches 64
 """
@@ -27,7 +26,6 @@ long as the microbatches' (wan_chain.py), and between stage-mates (wan_goodput.p
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -38,20 +36,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, get_args
 
 from links import LinkOptions
 from processes import adopt_orphans
-from wan_chain import carried_shares
-from wan_goodput import carried_bytes_per_s
 from wan_pipeline import SCHEDULES, measure_pipeline
 from wan_prediction import predicted_round_s
 from wan_report import Results, add_line, commit, machine, read_lines, table, write_report
 from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
-from swarm_peer.config import Codec, codec_bytes
+from swarm_peer.config import Codec
 
 ARM = re.compile(r"(?P<system>\w+)(/(?P<wire>\w+))?@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
 SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "delayed": "delayed", "periodic": "periodic"}
@@ -107,36 +102,6 @@ class Measuring:
     runs: Path | None = None
 
 
-@functools.cache
-def carried_in_pipeline(links: LinkOptions, num_stages: int, message_bytes: int, in_flight: int) -> float:
-    """The bandwidth that a machine between two others has in a pipeline of libp2p; 0 for no limit."""
-    if not links.bytes_per_s or num_stages < 2:
-        return links.bytes_per_s
-    shares = carried_shares("libp2p/paced", links, num_stages, message_bytes, in_flight)
-    return links.bytes_per_s * fmean(shares[1:-1] or shares)
-
-
-@functools.cache
-def carried_in_averages(links: LinkOptions, num_mates: int) -> float:
-    """The bandwidth that libp2p has for a machine that exchanges all that it can with others; 0 for no limit."""
-    return carried_bytes_per_s(links, num_mates) if links.bytes_per_s else 0.0
-
-
-def predict(workload: Workload, links: LinkOptions) -> dict[str, float]:
-    """Predict a round with the bandwidth that libp2p carries between neighbours, and among the members of a stage."""
-    hop_bytes = codec_bytes(workload.sequence_length * workload.width, workload.wire)
-    in_pipeline = carried_in_pipeline(links, workload.num_stages, int(hop_bytes), workload.max_in_flight)
-    in_averages = 0.0
-    if workload.averaging_mode != "periodic" and workload.num_peers > 1:
-        in_averages = carried_in_averages(links, workload.num_peers - 1)
-    predicted_s = predicted_round_s(workload, replace(links, bytes_per_s=in_pipeline), in_averages)
-    found = {"predicted_round_s": round(predicted_s, 2)}
-    for name, bandwidth in (("carried_share", in_pipeline), ("carried_share_averaging", in_averages)):
-        if bandwidth:
-            found[name] = round(bandwidth / links.bytes_per_s, 3)
-    return found
-
-
 def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int) -> dict[str, Any]:
     """Run an arm once."""
     links = replace(arm.links, bytes_per_s=measuring.bytes_per_s)
@@ -145,8 +110,8 @@ def measure(arm: Arm, workload: Workload, measuring: Measuring, repetition: int)
         return measure_pipeline(workload, links, measuring.num_rounds, repetition, arm.system)
     keep = None if measuring.keep is None else measuring.keep / f"{arm.name.replace('/', '-')}-{repetition}"
     workload = replace(workload, averaging_mode=SWARMS[arm.system])
-    predicted = predict(workload, links)
-    return measure_swarm(workload, links, measuring.num_rounds, repetition, keep) | predicted
+    figures = measure_swarm(workload, links, measuring.num_rounds, repetition, keep)
+    return figures | {"predicted_round_s": round(predicted_round_s(workload, links), 2)}
 
 
 def run_arms(workload: Workload, measuring: Measuring) -> Iterator[Results]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from links import LinkOptions
 from wan_workload import Workload
 
+from coordinator.planning.link_choices import step_settings
+from coordinator.planning.peers_file import USUAL_LINK_UTILISATION
 from swarm_peer.config import codec_bytes
 from swarm_peer.policy.planning.performance_model import Predictor
-from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
+from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.stage_memory import StageMemory
 
 # Optimizer steps to the next average, in rounds without one.
@@ -15,17 +19,11 @@ NEVER = 10**9
 NO_MEMORY = StageMemory(weight_bytes=0.0, weight_gradient_bytes=0.0, optimizer_bytes=0.0, microbatch_bytes=0.0)
 
 
-def predicted_round_s(workload: Workload, links: LinkOptions, averaging_bytes_per_s: float = 0.0) -> float:
-    """Seconds of a round, by policy/planning. Devices take what they are told, and optimizers nothing.
+def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
+    """Seconds of a round, as `plan` has them. Devices take what they are told, and optimizers nothing.
 
     Where peers average periodically it is that of a round that no average ends, as it is measured.
-
-    Args:
-        workload: the run
-        links: with the bandwidth that pipelines have
-        averaging_bytes_per_s: the bandwidth that averages have, if it is another one
     """
-    averaging_cost = links.bytes_per_s / averaging_bytes_per_s if averaging_bytes_per_s else 1.0
     hop_bytes = float(codec_bytes(workload.sequence_length * workload.width, workload.wire))
     last = workload.num_stages - 1
     works = [
@@ -35,20 +33,15 @@ def predicted_round_s(workload: Workload, links: LinkOptions, averaging_bytes_pe
             flops=workload.microbatch_s,
             activation_bytes=hop_bytes if stage < last else 0.0,
             gradient_bytes=hop_bytes if stage else 0.0,
-            averaging_bytes=codec_bytes(numbers, workload.averaging) * averaging_cost,
+            averaging_bytes=codec_bytes(numbers, workload.averaging),
             memory=NO_MEMORY,
         )
         for stage, numbers in enumerate(workload.num_parameters())
     ]
-    averaging = workload.manifest().averaging
-    settings = StepSettings(
-        global_batch_size=workload.num_microbatches,
-        microbatch_size=1,
-        max_in_flight=workload.max_in_flight,
-        steps_per_average=NEVER if averaging.mode == "periodic" else 1,
-        averages_ahead=averaging.mode == "delayed",
-    )
-    bandwidth = links.bytes_per_s or float("inf")
+    settings = step_settings(workload.manifest())
+    if workload.averaging_mode == "periodic":
+        settings = replace(settings, steps_per_average=NEVER)
+    bandwidth = USUAL_LINK_UTILISATION * (links.bytes_per_s or float("inf"))
     peers = PeerGroup(
         name="peer",
         count=workload.num_stages * workload.num_peers,

@@ -71,7 +71,7 @@ def plan(
         live_manifest, view = read_live_run(initial_peers, run_id)
         if manifest is None:
             manifest, stages = live_manifest, stages or live_manifest.stages.count
-        assumed = LivePeers(memory_gb * 1e9, upload_mbps * 1e6 / 8, download_mbps * 1e6 / 8, latency_ms / 1e3)
+        assumed = LivePeers.of(memory_gb, upload_mbps, download_mbps, latency_ms)
         groups += live_groups(live_manifest, view, assumed)
     assert manifest is not None
     if peers is not None:

@@ -22,8 +22,16 @@ Precision = Literal["fp32", "bf16", "fp16"]
 # Share of a data sheet's peak that training a transformer reaches, if the file does not say: 16-bit matrix units are
 # hard to feed, plain fp32 is not. A rule of thumb: a live run's own measurements are better.
 USUAL_UTILISATION: dict[Precision, float] = {"fp32": 0.6, "bf16": 0.3, "fp16": 0.3}
+# Share of a link that carries bytes of a run while both directions are busy, if the file does not say: measured with
+# links that have a latency of 100 ms and queues of 0.2 s (benchmarks/slow-links-2026-11-25.md).
+USUAL_LINK_UTILISATION = 0.65
 # Memory that training cannot use: the CUDA context, kernels' workspaces, and gaps between allocations.
 RESERVED_BYTES = 1.0e9
+
+
+def reached_bytes_per_s(mbps: float, utilisation: float = USUAL_LINK_UTILISATION) -> float:
+    """Bytes of a run that a link of so many megabits per second carries in one direction."""
+    return utilisation * mbps * 1e6 / 8
 
 
 class PeerGroupSection(Section):
@@ -45,6 +53,8 @@ class PeerGroupSection(Section):
     """megabits per second that one peer sends"""
     download_mbps: float = Field(gt=0)
     """megabits per second that one peer receives"""
+    link_utilisation: float = Field(USUAL_LINK_UTILISATION, gt=0, le=1)
+    """share of that bandwidth which training reaches; 0.65 if not given"""
     latency_ms: float = Field(0.0, ge=0)
     """round trip to another peer"""
     dollars_per_hour: float = Field(0.0, ge=0)
@@ -74,8 +84,8 @@ class PeerGroupSection(Section):
             count=self.count,
             flops_per_s=tflops * 1e12 * utilisation,
             memory_bytes=max(memory_gb * 1e9 - RESERVED_BYTES, 0.0),
-            upload_bytes_per_s=self.upload_mbps * 1e6 / 8,
-            download_bytes_per_s=self.download_mbps * 1e6 / 8,
+            upload_bytes_per_s=reached_bytes_per_s(self.upload_mbps, self.link_utilisation),
+            download_bytes_per_s=reached_bytes_per_s(self.download_mbps, self.link_utilisation),
             latency_s=self.latency_ms / 1e3,
             dollars_per_hour=self.dollars_per_hour,
             dollars_per_sent_byte=self.dollars_per_gb / 1e9,

@@ -195,8 +195,8 @@ def _square_cube(report: dict[str, Any]) -> Table | None:
     if square_cube is None:
         return None
     table = _table(
-        f"Square-cube law: share of the time that {square_cube['group']} computes, at "
-        f"{square_cube['bytes_per_s'] * 8 / 1e6:,.0f} Mb/s and {square_cube['latency_s'] * 1e3:.0f} ms",
+        f"Square-cube law: share of the time that {square_cube['group']} computes, with "
+        f"{square_cube['bytes_per_s'] * 8 / 1e6:,.0f} Mb/s of a link used and {square_cube['latency_s'] * 1e3:.0f} ms",
         *("hidden", "layers", "compute\nms"),
         *(f"{words}\n{how}" for words in COMPARED_CODECS.values() for how in HOW),
         caption="alone: each microbatch waits for the one before it; many: enough of them in flight to hide latency",

@@ -19,6 +19,8 @@ from wan_prediction import predicted_round_s
 from wan_swarm import troubles
 from wan_workload import Workload
 
+from coordinator.planning.link_choices import AVERAGING_GAIN
+from coordinator.planning.peers_file import USUAL_LINK_UTILISATION
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 
@@ -120,10 +122,9 @@ def test_troubles_are_counted_by_event():
     assert troubles([log, "t WARNING round_failed round=4"]) == {"round_failed": 2, "stage_mate_left_out": 1}
 
 
-def test_an_average_may_have_less_bandwidth_than_the_pipeline():
-    workload, links = Workload(averaging="none", num_microbatches=16), LinkOptions(bytes_per_s=10_000.0)
-    alike = predicted_round_s(workload, links)
-    assert predicted_round_s(workload, links, 10_000.0) == pytest.approx(alike)
-    of_half_the_bandwidth = predicted_round_s(workload, links, 5_000.0)
-    averages_s = max(workload.num_parameters()) * 4 / 10_000
-    assert of_half_the_bandwidth == pytest.approx(alike + averages_s, rel=0.01)
+def test_a_prediction_is_of_the_share_of_a_link_that_is_used():
+    workload = Workload(averaging="none", num_microbatches=16)
+    unlimited = predicted_round_s(workload, LinkOptions())
+    used_bytes_per_s = 10_000 * USUAL_LINK_UTILISATION * AVERAGING_GAIN
+    averages_s = max(workload.num_parameters()) * 4 / used_bytes_per_s
+    assert predicted_round_s(workload, LinkOptions(bytes_per_s=10_000.0)) > unlimited + averages_s

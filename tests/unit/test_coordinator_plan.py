@@ -19,7 +19,7 @@ from coordinator.cli import app
 from coordinator.config_files import load_manifest
 from coordinator.planning.gpus import find_gpu, gpus
 from coordinator.planning.live_peers import LivePeers, live_groups, with_prices
-from coordinator.planning.peers_file import RESERVED_BYTES, load_peers
+from coordinator.planning.peers_file import RESERVED_BYTES, USUAL_LINK_UTILISATION, load_peers
 from coordinator.planning.plan import make_report
 from coordinator.planning.plan_report import print_report
 from coordinator.planning.stage_work import stage_works, widened_layer_flops
@@ -101,7 +101,14 @@ def write(folder: Path, text: str) -> Path:
 
 def test_a_description_becomes_numbers(tmp_path: Path) -> None:
     text = """peers:
-    - {gpu: T4, count: 3, utilisation: 0.5, upload_mbps: 80, download_mbps: 160, latency_ms: 20, dollars_per_gb: 0.1}
+    - gpu: T4
+      count: 3
+      utilisation: 0.5
+      upload_mbps: 80
+      download_mbps: 160
+      link_utilisation: 0.5
+      latency_ms: 20
+      dollars_per_gb: 0.1
     - {gpu: T4, upload_mbps: 80, download_mbps: 160}
     - {tflops: 10, memory_gb: 5, name: mine, upload_mbps: 80, download_mbps: 160}
     """
@@ -111,13 +118,14 @@ def test_a_description_becomes_numbers(tmp_path: Path) -> None:
         count=3,
         flops_per_s=32.5e12,
         memory_bytes=16e9 - RESERVED_BYTES,
-        upload_bytes_per_s=10e6,
-        download_bytes_per_s=20e6,
+        upload_bytes_per_s=5e6,
+        download_bytes_per_s=10e6,
         latency_s=0.02,
         dollars_per_hour=0.0,
         dollars_per_sent_byte=0.1e-9,
     )
     assert (second.name, second.flops_per_s) == ("T4 (2)", 65e12 * 0.3)
+    assert second.upload_bytes_per_s == pytest.approx(10e6 * USUAL_LINK_UTILISATION)
     assert (third.name, third.flops_per_s, third.memory_bytes) == ("mine", 3e12, 5e9 - RESERVED_BYTES)
 
 

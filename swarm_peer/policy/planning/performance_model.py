@@ -306,7 +306,7 @@ class Predictor:
             return 0.0
         link = min(group.link_bytes_per_s for group, number in zip(self.groups, here, strict=True) if number)
         moved = 2 * (num_peers - 1) / num_peers * self.works[stage].averaging_bytes
-        return moved / link + ROUND_TRIPS_OF_AN_AVERAGE * self._latency_s(here)
+        return moved / (link * self.settings.averaging_gain) + ROUND_TRIPS_OF_AN_AVERAGE * self._latency_s(here)
 
     def _latency_s(self, here: Sequence[int]) -> float:
         return max(group.latency_s for group, number in zip(self.groups, here, strict=True) if number)

@@ -69,6 +69,7 @@ class StepSettings:
         min_peers: the fewest peers that each stage must have
         steps_per_average: optimizer steps from one average among stage-mates to the next
         averages_ahead: whether stage-mates average while the next step computes
+        averaging_gain: how much faster averages, whose parts queue, pass a link than microbatches
     """
 
     global_batch_size: int
@@ -77,3 +78,4 @@ class StepSettings:
     min_peers: int = 1
     steps_per_average: int = 1
     averages_ahead: bool = False
+    averaging_gain: float = 1.0
