@@ -10,7 +10,7 @@ DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
 SEEDS ?= 30
 
-.PHONY: help setup demo test test-all unit simulation tube integration faults soak lint format clean
+.PHONY: help setup demo test test-all quick unit simulation tube integration faults soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,8 +34,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
 	$(BIN)/swarm-coordinator local demo --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
 
-test: lint  ## Lint, types and all tests but the slow ones
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
+test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
+	# Types take one core, for a minute where nothing is cached.
+	$(MAKE) --no-print-directory --jobs 2 lint quick
 	$(BIN)/python tests/tube seeds --each-mode 1
 	# Four real swarms at once take two cores; with six the tests take longer.
 	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 --durations 12 -m "not slow" tests/faults tests/integration
@@ -43,6 +44,9 @@ test: lint  ## Lint, types and all tests but the slow ones
 test-all: test  ## The slow tests as well
 	$(BIN)/python -m pytest -n 2 --maxschedchunk 1 -m slow --deselect tests/faults/test_rebalancing.py tests
 	$(BIN)/python -m pytest tests/faults/test_rebalancing.py
+
+quick: $(VENV)/.installed-dev  ## Run the tests that start no swarm
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation

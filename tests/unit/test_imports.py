@@ -1,6 +1,7 @@
 """Imports point one way: policy <- wire <- runtime <- cli, and the coordinator above all of them."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,13 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports_of(path):
     """Full names of all modules that a file imports, wherever in it."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path):
     package = module_of(path).split(".") if path.name == "__init__.py" else module_of(path).split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
