@@ -12,7 +12,7 @@ beginning with another one, since the load of a shared machine drifts; a ratio i
 arm within a repetition. Rounds of `periodic` are measured without an average, as 49 of 50 are.
 
 With --runs each run of an arm is a line of a file as soon as it is over, and what the file has is not run again. An arm
-that fails is left out.
+that fails is left out, and the command ends with an error.
 
 The bandwidth follows from the ratio of traffic to compute. C is how long the devices of a stage compute in a round. X
 is how long a link takes for the activations and gradients of a peer between two others, and A for its share of an
@@ -141,6 +141,11 @@ def run_arms(workload: Workload, measuring: Measuring) -> Iterator[Results]:
             yield results
 
 
+def failed_arms(results: Results, repeat: int) -> list[str]:
+    """The arms that have fewer runs than were asked for."""
+    return [name for name, runs in results.items() if len(runs) < repeat]
+
+
 def known_run(file: Path | None, key: Sequence[Any]) -> dict[str, Any] | None:
     """The figures of a run, if a file has them."""
     entries = [] if file is None else read_lines(file)
@@ -250,6 +255,8 @@ def main() -> None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.report:
         write_report(options.report, results, costs)
+    if failed := failed_arms(results, options.repeat):
+        sys.exit(f"failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

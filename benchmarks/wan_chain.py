@@ -139,7 +139,9 @@ def _start(on: Machine, way: str, message_bytes: int, num_started: int, followin
 
 def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    if line := process.stdout.readline():
+        return line.strip()
+    raise RuntimeError("a machine of the chain has ended: its traceback says why")
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from processes import adopt_orphans
-from wan import Arm, Measuring, costs_of, run_arms, shaped
+from wan import Arm, Measuring, costs_of, failed_arms, run_arms, shaped
 from wan_report import Results, table, write_report
 from wan_workload import INNER_STEPS, Workload
 
@@ -189,6 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and processes are cleaned up
+    failed: list[str] = []
     for name in options.shapes:
         workload, bytes_per_s = emulated(SHAPES[name](), options.hop_values)
         costs = costs_of(workload, bytes_per_s)
@@ -204,10 +205,14 @@ def main() -> None:
         )
         shown = {"shape": name, "layers_per_stage": workload.layers_per_stage, "width": workload.width} | costs
         found: Results = {}
+        results: Results = {arm.name: {} for arm in options.arms}
         for results in run_arms(workload, measuring):
             found = with_averages(results)
             write_report(folder, found, shown)
         print(table(found), flush=True)
+        failed += [f"{name}:{arm}" for arm in failed_arms(results, options.repeat)]
+    if failed:
+        sys.exit(f"failed: {' '.join(failed)}")
 
 
 if __name__ == "__main__":

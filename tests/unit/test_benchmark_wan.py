@@ -86,6 +86,7 @@ def test_runs_that_a_file_has_are_not_run_again_and_one_that_fails_is_left_out(t
         file.write('{"key": ["torn')
     *_, results = run_arms(Workload(), measuring)
     assert ran == [("swarm@0", 0), ("gpipe@0", 0), ("gpipe@0", 0)], "what failed is tried again"
+    assert wan.failed_arms(results, 1) == ["gpipe@0"]
     *_, results = run_arms(Workload(), replace(measuring, repeat=2))
     assert (list(results["swarm@0"]), results["swarm@0"][0]["round_s"]) == ([0, 1], 40.0)
     *_, results = run_arms(Workload(wire="none"), measuring)
