@@ -190,7 +190,7 @@ def baseline(
     import torch
 
     from coordinator.run.baseline import Baseline, train
-    from coordinator.run.run_options import check_output
+    from coordinator.run.run_options import check_output, lock_folder
     from coordinator.watch.metrics_file import MetricsFile
     from swarm_peer.model.export import export_model
     from swarm_peer.runtime.host.preparation import choose_device
@@ -198,10 +198,11 @@ def baseline(
     if threads is not None:
         torch.set_num_threads(threads)
     check_output(output)
-    trained = Baseline(resolved, choose_device(device), cache_dir=cache_dir)
-    with open_loggers(log_to, resolved.manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
-        for line in train(trained, cache_dir):
-            metrics.write(line)
-            on_line(line)
-            print(json.dumps(line), flush=True)
-    export_model(resolved, trained.state(), output / "model")
+    with closing(lock_folder(output)):
+        trained = Baseline(resolved, choose_device(device), cache_dir=cache_dir)
+        with open_loggers(log_to, resolved.manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
+            for line in train(trained, cache_dir):
+                metrics.write(line)
+                on_line(line)
+                print(json.dumps(line), flush=True)
+        export_model(resolved, trained.state(), output / "model")

@@ -7,13 +7,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import anyio
 
 from coordinator.run.events import RunEvents
 from coordinator.run.local_peers import LocalPeer, LocalPeers
-from coordinator.run.run_options import RunOptions, check_output
+from coordinator.run.run_options import RunOptions, check_output, lock_folder
 from coordinator.run.service import RunService
 from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
@@ -63,8 +64,9 @@ def run_local(
     # A checkpoint is gone on from, and with it the folder's metrics.jsonl; anything else begins anew.
     options = replace(options, resume=options.plan.resume is not None)
     check_output(options.output)
-    spare_imports()
-    return run_loop(_run, resolved, peers_by_stage, device, options, log_to, restart)
+    with closing(lock_folder(options.output)):
+        spare_imports()
+        return run_loop(_run, resolved, peers_by_stage, device, options, log_to, restart)
 
 
 async def _run(

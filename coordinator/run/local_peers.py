@@ -150,8 +150,11 @@ class LocalPeers:
 
     def stop(self) -> None:
         """Stop all peers, stage by stage from the first: a peer's microbatches in flight need the later stages."""
-        by_stage = sorted(self.peers, key=lambda peer: str(peer.stage))
-        for _, stage_peers in itertools.groupby(by_stage, key=lambda peer: str(peer.stage)):
+
+        def place(peer: LocalPeer) -> tuple[bool, int]:
+            return isinstance(peer.stage, str), 0 if isinstance(peer.stage, str) else peer.stage  # `auto` comes last
+
+        for _, stage_peers in itertools.groupby(sorted(self.peers, key=place), key=place):
             leaving = list(stage_peers)
             for peer in leaving:
                 if peer.process.poll() is None:

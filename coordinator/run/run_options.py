@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.watch.journal import has_ended
@@ -29,6 +31,26 @@ def check_output(output: Path, steps: int | None = None) -> None:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     if (output / MODEL).exists() and (steps is None or not (last_step(output) == steps or has_ended(output))):
         raise UserError(f"{output / MODEL} is there already: name another --output, or move it away")
+
+
+def lock_folder(output: Path) -> IO[str]:
+    """Lock a folder, in which two programs would overwrite each other's files, until the lock is closed.
+
+    Raises:
+        UserError: another one holds it, or the folder cannot be written to
+    """
+    try:
+        file = (output / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked children would hold it as well
+    except OSError as error:
+        file.close()
+        if not isinstance(error, BlockingIOError):
+            raise UserError(f"--output {output}: cannot be locked ({error.strerror}); name another folder") from error
+        raise UserError(f"another program trains into {output}: stop it, or name another --output") from error
+    return file
 
 
 @dataclass(frozen=True, kw_only=True)

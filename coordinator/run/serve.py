@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
-from typing import IO
 
 import anyio
 from anyio import to_thread
@@ -18,7 +16,7 @@ from coordinator.run.addresses import PEERS, KnownPeers
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.options import NodeOptions
-from coordinator.run.run_options import RunOptions, check_output
+from coordinator.run.run_options import RunOptions, check_output, lock_folder
 from coordinator.run.service import RunService
 from coordinator.run.show import shown
 from coordinator.run.way_in import WayIn
@@ -55,7 +53,7 @@ def run_serve(
         UserError: a folder, key, address or run that does not fit the others
     """
     options.check_output(resolved.manifest)
-    with closing(_lock(options.output)):
+    with closing(lock_folder(options.output)):
         key_path = node.identity_path or options.output / "identity"
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
@@ -132,26 +130,6 @@ async def _serve_on(
             log.info("metrics_served host=%s port=%d", node.metrics_host, port)
         async with shown(service, options, live.print, join=lambda: way_in.line):
             await _serve(service, options.plan)
-
-
-def _lock(output: Path) -> IO[str]:
-    """Lock a folder, in which two coordinators would overwrite each other's files, until the lock is closed.
-
-    Raises:
-        UserError: another one holds it, or the folder cannot be written to
-    """
-    try:
-        file = (output / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked children would hold it as well
-    except OSError as error:
-        file.close()
-        if not isinstance(error, BlockingIOError):
-            raise UserError(f"--output {output}: cannot be locked ({error.strerror}); name another folder") from error
-        raise UserError(f"another coordinator writes to {output}: stop it, or name another --output") from error
-    return file
 
 
 def _has_begun(output: Path) -> bool:

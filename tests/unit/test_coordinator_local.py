@@ -2,6 +2,8 @@
 
 import gc
 import signal
+import subprocess
+import sys
 
 import pytest
 from test_coordinator_service import MANIFEST, RESOLVED
@@ -11,7 +13,7 @@ from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_pro
 from coordinator.run.local_peers import LocalPeers
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions
-from swarm_peer.errors import SwarmError
+from swarm_peer.errors import SwarmError, UserError
 
 
 class FakeProcess:
@@ -75,6 +77,26 @@ async def test_another_peer_takes_the_place_of_one_that_died(tmp_path):
         assert "peer 1.0-3 (process 105) takes its place" in machine.told[1]
         assert "Peer 1.0-2 of stage 1 left;" in machine.told[1]
     assert all(peer.process.returncode == 0 for peer in machine.peers.peers)
+
+
+async def test_peers_leave_stage_by_stage(tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(FakeProcess, "terminate", lambda process: left.append(process.pid - 101))
+    machine = Machine(tmp_path, peers_by_stage=[1] * 12)
+    async with machine.peers.running():
+        machine.peers.start("auto", "chooses")
+    assert left == list(range(13))
+
+
+def test_two_programs_never_train_into_one_folder(tmp_path):
+    hold = "import sys; from pathlib import Path; from coordinator.run.run_options import lock_folder as lock; "
+    hold += "lock = lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="another program trains into"):
+            local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+        other.stdin.close()
 
 
 async def test_the_user_is_told_whom_to_kill(tmp_path):
