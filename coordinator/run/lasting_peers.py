@@ -35,6 +35,7 @@ class LastingPeers:
         self._path = output / LASTING_PEERS
         self._seen_since_s: dict[str, float] = {}
         self.addresses: tuple[str, ...] = tuple(read_known(self._path)[:MAX_NAMED])
+        self._written = self.addresses
 
     def look(
         self,
@@ -54,13 +55,13 @@ class LastingPeers:
         if not usable:
             return
         self._seen_since_s = {peer_id: self._seen_since_s.get(peer_id, now_s) for peer_id in usable}
-        chosen = choose_lasting(self.addresses, usable, self._seen_since_s, own)
-        if chosen == self.addresses:
+        self.addresses = choose_lasting(self.addresses, usable, self._seen_since_s, own)
+        if self.addresses == self._written:
             return
-        self.addresses = chosen
         try:
-            write_addresses(self._path, chosen)
-        except OSError as error:
+            write_addresses(self._path, self.addresses)
+            self._written = self.addresses
+        except OSError as error:  # once more at the next look
             log.warning("peers_not_kept path=%s reason=%s", self._path, error)
 
 

@@ -63,24 +63,24 @@ class WayIn:
         Args:
             peers: addresses of peers that live on while no coordinator does
         """
-        own, peers = self._dht.addresses, tuple(peers)
-        if (own, peers) == self._told:
+        told = own, peers = self._dht.addresses, tuple(peers)
+        if told == self._told:
             return
-        moved = own != self._told[0]
-        self._told = own, peers
+        moved = own != self._printed[0]
         addresses = [*own, *peers]
         invites = (
             [InviteBook(self._output).standing(self._run_key, addresses).text()] if self._is_private else addresses
         )
         self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}"
-        if is_worth_printing(self._told, self._printed):
-            self._printed = self._told
+        if is_worth_printing(told, self._printed):
+            self._printed = told
             self._say(f"Peers join with{', also while no coordinator lives' if peers else ''}:\n\n  {self.line}\n")
         if moved and not self._is_announced and not any(is_public(address) or is_loopback(address) for address in own):
             self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
         write_addresses(self._output / COORDINATOR, own)
         if self._address_file is not None:
             write_addresses(self._address_file, invites, is_secret=self._is_private)
+        self._told = told  # not earlier: what a full disk has not taken is written at the next look
 
 
 def is_worth_printing(told: tuple[list[str], tuple[str, ...]], printed: tuple[list[str], tuple[str, ...]]) -> bool:

@@ -99,6 +99,35 @@ def test_a_peer_that_newcomers_may_be_sent_to(tmp_path, state, is_reachable, own
     assert named == ([address] if is_named else [])
 
 
+def test_what_a_full_disk_has_not_taken_is_written_at_the_next_look(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space")
+
+    said = []
+    way_in = WayIn(
+        dht=SimpleNamespace(addresses=OWN),
+        manifest=SimpleNamespace(admission="open"),
+        run_key=RUN,
+        output=tmp_path,
+        address_file=None,
+        is_announced=False,
+        say=said.append,
+    )
+    lasting = LastingPeers(tmp_path)
+    with monkeypatch.context() as disk:
+        disk.setattr("coordinator.run.way_in.write_addresses", full)
+        disk.setattr("coordinator.run.lasting_peers.write_addresses", full)
+        with pytest.raises(OSError, match="no space"):
+            way_in.tell(())
+        assert look(lasting, public(1)) == public(1)
+        num_said = len(said)
+        assert num_said, "a terminal needs no disk"
+    way_in.tell(())
+    assert len(said) == num_said
+    assert (tmp_path / "coordinator").read_text().split() == OWN
+    assert look(lasting, public(1)) == list(LastingPeers(tmp_path).addresses) == public(1)
+
+
 @pytest.mark.parametrize("admission", ["invite", "open"])
 def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admission):
     said = []
