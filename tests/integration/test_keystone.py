@@ -67,7 +67,7 @@ def check_weights(run: SwarmRun, baseline: Baseline) -> None:
 
 def check_nothing_lost(run: SwarmRun) -> None:
     logs = run.logs()
-    for event in ("samples_differ", "round_disputed", "resync_needed", "microbatch_dropped"):
+    for event in ("samples_differ", "round_disputed", "resync_needed", "samples_lost"):
         assert event not in logs, f"{event} in a run without faults:\n{logs[-3000:]}"
 
 

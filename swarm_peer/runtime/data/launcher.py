@@ -307,8 +307,8 @@ class MicrobatchLauncher:
         batch.failures += 1
         log.warning("microbatch_failed failures=%d reason=%s", batch.failures, reason)
         if batch.failures >= MAX_LAUNCHES:
-            self._context.metrics.lost_samples.inc(len(batch.tokens_BS))
-            log.error("microbatch_dropped failures=%d reason=%s", batch.failures, reason)
+            lost = f"their microbatch has failed {batch.failures} times: {reason}"
+            self._context.metrics.lose(len(batch.tokens_BS), lost, round_number=present.number)
             if batch.generation == self._leases.generation:
                 self._leases.give_up(batch.samples)
             # Another batch takes its place. Otherwise the global batch would never be full.
