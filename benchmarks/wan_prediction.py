@@ -8,7 +8,8 @@ from links import LinkOptions
 from wan_workload import Workload
 
 from coordinator.planning.link_choices import step_settings
-from coordinator.planning.peers_file import USUAL_LINK_UTILISATION
+from coordinator.planning.peers_file import AVERAGING_GAIN, USUAL_LINK_UTILISATION
+from coordinator.planning.stage_work import hop_bytes
 from swarm_peer.config import codec_bytes
 from swarm_peer.policy.planning.performance_model import Predictor
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
@@ -24,15 +25,16 @@ def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
 
     Where peers average periodically it is that of a round that no average ends, as it is measured.
     """
-    hop_bytes = float(codec_bytes(workload.sequence_length * workload.width, workload.wire))
+    hop = workload.sequence_length, workload.width, workload.wire
+    sent, returned = hop_bytes(*hop), hop_bytes(*hop, with_tokens=False)
     last = workload.num_stages - 1
     works = [
         StageWork(
             layers=workload.layers_per_stage,
             parameters=1,
             flops=workload.microbatch_s,
-            activation_bytes=hop_bytes if stage < last else 0.0,
-            gradient_bytes=hop_bytes if stage else 0.0,
+            activation_bytes=sent if stage < last else 0.0,
+            gradient_bytes=returned if stage else 0.0,
             averaging_bytes=codec_bytes(numbers, workload.averaging),
             memory=NO_MEMORY,
         )
@@ -48,6 +50,7 @@ def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
         flops_per_s=1.0,
         upload_bytes_per_s=bandwidth,
         download_bytes_per_s=bandwidth,
+        averaging_gain=AVERAGING_GAIN,
         latency_s=2 * links.latency_s,
     )
     counts = [[workload.num_peers]] * workload.num_stages

@@ -50,10 +50,10 @@ def plan(
         dollars_per_gb: Price of each gigabyte that a peer sends in dollars, whatever the file says.
         initial_peers: Addresses of any peers of a live run, to plan with its peers at the speed that they measured.
         run_id: Which live run, where the addresses lead to several.
-        upload_mbps: What each of them sends, in megabits per second; no limit if not given.
-        download_mbps: What each of them receives, in megabits per second; no limit if not given.
+        upload_mbps: What each of their links sends, as sold, in megabits per second; no limit if not given.
+        download_mbps: What each of their links receives, in megabits per second; no limit if not given.
         latency_ms: Round trip between them, in milliseconds.
-        memory_gb: Memory of each of them that training may use, in gigabytes; no limit if not given.
+        memory_gb: Memory that training may use of those that announce none, in gigabytes; no limit if not given.
     """
     configure_logging("warning")
     _check_sources(config, peers, initial_peers, set_)

@@ -14,9 +14,6 @@ from swarm_peer.policy.planning.resources import StepSettings
 # Codecs for slow links, beside the manifest's own.
 WIRES: tuple[Codec, ...] = ("blockwise_8bit", "int4_hadamard")
 AVERAGING: tuple[Codec, ...] = ("blockwise_8bit",)
-# An average has many parts on their way, and fills the gaps that microbatches leave on a link. Measured, as
-# peers_file.py's USUAL_LINK_UTILISATION.
-AVERAGING_GAIN = 1.15
 
 
 def step_settings(manifest: RunManifest) -> StepSettings:
@@ -29,7 +26,6 @@ def step_settings(manifest: RunManifest) -> StepSettings:
         min_peers=manifest.stages.peers_to_start,
         steps_per_average=averaging.steps_per_average,
         averages_ahead=averaging.mode == "delayed",
-        averaging_gain=AVERAGING_GAIN,
     )
 
 

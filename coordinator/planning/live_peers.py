@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, log10
 from typing import Any
 
-from coordinator.planning.peers_file import distinct, reached_bytes_per_s
+from coordinator.planning.peers_file import AVERAGING_GAIN, distinct, reached_bytes_per_s
 from coordinator.planning.stage_work import stage_works
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.config import RunManifest
@@ -27,13 +27,14 @@ class LivePeers:
     memory_bytes: float = inf
     upload_bytes_per_s: float = inf
     download_bytes_per_s: float = inf
+    averaging_gain: float = AVERAGING_GAIN
     latency_s: float = 0.0
 
     @classmethod
     def of(cls, memory_gb: float, upload_mbps: float, download_mbps: float, latency_ms: float) -> LivePeers:
         """The assumptions in the units of `plan`; links are used as far as they usually are."""
         upload, download = reached_bytes_per_s(upload_mbps), reached_bytes_per_s(download_mbps)
-        return cls(memory_gb * 1e9, upload, download, latency_ms / 1e3)
+        return cls(memory_gb * 1e9, upload, download, latency_s=latency_ms / 1e3)
 
 
 def read_live_run(initial_peers: Sequence[str], run_id: str | None) -> tuple[RunManifest, SwarmView]:

@@ -25,6 +25,8 @@ USUAL_UTILISATION: dict[Precision, float] = {"fp32": 0.6, "bf16": 0.3, "fp16": 0
 # Share of a link that carries bytes of a run while both directions are busy, if the file does not say: measured with
 # links that have a latency of 100 ms and queues of 0.2 s (benchmarks/slow-links-2026-11-25.md).
 USUAL_LINK_UTILISATION = 0.65
+# An average has many parts on their way, which fill gaps that microbatches leave: of the same measurements.
+AVERAGING_GAIN = 1.15
 # Memory that training cannot use: the CUDA context, kernels' workspaces, and gaps between allocations.
 RESERVED_BYTES = 1.0e9
 
@@ -50,9 +52,9 @@ class PeerGroupSection(Section):
     count: int = Field(1, ge=1, le=100_000)
     """how many there are"""
     upload_mbps: float = Field(gt=0)
-    """megabits per second that one peer sends"""
+    """megabits per second that the link of one peer sends, as it is sold"""
     download_mbps: float = Field(gt=0)
-    """megabits per second that one peer receives"""
+    """megabits per second that it receives"""
     link_utilisation: float = Field(USUAL_LINK_UTILISATION, gt=0, le=1)
     """share of that bandwidth which training reaches; 0.65 if not given"""
     latency_ms: float = Field(0.0, ge=0)
@@ -86,6 +88,7 @@ class PeerGroupSection(Section):
             memory_bytes=max(memory_gb * 1e9 - RESERVED_BYTES, 0.0),
             upload_bytes_per_s=reached_bytes_per_s(self.upload_mbps, self.link_utilisation),
             download_bytes_per_s=reached_bytes_per_s(self.download_mbps, self.link_utilisation),
+            averaging_gain=min(AVERAGING_GAIN, 1 / self.link_utilisation),
             latency_s=self.latency_ms / 1e3,
             dollars_per_hour=self.dollars_per_hour,
             dollars_per_sent_byte=self.dollars_per_gb / 1e9,

@@ -19,8 +19,7 @@ from wan_prediction import predicted_round_s
 from wan_swarm import troubles
 from wan_workload import Workload
 
-from coordinator.planning.link_choices import AVERAGING_GAIN
-from coordinator.planning.peers_file import USUAL_LINK_UTILISATION
+from coordinator.planning.peers_file import AVERAGING_GAIN, USUAL_LINK_UTILISATION
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 
@@ -128,4 +127,5 @@ def test_a_prediction_is_of_the_share_of_a_link_that_is_used():
     unlimited = predicted_round_s(workload, LinkOptions())
     used_bytes_per_s = 10_000 * USUAL_LINK_UTILISATION * AVERAGING_GAIN
     averages_s = max(workload.num_parameters()) * 4 / used_bytes_per_s
-    assert predicted_round_s(workload, LinkOptions(bytes_per_s=10_000.0)) > unlimited + averages_s
+    predicted_s = predicted_round_s(workload, LinkOptions(bytes_per_s=10_000.0))
+    assert unlimited + averages_s < predicted_s < unlimited + AVERAGING_GAIN * averages_s

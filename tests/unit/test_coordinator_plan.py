@@ -19,7 +19,7 @@ from coordinator.cli import app
 from coordinator.config_files import load_manifest
 from coordinator.planning.gpus import find_gpu, gpus
 from coordinator.planning.live_peers import LivePeers, live_groups, with_prices
-from coordinator.planning.peers_file import RESERVED_BYTES, USUAL_LINK_UTILISATION, load_peers
+from coordinator.planning.peers_file import AVERAGING_GAIN, RESERVED_BYTES, USUAL_LINK_UTILISATION, load_peers
 from coordinator.planning.plan import make_report
 from coordinator.planning.plan_report import print_report
 from coordinator.planning.stage_work import stage_works, widened_layer_flops
@@ -120,6 +120,7 @@ def test_a_description_becomes_numbers(tmp_path: Path) -> None:
         memory_bytes=16e9 - RESERVED_BYTES,
         upload_bytes_per_s=5e6,
         download_bytes_per_s=10e6,
+        averaging_gain=AVERAGING_GAIN,
         latency_s=0.02,
         dollars_per_hour=0.0,
         dollars_per_sent_byte=0.1e-9,

@@ -304,9 +304,10 @@ class Predictor:
         num_peers = sum(here)
         if num_peers < 2:
             return 0.0
-        link = min(group.link_bytes_per_s for group, number in zip(self.groups, here, strict=True) if number)
+        present = [group for group, number in zip(self.groups, here, strict=True) if number]
+        link = min(group.link_bytes_per_s * group.averaging_gain for group in present)
         moved = 2 * (num_peers - 1) / num_peers * self.works[stage].averaging_bytes
-        return moved / (link * self.settings.averaging_gain) + ROUND_TRIPS_OF_AN_AVERAGE * self._latency_s(here)
+        return moved / link + ROUND_TRIPS_OF_AN_AVERAGE * self._latency_s(here)
 
     def _latency_s(self, here: Sequence[int]) -> float:
         return max(group.latency_s for group, number in zip(self.groups, here, strict=True) if number)

@@ -41,6 +41,8 @@ class PeerGroup:
     Attributes:
         flops_per_s: the speed that each of them reaches, not that of its data sheet
         memory_bytes: memory that training may use
+        upload_bytes_per_s, download_bytes_per_s: what microbatches reach
+        averaging_gain: how many times as fast averages, which queue many parts, pass the link
         latency_s: round trip to another peer
     """
 
@@ -50,6 +52,7 @@ class PeerGroup:
     memory_bytes: float = inf
     upload_bytes_per_s: float = inf
     download_bytes_per_s: float = inf
+    averaging_gain: float = 1.0
     latency_s: float = 0.0
     dollars_per_hour: float = 0.0
     dollars_per_sent_byte: float = 0.0
@@ -69,7 +72,6 @@ class StepSettings:
         min_peers: the fewest peers that each stage must have
         steps_per_average: optimizer steps from one average among stage-mates to the next
         averages_ahead: whether stage-mates average while the next step computes
-        averaging_gain: how much faster averages, whose parts queue, pass a link than microbatches
     """
 
     global_batch_size: int
@@ -78,4 +80,3 @@ class StepSettings:
     min_peers: int = 1
     steps_per_average: int = 1
     averages_ahead: bool = False
-    averaging_gain: float = 1.0
