@@ -87,8 +87,8 @@ async def fetch_states(
     raise SwarmError(f"the run's stages gave no states of one round in {MODEL_TRIES} tries: try again")
 
 
-def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin: int) -> int:
-    """The newest round that is known of, and `margin` more, as far as the run's `num_updates` optimizer steps go.
+def aim(view: SwarmView, states: Iterable[StageState], num_steps: int, margin: int) -> int:
+    """The newest round that is known of, and `margin` more, as far as the run's `num_steps` optimizer steps go.
 
     Peers wait for the round that they are asked for, so one that lies about its own must not set it: the median peer of
     each stage counts, or the lower of two. A peer that is alone in its stage is believed.
@@ -103,7 +103,7 @@ def aim(view: SwarmView, states: Iterable[StageState], num_updates: int, margin:
         if state.round_number <= newest.round_number + MAX_ROUNDS_AHEAD
     ]
     round_number, optimizer_step = max([newest, *given])
-    return min(round_number + max(min(margin, num_updates - optimizer_step), 0), MAX_ROUND)
+    return min(round_number + max(min(margin, num_steps - optimizer_step), 0), MAX_ROUND)
 
 
 def _newest(view: SwarmView) -> Position:
@@ -151,7 +151,7 @@ async def fetch_snapshots(
                 )
             )
         except CallError as error:
-            raise SwarmError(f"no peer gave its snapshot of stage {stage} after {step} updates: {error}") from error
+            raise SwarmError(f"no peer gave its snapshot of stage {stage} of optimizer step {step}: {error}") from error
     return states
 
 

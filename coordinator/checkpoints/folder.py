@@ -123,7 +123,7 @@ def write_checkpoint(
     for stage, state in enumerate(stages):
         name, tensors = _stage_file(stage), {key: value.cpu().contiguous() for key, value in state.tensors.items()}
         notes = {"format": "pt", "manifest": manifest.hash, "history_hash": state.history_hash}
-        notes |= {"stage": str(stage), "updates": str(optimizer_step), "step": str(state.round_number)}
+        notes |= {"stage": str(stage), "optimizer_step": str(optimizer_step), "round": str(state.round_number)}
         entries[name] = files.write(f"{folder}/{name}", partial(save_file, tensors, metadata=notes))
     fields = tuple(StateFields.model_validate(state, from_attributes=True) for state in stages)
     contents = Contents(optimizer_step=optimizer_step, manifest=manifest.hash, stages=fields, files=entries)

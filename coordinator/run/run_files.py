@@ -22,8 +22,8 @@ class RunFiles:
 
     Args:
         resume: carry on with the files that are there
-        journal: of this folder, and
-        contributions: of this folder, both not begun yet
+        journal: of this folder, not begun yet
+        contributions: of this folder, not begun yet
         on_line: called for each line that is new in metrics.jsonl
     """
 

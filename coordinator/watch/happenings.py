@@ -94,8 +94,8 @@ class Happenings:
         lifetime_s: of an announcement
         begun_s: when the first look is taken, in Unix seconds; after a lifetime all peers that live have been seen
         known: what an earlier process has told of the same run
-        optimizer_step: the last one that an earlier process has seen, and
-        round_number: the round that made it; 0 and -1 if there was none
+        optimizer_step: the last one that an earlier process has seen; 0 if there was none
+        round_number: the round that made that step; -1 if there was none
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class LiveView:
     def update(self, watch: RunWatch) -> None:
         """Show the run as it is now."""
         if watch.lines and watch.optimizer_step < self._last_step:
-            self.print(f"The run has gone back from optimizer step {self._last_step}: events.jsonl says why.")
+            self.print(f"The run has gone back from optimizer step {self._last_step}: see events.jsonl.")
         self._last_step = watch.optimizer_step
         if not self._console.is_terminal:
             self._print_line(watch)

@@ -174,7 +174,7 @@ def test_who_looks_on_is_told_that_the_run_went_back(capsys):
         live.update(watch)
     out = capsys.readouterr().out
     assert out.count("gone back") == 1
-    assert "The run has gone back from optimizer step 7: events.jsonl says why." in out
+    assert "The run has gone back from optimizer step 7: see events.jsonl." in out
 
 
 def test_a_run_is_finished_where_nobody_is_left_who_made_the_last_step():

@@ -49,7 +49,7 @@ FIXED_VALUES: Mapping[str, tuple[Any, str]] = {
 }
 
 
-# torch.nn.init's functions that fill a tensor with initial values.
+# torch.nn.init's functions that fill a tensor. Some of them ask no mode, and fill tensors on the meta device: nothing.
 FILLS = frozenset(fill for name, fill in vars(nn.init).items() if name.endswith("_") and not name.startswith("_"))
 
 
