@@ -585,6 +585,21 @@ async def test_what_a_leaving_peer_has_given_that_missed_the_average_is_averaged
     assert sorted(attempt for _, _, attempt, _ in delayed.rounds.log) == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("was_member", [False, True])
+async def test_what_was_given_by_a_peer_that_missed_the_average_is_averaged_though_a_member_is_gone(
+    delayed, was_member
+):
+    await delayed.add("abc")
+    members = await end_round_3(delayed, a=1, b=2, c=6)
+    await anyio.wait_all_tasks_blocked()
+    delayed.kill("c")
+    delayed.unseen.add("c")
+    members[0].rounds_of.current.given["gone" if not was_member else members[2].peer_id] = 4
+    settled = await delayed.settle(a=2 + 4, b=3)
+    brought = (members, [2, 3, 7]) if was_member else (members[:2], [6, 3])
+    assert_committed(settled.values(), mean(*brought), sum(brought[1]), members[0].history_hash)
+
+
 async def test_what_a_peer_holds_that_was_not_in_the_average_is_averaged_after_all_though_a_member_is_gone(delayed):
     await delayed.add("abc")
     members = await end_round_3(delayed, a=1, b=2, c=3)
@@ -849,13 +864,13 @@ async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):
 # --- weights that differ ----------------------------------------------------------------------------------------------
 
 
-async def test_a_peer_that_is_left_behind_takes_the_state_of_those_ahead(group):
+async def test_a_peer_that_is_left_behind_takes_the_state_of_those_ahead(group, caplog):
     [behind] = await group.add("a", round_number=3)
     ahead = await group.add("bc", round_number=4, history_hash="M")
     settlement = (await group.settle(a=2))["a"]
     assert settlement.verdict is Verdict.RESYNC
     assert settlement.holders == tuple(sorted(member.peer_id for member in ahead))
-    assert settlement.reason == "2 stage-mates have left it behind"
+    assert "resync_needed round=3 reason=2 stage-mates have left it behind" in caplog.text
     assert group.rounds.log == []
     assert behind.history_hash == "L"
 

@@ -46,6 +46,8 @@ class Round:
         vacated: places in the global batch that this peer has claimed for microbatches which it dropped
         validated: whether this peer has begun its share of the round's validation
         transfers: gradients of leaving stage-mates that are arriving, by caller; each has at most one
+        given: samples for the average that ends this round which leaving stage-mates have handed over, where that
+            average has begun before, by giver; the device thread's, too
         attempt: the try of averaging that this peer is ready for; None while microbatches are inside
         asked_attempt: the newest try that a stage-mate has asked this peer about
         samples: number of samples that this peer brings to the averaging
@@ -63,6 +65,7 @@ class Round:
         self.vacated = 0
         self.validated = False
         self.transfers: dict[str, Transfer] = {}
+        self.given: dict[str, int] = {}
         self.attempt: int | None = None
         self.asked_attempt = 0
         self.samples = 0

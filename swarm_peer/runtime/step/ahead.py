@@ -88,12 +88,15 @@ class AveragingAhead:
         ahead.is_over = True
         self._changed.notify()
 
-    async def result(self, round_number: int, present: Mapping[str, int]) -> AheadAverage | None:
+    async def result(
+        self, round_number: int, present: Mapping[str, int], given: Mapping[str, int]
+    ) -> AheadAverage | None:
         """Wait for the average that ends a round.
 
         Args:
             present: the stage-mates that are there at the round's end, with the samples that they hold by now; without
                 a member, it is not waited for
+            given: the samples for it that peers have handed to this one as they left
 
         Returns:
             None if this peer was not there when it began
@@ -106,8 +109,10 @@ class AveragingAhead:
             ahead.scope.cancel()
         await self._changed.wait_for(lambda: ahead.is_over)
         outsiders = [samples for peer, samples in present.items() if peer not in ahead.shares]
-        if any(outsiders) or sum(present.values()) > sum(ahead.shares.values()):
-            # A peer that was not in it has come, or has left and handed its part to a member.
+        missed = [peer for peer, samples in given.items() if samples > ahead.shares.get(peer, 0)]
+        if any(outsiders) or missed or sum(present.values()) > sum(ahead.shares.values()):
+            # A peer that was not in it has come, or has left and handed its part to a member. The sum tells those who
+            # do not know the giver, unless another member is gone: then this peer's vote alone has all try again.
             ahead.averages, ahead.reason = None, "stage-mates hold samples that it is not of"
         if ahead.averages is None:
             log.warning("round_failed round=%d attempt=0 reason=%s", round_number, ahead.reason)

@@ -326,7 +326,7 @@ class GradientHandover:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
             # From here on the round cannot end without this gradient, though its samples may be the last ones.
             self._swarm.progress.merge(call.counts)
-            await self._device_thread.run(Priority.BACKWARD, partial(self._add, transfer.data, call, entered))
+            await self._device_thread.run(Priority.BACKWARD, partial(self._add, caller, transfer.data, call, entered))
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, sum(call.samples))
 
     def _check_mate(self, caller: str) -> None:
@@ -341,7 +341,7 @@ class GradientHandover:
         if round_number != present or not self._admission.is_open:
             raise RoundClosed(f"round {round_number} is ending here; this peer is in round {present}")
 
-    def _add(self, data: torch.Tensor, call: CommitGradientCall, entered: Round) -> None:
+    def _add(self, giver: str, data: torch.Tensor, call: CommitGradientCall, entered: Round) -> None:
         """Check the gradient and add it to this peer's own; in the device thread."""
         # A rewind does not wait for this job, and may have loaded other weights before its turn came.
         if self._trainer.weights_version != entered.step.weights_version:
@@ -365,6 +365,8 @@ class GradientHandover:
             self._executor.lose(entered, held, error)
             raise
         entered.counted.update(call.counted)
+        if len(call.samples) > 1:
+            entered.given[giver] = entered.given.get(giver, 0) + call.samples[1]
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.
         self._committed.append(call.transfer)
 

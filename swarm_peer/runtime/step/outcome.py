@@ -34,7 +34,6 @@ class Settlement:
     samples: int = 0
     is_wanted: bool = False
     holders: tuple[str, ...] = ()
-    reason: str = ""
     cause: Literal["left_behind", "other_weights"] = "left_behind"
 
 
@@ -49,7 +48,7 @@ class LeftBehind(Exception):
 def resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
     """Have this peer take over the state of stage-mates."""
     log.warning("resync_needed round=%d reason=%s", ending.number, reason)
-    return Settlement(Verdict.RESYNC, holders=tuple(holders), reason=reason)
+    return Settlement(Verdict.RESYNC, holders=tuple(holders))
 
 
 def resync_weights(ending: Round, holders: Sequence[str]) -> Settlement:

@@ -146,9 +146,7 @@ class StageGroup:
                 if len(agreement.holders) + num_abstaining < len(votes):
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
                 is_wanted = num_abstaining > 0
-                return Settlement(
-                    Verdict.COMMIT, result, vote.checksum, vote.samples, is_wanted=is_wanted, reason=agreement.reason
-                )
+                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, is_wanted=is_wanted)
             if agreement.verdict is Verdict.RESYNC:
                 return resync(ending, agreement.holders, agreement.reason)
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)
@@ -167,7 +165,7 @@ class StageGroup:
         """
         history_hash = ending.step.history_hash
         if attempt == 0 and self._manifest.averaging.mode == "delayed":
-            ahead = await self.ahead.result(ending.number, members)
+            ahead = await self.ahead.result(ending.number, members, ending.given)
             if ahead is None or ahead.averages is None:
                 return Vote(attempt, None, abstains=ahead is None), ()
             digest = await self._threads.run(extend_history, history_hash, ahead.averages)
