@@ -82,7 +82,7 @@ class StateServer:
     ) -> None:
         """Keep the update that ends the present round, if a peer is downloading an earlier state.
 
-        A round that ended without an average is kept in any case.
+        An update without tensors is kept in any case.
 
         Args:
             is_wanted: whether some stage-mate takes it over, be its download of a state long over
@@ -143,13 +143,12 @@ class StateServer:
 
     async def copy_state(self) -> StageState | None:
         """Copy the replica's state; None while it has no weights, or an update is being applied."""
-        async with self._lock:
-            return await self._core.device_thread.run(Priority.STEP, self._take)
+        # Without the lock: neither a commit nor a snapshot waits until the state that a newcomer asks for is hashed.
+        return await self._core.device_thread.run(Priority.STEP, self._take)
 
     async def keep_complete(self) -> None:
         """Copy the state of a round that ends, when the average that ends it is known."""
-        # Without the lock: a commit does not wait until the state that a newcomer asks for is hashed.
-        step, state = self.step, await self._core.device_thread.run(Priority.STEP, self._take)
+        step, state = self.step, await self.copy_state()
         if state is not None:
             self.complete = step, state
             self._changed.notify()
