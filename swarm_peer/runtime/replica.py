@@ -23,7 +23,8 @@ from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook
-from swarm_peer.runtime.data.slices import load_tokenizer, validation_samples
+from swarm_peer.runtime.data.slices import validation_samples
+from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.wire.records import ProgressRecord, progress_key

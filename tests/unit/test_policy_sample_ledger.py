@@ -485,11 +485,9 @@ class Peer:
         wanted = self.ledger.wanted(self.name, count, live, run_ahead=not any(self.held.values()))
         self.asking = set(wanted)
         first, mates = arbiter(live), sorted(live - {self.name})
-        asked: set[str] = set()
 
         def ask(name: str) -> Iterator[None]:
             nonlocal wanted
-            asked.add(name)
             believed = self.ledger.leases(name)
             mate = self.swarm.peers.get(name)
             yield
@@ -503,7 +501,7 @@ class Peer:
                 yield
             # News from beyond the grave, on its way while another leases the slice, could not be respected.
             if self.swarm.peers.get(name) is not mate or mate is None:
-                self.give_up(wanted, asked)
+                self.give_up(wanted)
                 wanted = []
                 return
             self.ledger.begin_pass(current_pass)
@@ -516,7 +514,7 @@ class Peer:
                 self.ledger.add(counted)
                 if not grant.granted:
                     wanted = [other for other in wanted if other != slice_id]
-                    self.give_up([slice_id], asked)
+                    self.give_up([slice_id])
                     if grant.owner in live:
                         self.ledger.note_lease(slice_id, grant.owner)
 
@@ -524,7 +522,7 @@ class Peer:
             yield from ask(first)
         for slice_id in wanted:
             if not self.ledger.grant(slice_id, self.name, live).granted:
-                self.give_up([slice_id], asked)
+                self.give_up([slice_id])
         for mate in mates:
             if mate != first:
                 yield from ask(mate)
@@ -538,9 +536,9 @@ class Peer:
             self.held[slice_id] = left
         self.asking = set()
 
-    def give_up(self, slices: list[SliceId], asked: set[str]) -> None:
-        for name in (asked & self.swarm.live) | {self.name}:
-            self.swarm.peers[name].ledger.release(self.name, slices)
+    def give_up(self, slices: list[SliceId]) -> None:
+        """Those that were asked believe in the lease until they ask this peer."""
+        self.ledger.release(self.name, slices)
 
     def count(self, rng: random.Random) -> None:
         """The gradient of a sample of a slice that it leases came back; or a slice ended."""

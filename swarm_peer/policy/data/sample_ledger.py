@@ -14,9 +14,9 @@ Two live peers never hold a lease of the same slice, as long as each knows of th
 1. `wanted` names slices to ask for. The peer first asks `arbiter(live_peers)`, unless it is the arbiter itself, and
    goes on with those that are granted. So if several peers want the same slice at the same time, one of them gets it.
 2. The peer has its own ledger `grant` them to itself, and asks all other live stage-mates at once. If one of them
-   refuses a slice or does not answer, the peer gives the slice up: it calls `release`, and has all stage-mates that it
-   asked do the same. This holds even for a stage-mate that has died meanwhile: it may have told facts to a peer that
-   had answered before.
+   refuses a slice or does not answer, the peer gives the slice up: it calls `release`. Stage-mates that granted it go
+   on to believe that the peer leases it, until they ask the peer themselves (see below). This holds even for a
+   stage-mate that has died meanwhile: it may have told facts to a peer that had answered before.
 3. Each answer holds the stage-mate's facts about the slice (`counted`), which the peer adds, and all progress counts of
    the present round that the stage-mate has heard, which the peer merges as always. These include counts of dead peers,
    so a dead peer's count is respected if a single survivor has heard it. The answer also holds the stage-mate's

@@ -48,8 +48,6 @@ from swarm_peer.runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 Item = TypeVar("Item")
 
-__all__ = ["OPEN_SLICES", "SliceReader", "SliceWindows", "load_tokenizer", "sample_stream", "validation_samples"]
-
 # So that eight peers find eight slices each. A peer that takes over a slice which another one has begun has at most a
 # 64th of a file to tokenize again.
 MIN_SLICES = 64

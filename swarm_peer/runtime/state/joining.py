@@ -89,14 +89,14 @@ class StateDownloads:
         """
 
         async def take_timed(state: StageState) -> None:
-            seconds = max(self._context.clock.monotonic_s() - began_s, 1e-9)
+            seconds = max(self._context.clock.monotonic_s() - tried_s, 1e-9)
             await take(state)
             self.bytes_per_s = sum(tensor.nbytes for tensor in state.tensors.values()) / seconds
 
         call = StateIndexCall(manifest=self._hash, of_stage=self._stage, min_round=min_round)
-        view, donors, begun_s = self._swarm.view(), list(donors), self._context.clock.monotonic_s()
+        view, donors, first_tried_s = self._swarm.view(), list(donors), self._context.clock.monotonic_s()
         for attempt in range(1, tries + 1):
-            began_s = self._context.clock.monotonic_s()
+            tried_s = self._context.clock.monotonic_s()
             try:
                 await fetch_state(
                     self._swarm.transport,
@@ -117,7 +117,7 @@ class StateDownloads:
                 donors = self._swarm.stage_mates(self._stage) or donors
                 # Stage-mates that wait for the same state would be asked in vain, as long as they are here.
                 further = any(peer.round_number >= min_round for peer in view.serving(self._stage))
-                if not further and self._context.clock.monotonic_s() >= begun_s + self._patience_s:
+                if not further and self._context.clock.monotonic_s() >= first_tried_s + self._patience_s:
                     raise
             else:
                 return
@@ -142,6 +142,7 @@ class StateDownloads:
         gradients = list(update.tensors.values())
         # The history hash covers bytes and not types: read as another type, the same bytes are other gradients.
         is_fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
+        # Where updates are delayed, also the first round of a timeline has tensors, though nobody averages in it.
         averages = self._context.resolved.manifest.averaging.averages_at(step.optimizer_step)
         fits = is_fp32 and [gradient.shape for gradient in gradients] == (self._shapes if averages else [])
         if not fits or update.timeline != step.timeline:
@@ -166,13 +167,12 @@ class StateDownloads:
         # that have moved elsewhere since, or coordinators in checkpoints: so ask all.
         view = await self._swarm.look(range(self._context.resolved.num_stages))
         others = {*(peer.peer_id for peer in view.peers), *await self._swarm.coordinators()}
-        call = StateIndexCall(manifest=self._hash, of_stage=self._stage, created_at_round=timeline.created_at_round)
-        return await fetch_state(
-            self._swarm.transport,
+        return await fetch_snapshot(
+            wanted,
             sorted(others - {self._swarm.transport.peer_id}),
-            call,
-            max_bytes=self._max_state_bytes,
-            optimizer_step=timeline.first_optimizer_step,
+            context=self._context,
+            transport=self._swarm.transport,
+            snapshots=self._snapshots,
             rng=self._rng,
         )
 

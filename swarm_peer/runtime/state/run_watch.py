@@ -165,7 +165,7 @@ class RunWatch:
             shunned: a timeline that this peer has left: mates on it do not count
 
         Returns:
-            all mates and None if nobody answers; nobody and None if all are on the timeline that this peer has left
+            all mates and None if nobody answers; with `shunned`, nobody and None if nobody answers or all are on it
 
         Raises:
             CallError: the mates are on several timelines, and no peer of the run says where it stands
