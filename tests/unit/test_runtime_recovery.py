@@ -1063,7 +1063,7 @@ async def test_a_snapshot_that_was_missed_is_done_without(swarm):
     peer = await swarm.add("a", 0, round_number=10)
     peer.trainer.optimizer_step = 11  # the next update is applied already
     running = asyncio.ensure_future(peer.keeper.run())
-    await until(lambda: peer.keeper._last_snapshot is not None)
+    await until(lambda: peer.keeper._last_due is not None)
     peer.enter(11)
     await anyio.wait_all_tasks_blocked()
     assert not running.done()

@@ -295,9 +295,10 @@ class Recovery:
             raise CallError(f"{len(refusals)} of {len(answers)} peers would not go back: {refusals[0]}")
 
     async def have_all_go_back(self, timeline: Timeline) -> None:
-        """Tell the peers of all other stages to go back to a timeline, until none is in an earlier round."""
+        """Tell the peers of all other stages that are in an earlier round to go back to a timeline, until each will."""
         call = self._rewind_call(timeline, asks_only=False)
         told: set[str] = set()
+        refusals: dict[str, str] = {}
 
         async def tell(peer_id: str) -> None:
             try:
@@ -305,7 +306,10 @@ class Recovery:
                 check_body(RewindReply, reply.body)
                 told.add(peer_id)
             except CallError as error:
-                log.warning("rewind_refused peer=%s reason=%s: %s", peer_id, error.code, error)
+                reason = f"{error.code}: {error}"
+                if refusals.get(peer_id) != reason:  # it is asked again until it goes back or is gone
+                    log.warning("rewind_refused peer=%s reason=%s", peer_id, reason)
+                refusals[peer_id] = reason
 
         while True:
             view = await self._swarm.look(range(self._context.resolved.num_stages))

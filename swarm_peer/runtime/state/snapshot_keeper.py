@@ -55,7 +55,7 @@ class SnapshotKeeper:
             snapshots=snapshots,
             rng=context.random.stream("snapshots"),
         )
-        self._last_snapshot: StepState | None = None
+        self._last_due: StepState | None = None
 
     async def run(self) -> None:
         """Keep a snapshot of this stage, and one of the next, every `recovery.snapshot_every` updates."""
@@ -66,14 +66,13 @@ class SnapshotKeeper:
                 tasks.start_soon(self._run_guarding)
             while True:
                 await self._context.changed.wait_for(self._snapshot_is_due)
-                self._last_snapshot, state = self._state_server.complete or (self._state_server.step, None)
-                step, self._state_server.complete = self._last_snapshot, None
-                if state is not None:
-                    await self._store(self._stage, state)
-                elif not await self.take_snapshot(step.round_number):
-                    log.warning(
-                        "snapshot_missed optimizer_step=%d reason=the round was over already", step.optimizer_step
-                    )
+                complete = self._state_server.take_complete()
+                self._last_due = self._state_server.step if complete is None else complete[0]
+                if complete is not None:
+                    await self._store(self._stage, complete[1])
+                elif not await self.take_snapshot(self._last_due.round_number):
+                    text = "snapshot_missed optimizer_step=%d reason=the round was over already"
+                    log.warning(text, self._last_due.optimizer_step)
                 self._context.changed.notify()
 
     async def take_snapshot(self, round_number: int) -> bool:
@@ -102,22 +101,22 @@ class SnapshotKeeper:
         # Where updates are delayed, the average that ends the round belongs to the state. No round begins with the last
         # weights.
         waits = self._manifest.averaging.mode == "delayed" and step.optimizer_step < self._manifest.training.steps
-        if self._state_server.complete is not None:
+        if self._state_server.has_complete:
             return True
         if waits or not self._manifest.recovery.snapshots_at(step.optimizer_step):
             return False
-        return self._last_snapshot is None or self._last_snapshot.round_number != step.round_number
+        return self._last_due is None or self._last_due.round_number != step.round_number
 
     def _has_other_snapshot(self, than: StepState | None) -> bool:
-        return self._last_snapshot is not than
+        return self._last_due is not than
 
     async def _run_guarding(self) -> None:
         """After each snapshot of this stage, copy the next stage's snapshot of the same optimizer step."""
         guarded: StepState | None = None
         while True:
             await self._context.changed.wait_for(partial(self._has_other_snapshot, guarded))
-            assert self._last_snapshot is not None
-            guarded = self._last_snapshot
+            assert self._last_due is not None
+            guarded = self._last_due
             wanted = SnapshotRef(self._next_stage, guarded.created_at_round, guarded.optimizer_step)
             for attempt in range(GUARD_TRIES):
                 if await self._copy(wanted, is_last_try=attempt == GUARD_TRIES - 1):

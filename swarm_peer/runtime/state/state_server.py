@@ -55,12 +55,12 @@ class StateServer:
 
     Attributes:
         stored: what peers are downloading, by the hash of its index
-        complete: where updates are delayed, the newest state that a snapshot is due of, and where the replica stood
     """
 
     def __init__(self, *, context: PeerContext, core: ReplicaCore):
         self.stored: dict[bytes, StoredState] = {}
-        self.complete: tuple[StepState, StageState] | None = None
+        # Where updates are delayed, the newest state that a snapshot is due of, and where the replica stood.
+        self._complete: tuple[StepState, StageState] | None = None
         self._clock = context.clock
         self._threads = context.threads
         self._changed = context.changed
@@ -150,8 +150,18 @@ class StateServer:
         """Copy the state of a round that ends, when the average that ends it is known."""
         step, state = self.step, await self.copy_state()
         if state is not None:
-            self.complete = step, state
+            self._complete = step, state
             self._changed.notify()
+
+    @property
+    def has_complete(self) -> bool:
+        """Whether `keep_complete` has kept a state that nobody has taken."""
+        return self._complete is not None
+
+    def take_complete(self) -> tuple[StepState, StageState] | None:
+        """Take what `keep_complete` has kept, if anything: where the replica stood in that round, and the state."""
+        complete, self._complete = self._complete, None
+        return complete
 
     async def find(self, call: StateIndexCall) -> StoredState:
         """Find what a peer asks for.
