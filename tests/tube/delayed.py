@@ -63,9 +63,9 @@ class DelayedInvariants(Invariants):
     def _giving(self, handover: Any, **_: Any) -> None:
         self._given_waiting[handover._transport.peer_id] = list(self._waiting_of(handover._trainer))
 
-    def _added(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
-        super()._added(handover, data, call, entered)
-        given = self._given_waiting[self.records.givers[call.transfer]]
+    def _added(self, handover: Any, giver: str, data: Any, call: Any, entered: Any) -> None:
+        super()._added(handover, giver, data, call, entered)
+        given = self._given_waiting[giver]
         self._waiting_of(handover._trainer).extend(given)
         if self._num_samples(given) != call.samples[1]:
             self._tube.violation(f"{HOST.get()} takes in {call.samples[1]} samples that wait, and not those that did")

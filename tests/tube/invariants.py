@@ -79,7 +79,6 @@ class Records:
         unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, peer)
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
-        givers: who has given each transfer
         settled: rounds in a row that a peer has ended with its stage-mates, by host, stage and first round
         died: samples that the peers of a stage held as they died, by stage
         of_the_dead: the keys of `brought` by lives that have died since
@@ -101,7 +100,6 @@ class Records:
     unheard: dict[tuple[int, int, int, str], set[str]] = field(default_factory=dict)
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
-    givers: dict[bytes, str] = field(default_factory=dict)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
     of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
@@ -143,7 +141,6 @@ class Invariants:
         with (
             after(MicrobatchLauncher, "_claim", self._claimed),
             before(MicrobatchLauncher, "_count", self._counted),
-            before(GradientHandover, "handle_commit", self._given),
             before(GradientHandover, "_add", self._adding),
             after(GradientHandover, "_add", self._added),
             before(StageGroup, "settle", self._settling),
@@ -197,15 +194,11 @@ class Invariants:
         place = (launcher._rounds.step.timeline.first_round, round_number, launcher._me)
         self.records.counted.setdefault(place, set()).update(samples)
 
-    def _given(self, handover: Any, caller: str, call: Any, tensors: Any) -> None:
-        self.records.givers[call.transfer] = caller
-
-    def _adding(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
+    def _adding(self, handover: Any, giver: str, data: Any, call: Any, entered: Any) -> None:
         self._both = [each for each, _ in call.counted if each in entered.counted]
 
-    def _added(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
+    def _added(self, handover: Any, giver: str, data: Any, call: Any, entered: Any) -> None:
         """A leaving peer's gradient is added once, by whomever; who has nothing else may give it on."""
-        giver = self.records.givers[call.transfer]
         key = (handover._stage, entered.step.timeline.first_round, entered.number, giver, call.sha256)
         if key in self.records.given:
             self._tube.violation(f"{HOST.get()} adds a gradient of round {entered.number} that was added before")

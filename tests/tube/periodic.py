@@ -78,9 +78,8 @@ class PeriodicInvariants(Invariants):
             self._add_round(trainer, handover._rounds.current)
         self._given_work[handover._transport.peer_id] = list(self._work_of(trainer))
 
-    def _added(self, handover: Any, data: Any, call: Any, entered: Any) -> None:
-        super()._added(handover, data, call, entered)
-        giver = self.records.givers[call.transfer]
+    def _added(self, handover: Any, giver: str, data: Any, call: Any, entered: Any) -> None:
+        super()._added(handover, giver, data, call, entered)
         self._work_of(handover._trainer).extend(self._given_work[giver])
         self._from_others.setdefault(entered, set()).update({each for each, _ in call.counted} - set(self._both))
 
