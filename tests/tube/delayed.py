@@ -105,7 +105,7 @@ class DelayedInvariants(Invariants):
         if attempt == 0 and vote.checksum is not None:
             step = ending.step
             place = (group._stage, step.timeline.first_round, step.round_number + 1, vote.checksum)
-            self._made_ahead[place] = set(group.ahead._present.shares)
+            self._made_ahead[place] = set(group.ahead._newest.shares)
         return vote, result
 
     def shares_in(self, place: Place) -> Iterator[list[bytes]]:

@@ -176,7 +176,7 @@ class Invariants:
     # --- what is seen
 
     def _claimed(self, launcher: Any, batch: Any, present: Any) -> None:
-        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples, launcher._me))
+        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples, launcher._life))
 
     def _counted(
         self,
@@ -191,7 +191,7 @@ class Invariants:
         if twice := known.intersection(samples):
             self._tube.violation(f"{HOST.get()} counts {len(twice)} samples twice, such as {sorted(twice)[:2]}")
         known.update(samples)
-        place = (launcher._rounds.step.timeline.first_round, round_number, launcher._me)
+        place = (launcher._rounds.step.timeline.first_round, round_number, launcher._life)
         self.records.counted.setdefault(place, set()).update(samples)
 
     def _adding(self, handover: Any, giver: str, data: Any, call: Any, entered: Any) -> None:

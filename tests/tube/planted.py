@@ -478,7 +478,7 @@ def other_gradients_tried_again() -> Any:
     """Where an average ahead has failed, stage-mates average other gradients than those that it was of."""
 
     async def average(original: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any) -> Any:
-        if attempt and group.ahead._present is not None:
+        if attempt and group.ahead._newest is not None:
             gradients = [2 * gradient for gradient in gradients]
         return await original(group, ending, gradients, attempt, members)
 

@@ -536,7 +536,7 @@ async def test_an_average_of_a_round_that_was_missed_does_not_go_on_beside_anoth
     await delayed.add("ab")
     delayed.rounds.silent = {("a", 4)}
     first, second = await end_round_3(delayed, a=1, b=2)
-    missed = first.group.ahead._present
+    missed = first.group.ahead._newest
     for member in (first, second):
         member.enter(5, "M")
     under_way = []

@@ -91,7 +91,7 @@ class MicrobatchLauncher:
         manifest = context.resolved.manifest
         self._context = context
         self._manifest = manifest
-        self._me = swarm.progress.author
+        self._life = swarm.progress.author
         self._leases = leases
         self._validation = validation
         self._executor = core.executor
@@ -192,7 +192,7 @@ class MicrobatchLauncher:
         await self._swarm.gossip.tell(self._rng.sample(others, min(PEERS_TOLD, len(others))))
 
     def _other_launchers(self) -> list[str]:
-        return [peer.peer_id for peer in self._swarm.view().serving(0) if peer.peer_id != self._me.peer_id]
+        return [peer.peer_id for peer in self._swarm.view().serving(0) if peer.peer_id != self._life.peer_id]
 
     def _may_launch(self) -> bool:
         """Whether there is a microbatch to launch, or a validation to compute, in the present round."""
@@ -217,7 +217,7 @@ class MicrobatchLauncher:
     def _may_claim(self, present: Round, *, only_own: bool = False) -> bool:
         live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), 2 * self._timeout_s)
         size = self._manifest.training.microbatch_size
-        return self._progress.counter.may_claim(present.number, self._me, live, size, only_own=only_own)
+        return self._progress.counter.may_claim(present.number, self._life, live, size, only_own=only_own)
 
     def _wants_samples(self) -> bool:
         """Whether the run trains in this round, and its global batch is not full yet."""
@@ -254,7 +254,7 @@ class MicrobatchLauncher:
     def _count(
         self, round_number: int, samples: Sequence[SampleId] = (), claimed: int = 0, loss_sum: float = 0.0
     ) -> None:
-        own = self._progress.counter.count_of(round_number, self._me)
+        own = self._progress.counter.count_of(round_number, self._life)
         ranges = self._leases.note_counted(samples, own)
         if len(ranges) > MAX_RANGES:
             log.error("samples_not_recorded ranges=%d reason=at most %d fit into one count", len(ranges), MAX_RANGES)
@@ -323,8 +323,8 @@ class MicrobatchLauncher:
 
     async def _validate(self, present: Round) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the round."""
-        peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._me.peer_id})
-        share = torch.from_numpy(self._validation[peers.index(self._me.peer_id) :: len(peers)].copy())
+        peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._life.peer_id})
+        share = torch.from_numpy(self._validation[peers.index(self._life.peer_id) :: len(peers)].copy())
         losses: list[tuple[int, float]] = []
         room = anyio.Semaphore(self._window.limit)
 

@@ -237,7 +237,7 @@ class Recovery:
         """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
 
         Args:
-            believed: the peers that serve
+            believed: the peers whose claims of where they stand are credible
             from_scratch: without such a state, begin anew if the run has made at most this many optimizer steps
 
         Raises:

@@ -47,7 +47,7 @@ class AveragingAhead:
         self._changed = context.changed
         self._metrics = context.metrics
         self._averager = averager
-        self._present: AheadAverage | None = None
+        self._newest: AheadAverage | None = None
 
     def begin(self, round_number: int, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]) -> None:
         """Have `run` average what ends a later round.
@@ -56,18 +56,18 @@ class AveragingAhead:
             gradients: CPU, fp32; not changed
             shares: the members, this peer among them, with the samples that each brings
         """
-        if self._present is not None:
-            self._present.scope.cancel()
-        self._present = AheadAverage(round_number, gradients, shares)
+        if self._newest is not None:
+            self._newest.scope.cancel()
+        self._newest = AheadAverage(round_number, gradients, shares)
         self._changed.notify()
 
     async def run(self) -> None:
         """Average what `begin` is given, until cancelled."""
-        self._present = None
+        self._newest = None
         while True:
-            await self._changed.wait_for(lambda: self._present is not None and not self._present.is_over)
-            assert self._present is not None
-            await self._average(self._present)
+            await self._changed.wait_for(lambda: self._newest is not None and not self._newest.is_over)
+            assert self._newest is not None
+            await self._average(self._newest)
 
     async def _average(self, ahead: AheadAverage) -> None:
         if len(ahead.shares) == 1:
@@ -101,7 +101,7 @@ class AveragingAhead:
         Returns:
             None if this peer was not there when it began
         """
-        ahead = self._present
+        ahead = self._newest
         if ahead is None or ahead.round_number != round_number:
             log.info("no_average_ahead round=%d", round_number)
             return None
@@ -120,7 +120,7 @@ class AveragingAhead:
 
     async def give_up(self) -> None:
         """End what is under way. A peer that has missed the end of its round would average twice at once."""
-        ahead = self._present
+        ahead = self._newest
         if ahead is not None:
             ahead.scope.cancel()
             await self._changed.wait_for(lambda: ahead.is_over)
