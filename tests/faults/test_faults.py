@@ -65,7 +65,6 @@ MISBEHAVIOUR = [
     pytest.param("drop-reply:10", marks=pytest.mark.slow),
     pytest.param("garbage:10", marks=pytest.mark.slow),
     pytest.param("stall:20:8", marks=pytest.mark.slow),
-    pytest.param("clock:1:300", marks=pytest.mark.slow),
 ]
 
 
@@ -103,6 +102,20 @@ def test_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> None:
     # Six, as a rule: what is on its way at once. A peer that is not avoided spoils two hundred.
     assert run.logs().count("microbatch_failed") < 40, "who fails is avoided"
     check_goes_on(run, manifest, [2, 2], recorders_died=False)
+
+
+@pytest.mark.slow
+def test_a_peer_whose_clock_is_wrong_is_gone_to_the_others(tmp_path: Path) -> None:
+    manifest = manifest_of()
+    manifest = manifest.model_copy(update={"stages": manifest.stages.model_copy(update={"peers_to_start": 1})})
+
+    async def script(swarm: LiveSwarm) -> None:
+        swarm.start(1, "odd", "clock:1:300")
+        await swarm.reached(STEPS)
+
+    run = run_swarm(manifest, [2, 1], tmp_path, 230, script=script)
+    assert len(run.fired) == 1, "the fault has struck"
+    check_goes_on(run, manifest, [2, 1], recorders_died=False)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ from swarm_peer.errors import CallTimeout, PeerUnreachable
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.runtime import peer
+from swarm_peer.runtime import mover
 from swarm_peer.runtime.host.processes import free_memory
 from swarm_peer.runtime.network.frame_stream import FrameStream
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
@@ -271,7 +271,7 @@ def _moves(number: int, seconds: float, strike: Strike, die: Strike) -> None:
         known = view.peer(me)
         return -1 if known is None else known.round_number
 
-    peer.wait_for_assignment = assign  # type: ignore[attr-defined]
+    mover.wait_for_assignment = assign  # type: ignore[attr-defined]
 
 
 _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
