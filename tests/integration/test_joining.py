@@ -91,7 +91,7 @@ def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path:
     wait_for(known.exists, "the coordinator's knowledge of its peer")
     back = (*COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"))
     assert processes.run("twice", *back, *options[:2]) == 2
-    assert "another coordinator" in processes.log("twice").splitlines()[-1]
+    assert "another program trains into" in processes.log("twice").splitlines()[-1]
     coordinator.send_signal(signal.SIGTERM)
     assert coordinator.wait(20) == 0
     assert "The run's peers train on" in processes.log("coordinator")
