@@ -151,10 +151,6 @@ def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tm
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="a peer that comes back to a stage with an older state than it left with calls what lies between lost",
-    strict=False,  # stage-mates keep states that others download for a while: only then is one older
-)
 def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,7 +309,11 @@ class Invariants:
         since = self.records.own_timelines.get((HOST.get().name, loop._stage), 0)
         passed = {begun.timeline for _, begun in self._line(place) if begun.timeline.first_round > since}
         end = min((timeline.first_optimizer_step for timeline in passed), default=None)
-        lacking = {each for made_at, ids in own.items() if end is None or made_at < end for each in ids} - held
+        early = {each for made_at, ids in own.items() if end is None or made_at < end for each in ids}
+        # Who comes back to a stage may be given a state of before it left: the updates since then may come yet.
+        ahead = {each for made_at, ids in own.items() if made_at >= state.optimizer_step for each in ids}
+        is_behind = not passed and early - ahead <= held
+        lacking = early - held - (ahead if is_behind else set())
         told = metrics.lost_samples._value.get() - before
         if self._size(lacking) + pending > told:
             self._tube.violation(

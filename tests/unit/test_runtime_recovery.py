@@ -1685,6 +1685,59 @@ async def test_who_joins_its_stage_anew_finds_out_what_it_has_lost(split):
     assert split.lost == 7
 
 
+class Return(Split):
+    """A follower that comes back to its stage, and is given the state of before the last two updates that it made."""
+
+    async def come_back(self):
+        await self.go_on()
+        lineage = self.lineage(1, 1)
+        await self.take_over(self.step + 1, lineage, history_hash=self.hashes[1])
+
+    def make_update(self, history_hash):
+        step = self.steps.step
+        self.steps._begin_round(step.round_number + 1, history_hash, step.timeline, b"", step.next_lineage)
+
+
+@pytest.fixture
+async def returned(follower):
+    returned = Return(follower)
+    await returned.come_back()
+    return returned
+
+
+async def test_who_comes_back_with_an_older_state_has_lost_nothing_if_it_makes_the_same_updates(returned):
+    for history_hash in returned.hashes[2:]:
+        assert (returned.lost, returned.snapshots) == (0, [1, 3])
+        returned.make_update(history_hash)
+    returned.make_update("theirs")
+    assert (returned.lost, returned.snapshots) == (0, [1, 3])
+    await returned.take_over(returned.step + 9, returned.lineage(2, 9))
+    assert returned.lost == 4, "what it brought to the last of the three is not forgotten"
+
+
+async def test_who_comes_back_has_lost_what_the_stage_has_made_other_updates_for(returned):
+    returned.make_update(returned.hashes[2])
+    returned.make_update("theirs")
+    assert (returned.lost, returned.snapshots) == (4, [1])
+    returned.make_update("theirs, too")
+    assert returned.lost == 4, "nothing is lost twice"
+
+
+async def test_who_comes_back_and_makes_an_update_anew_has_lost_what_it_brought_to_the_first(returned):
+    returned.steps._rounds.current.samples = 10
+    gradients = [torch.ones_like(parameter) for parameter in returned.follower.trainer.module.parameters()]
+    await returned.steps._commit(Settlement(Verdict.COMMIT, gradients, "another", 10))
+    assert (returned.lost, returned.snapshots) == (7, [1])
+    await returned.take_over(returned.step + 9, returned.lineage(1, 9))
+    assert returned.lost == 17, "that of the second is lost now"
+
+
+async def test_where_the_run_goes_back_who_has_come_back_has_lost_what_came_before(returned):
+    timeline = Timeline(50, returned.step + 2, returned.step + 2)
+    await returned.take_over(50, returned.lineage(1, 2), timeline)
+    assert returned.lost == 3, "what came later is read again"
+
+
 async def test_a_snapshot_that_is_being_written_as_its_part_is_given_up_is_dropped(split):
     store, release = split.follower.donor.store, anyio.Event()
     run = store._threads.run

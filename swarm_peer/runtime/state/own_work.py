@@ -28,40 +28,61 @@ class OwnWork:
         self._averaging = averaging
         self._metrics = metrics
         self._samples: dict[int, int] = {}  # by the optimizer step before the update
+        # The furthest that this peer has stood, with its samples in it.
         self._timeline: Timeline | None = None
         self._descent: Descent | None = None
+        self._is_behind = False
 
     def note(self, ended: Round) -> None:
         """Note what this peer has brought to the update that ends a round; where nobody averages, nothing."""
         step = ended.step
         if self._averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):
+            if self._is_behind:  # the stage makes this step anew, so it has not come to where this peer was
+                self._part(step.optimizer_step, self._end, step.round_number)
             self._samples[step.optimizer_step] = ended.samples
 
     def stand_at(self, step: StepState) -> None:
         """Note where this peer stands."""
+        if self._is_behind:
+            self.give_up(step)
+        if self._is_behind:
+            return
         self._timeline, self._descent = step.timeline, step.descent
         past = range(step.optimizer_step - MOST_STEPS, step.optimizer_step)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at in past}
 
-    def give_up(self, state: StageState) -> None:
+    def give_up(self, state: StageState | StepState) -> None:
         """Give up what has not led to a state that this peer takes over: its samples are lost.
 
         Snapshots of such weights are dropped: the run has others of the same steps. Where the run has gone back, to a
         newer timeline, samples since then are read again, so nothing of them is lost.
+
+        A peer that comes back to its stage may be given a state that came before the one it left with. Whether its
+        samples are lost shows once it has made the updates that follow.
         """
         if self._descent is None or self._timeline is None:
             return
-        end = self._descent.optimizer_step
+        end = self._end
         if state.timeline > self._timeline:
             end = min(end, state.timeline.first_optimizer_step)
         common = last_common_step(self._descent, state.descent)
-        parted = end if common is None else min(common, end)
+        self._is_behind = state.timeline == self._timeline and common == state.optimizer_step < end
+        if not self._is_behind:
+            self._part(end if common is None else min(common, end), end, state.round_number)
+
+    @property
+    def _end(self) -> int:
+        return 0 if self._descent is None else self._descent.optimizer_step
+
+    def _part(self, parted: int, end: int, round_number: int) -> None:
+        """Give up what this peer brought to the updates from one optimizer step to another."""
+        self._is_behind = False
         lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at < parted}
         reason = f"stage-mates made the updates from optimizer step {parted} to {end} without this peer"
-        self._metrics.lose(lost, reason, round_number=state.round_number)
+        self._metrics.lose(lost, reason, round_number=round_number)
         if parted < end:
             # Where updates are delayed, a snapshot also holds the average that ends its round.
             last_common = parted - 1 if self._averaging.mode == "delayed" else parted
             # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
-            self.snapshots.give_up(last_common, self._descent.optimizer_step)
+            self.snapshots.give_up(last_common, self._end)
