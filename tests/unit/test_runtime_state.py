@@ -120,10 +120,12 @@ class Donor:
                 return await handle(caller, check_body(call, body), tensors)
         raise AssertionError(op)
 
-    def goes_on(self, fill, gradient=None, *, is_wanted=False, averages=True):
+    async def goes_on(self, fill, gradient=None, *, is_wanted=False, averages=True):
         """End a round, as a peer does."""
         gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient] if averages else []
-        self.donor.server.retain_update(gradients, f"history_hash of {float(fill)}", b"ledger", is_wanted=is_wanted)
+        await self.donor.server.retain_update(
+            gradients, f"history_hash of {float(fill)}", b"ledger", is_wanted=is_wanted
+        )
         self.trainer.optimizer_step += 1
         self.trainer.fill = float(fill)
         self.enter(self.round_number + 1, self.donor.current.timeline)
@@ -532,7 +534,7 @@ async def test_a_download_that_began_before_an_optimizer_step_is_not_torn_by_it(
     fault = world.network.fault(op="state_chunk", skip=3, before=anyio.Event())
     fetching = asyncio.ensure_future(world.fetch(donor))
     await fault.struck.wait()
-    donor.goes_on(fill=5.0)
+    await donor.goes_on(fill=5.0)
     newer = await world.fetch(donor, min_round=4)
     assert_state_of(newer, donor)
     fault.before.set()
@@ -541,16 +543,53 @@ async def test_a_download_that_began_before_an_optimizer_step_is_not_torn_by_it(
     assert_equal(state.tensors, before)
 
 
+class HeldThreads:
+    """Worker threads whose results come when they are released."""
+
+    def __init__(self):
+        self.begun, self.released = anyio.Event(), anyio.Event()
+
+    async def run(self, function, *args):
+        self.begun.set()
+        await self.released.wait()
+        return function(*args)
+
+
+async def test_a_snapshot_does_not_wait_until_the_state_for_a_newcomer_is_hashed(world, monkeypatch):
+    donor = await world.donor("a")
+    threads = HeldThreads()
+    monkeypatch.setattr(donor.donor.server, "_threads", threads)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.index_of, donor)
+        await threads.begun.wait()
+        with anyio.fail_after(10.0):
+            assert (await donor.donor.server.copy_state()).optimizer_step == donor.donor.current.optimizer_step
+        threads.released.set()
+
+
+async def test_the_event_loop_does_not_copy_an_update(world, monkeypatch):
+    donor = await world.donor("a")
+    await world.index_of(donor)
+    threads = HeldThreads()
+    monkeypatch.setattr(donor.donor.server, "_threads", threads)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(donor.goes_on, 5.0)
+        await threads.begun.wait()
+        assert not donor.donor.server._updates
+        threads.released.set()
+    assert len(donor.donor.server._updates) == 1
+
+
 async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock):
     donor = await world.donor("a")
     name, _ = await world.index_of(donor)
     chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
     for fill in range(5):
         clock.passed_s += RETAIN_S - 1
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
         await world.call(donor, chunk)
     clock.passed_s += RETAIN_S + 1
-    donor.goes_on(9)
+    await donor.goes_on(9)
     with pytest.raises(NotServing, match="this is not kept here any more"):
         await world.call(donor, chunk)
     assert donor.donor.server.stored == {}
@@ -559,7 +598,7 @@ async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock):
 async def test_states_that_nobody_uses_do_not_pile_up(world, clock):
     donor = await world.donor("a")
     for fill in range(20):
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
         await world.fetch(donor)
         clock.passed_s += RETAIN_S / 2
         assert len(donor.donor.server._held()) <= MAX_STATES_HELD
@@ -570,7 +609,7 @@ async def test_few_states_are_held_however_often_they_are_asked_for(world):
     used, _ = await world.index_of(donor)
     chunk = StateChunkCall(manifest=HASH, index=used, entry=0, chunk=0)
     for fill in range(40):
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
         _, index = await world.index_of(donor, min_round=donor.round_number)
         assert index.round_number == donor.round_number
         assert len(donor.donor.server._held()) <= MAX_STATES_HELD
@@ -583,10 +622,10 @@ async def test_a_newcomer_that_can_catch_up_from_a_held_state_takes_none_away(wo
     names = []
     for fill in range(MAX_STATES_HELD):
         names.append((await world.index_of(donor))[0])
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
     newest = donor.round_number - 1
     for fill in range(MAX_ROUNDS_BEHIND - 1):
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
     name, index = await world.index_of(donor)
     assert (name, index.round_number) == (names[-1], newest)
     for round_number in range(newest, donor.round_number):
@@ -604,9 +643,9 @@ async def test_a_state_that_is_too_old_to_be_caught_up_with_makes_room(world):
     donor = await world.donor("a")
     for fill in range(MAX_STATES_HELD):
         await world.index_of(donor)
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
     for fill in range(MAX_ROUNDS_BEHIND):
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
     assert (await world.index_of(donor))[1].round_number == donor.round_number
     assert len(donor.donor.server._held()) == MAX_STATES_HELD
 
@@ -617,7 +656,7 @@ async def test_a_peer_whose_state_had_to_make_room_downloads_the_next_one(world)
     fetching = asyncio.ensure_future(world.fetch(donor))
     await fault.struck.wait()
     for fill in range(MAX_STATES_HELD):
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
         await world.index_of(donor, min_round=donor.round_number)
     fault.before.set()
     with pytest.raises(CallError, match="not kept here any more"):
@@ -641,7 +680,7 @@ async def test_a_donor_waits_for_the_round_that_is_asked_for(world):
     fetching = asyncio.ensure_future(world.fetch(donor, min_round=4))
     await anyio.wait_all_tasks_blocked()
     assert not fetching.done()
-    donor.goes_on(fill=2.0)
+    await donor.goes_on(fill=2.0)
     assert_state_of(await fetching, donor)
 
 
@@ -687,7 +726,7 @@ async def test_strangers_get_snapshots_and_nothing_that_takes_memory(world):
     donor = await world.donor("a")
     await donor.donor.take_snapshot(3)
     await world.fetch(donor)
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     donor.donor.strangers.add("me")
     held = set(donor.donor.server.stored)
     for wanted in ({}, {"min_round": 4}, {"kind": "update", "min_round": 3}):
@@ -704,10 +743,10 @@ async def test_a_state_is_not_held_for_ever_whatever_is_asked_of_it(world, clock
     for fill in range(int(2 * LEASE_S / RETAIN_S) - 1):
         await world.call(donor, chunk)
         clock.passed_s += RETAIN_S / 2
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
     await world.call(donor, chunk)
     clock.passed_s += RETAIN_S / 2 + 1
-    donor.goes_on(99.0)
+    await donor.goes_on(99.0)
     with pytest.raises(NotServing, match="this is not kept here any more"):
         await world.call(donor, chunk)
     assert donor.donor.server.stored == donor.donor.server._updates == {}
@@ -722,10 +761,10 @@ async def test_a_large_state_is_held_for_as_long_as_its_download_takes(world, cl
     for _ in range(int(6 * LEASE_S / RETAIN_S) - 1):
         await world.call(donor, chunk)
         clock.passed_s += RETAIN_S / 2
-        donor.goes_on(2.0)
+        await donor.goes_on(2.0)
     await world.call(donor, chunk)
     clock.passed_s += RETAIN_S / 2 + 1
-    donor.goes_on(3.0)
+    await donor.goes_on(3.0)
     assert name not in donor.donor.server.stored
 
 
@@ -733,7 +772,7 @@ async def test_a_state_is_dropped_in_the_middle_of_a_long_round(world, clock, mo
     monkeypatch.setattr(state_server, "EXPIRY_POLL_S", 0.0)
     donor = await world.donor("a")
     await world.fetch(donor)
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     assert donor.donor.server.stored
     assert donor.donor.server._updates
     clock.passed_s += RETAIN_S + 1
@@ -750,7 +789,7 @@ async def test_what_is_held_takes_the_memory_of_a_few_states_at_most(world, monk
     largest, fewest = 0, MAX_UPDATES_RETAINED
     await world.index_of(donor)
     for fill in range(20):
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
         if fill == 10:
             await world.index_of(donor, min_round=donor.round_number)
         server = donor.donor.server
@@ -767,16 +806,16 @@ async def test_what_is_held_takes_the_memory_of_a_few_states_at_most(world, monk
 
 async def test_updates_are_retained_only_while_a_state_is_being_downloaded(world, clock):
     donor = await world.donor("a")
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     with pytest.raises(CallError, match="the update of round 3 is not kept here"):
         await world.fetch(donor, kind="update", min_round=3)
     await world.fetch(donor)
-    donor.goes_on(3.0)
+    await donor.goes_on(3.0)
     update = await world.fetch(donor, kind="update", min_round=4)
     assert (update.round_number, update.history_hash, update.ledger) == (4, "history_hash of 3.0", b"ledger")
     assert_equal(update.tensors, {"00000": torch.full((5, 7), 3.0)})
     clock.passed_s += RETAIN_S + 1
-    donor.goes_on(4.0)
+    await donor.goes_on(4.0)
     for round_number in (4, 5):
         with pytest.raises(CallError, match=f"the update of round {round_number} is not kept here"):
             await world.fetch(donor, kind="update", min_round=round_number)
@@ -787,17 +826,17 @@ async def test_an_update_that_a_newcomer_takes_over_is_kept_for_it(world, clock,
     """Its download may be long over, in a long round; and the update may be large."""
     monkeypatch.setattr("swarm_peer.runtime.state.state_server.SMALL_BYTES", 8)
     donor = await world.donor("a")
-    donor.goes_on(2.0, is_wanted=True)
+    await donor.goes_on(2.0, is_wanted=True)
     assert (await world.fetch(donor, kind="update", min_round=3)).history_hash == "history_hash of 2.0"
     clock.passed_s += RETAIN_S + 1
-    donor.goes_on(3.0)
+    await donor.goes_on(3.0)
     assert donor.donor.server._updates == {}
 
 
 async def test_a_snapshot_that_is_kept_is_no_download(world):
     donor = await world.donor("a")
     assert await donor.donor.take_snapshot(3)
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     assert donor.donor.server._updates == {}
 
 
@@ -805,11 +844,11 @@ async def test_an_update_is_no_download_either(world, clock):
     """Or updates would be retained for ever, once there is one."""
     donor = await world.donor("a")
     await world.fetch(donor)
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     clock.passed_s += RETAIN_S - 1
     await world.fetch(donor, kind="update", min_round=3)
     clock.passed_s += 2
-    donor.goes_on(3.0)
+    await donor.goes_on(3.0)
     assert donor.donor.server._updates == {}
 
 
@@ -821,7 +860,7 @@ async def test_an_update_that_is_voted_on_is_waited_for(world):
     asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
     await anyio.wait_all_tasks_blocked()
     assert not asking.done()
-    donor.goes_on(2)
+    await donor.goes_on(2)
     assert (await asking).history_hash == "history_hash of 2.0"
 
 
@@ -843,7 +882,7 @@ async def test_an_update_is_a_copy(world):
     donor = await world.donor("a")
     await world.fetch(donor)
     gradient = torch.ones(5, 7)
-    donor.goes_on(2.0, gradient)
+    await donor.goes_on(2.0, gradient)
     gradient.zero_()  # the trainer does with it what it wants
     update = await world.fetch(donor, kind="update", min_round=3)
     assert torch.equal(update.tensors["00000"], torch.ones(5, 7))
@@ -853,9 +892,9 @@ async def test_few_updates_are_retained(world):
     donor = await world.donor("a")
     await world.fetch(donor)
     for round_number in range(3, 3 + MAX_UPDATES_RETAINED):
-        donor.goes_on(round_number)
+        await donor.goes_on(round_number)
         await world.fetch(donor, kind="update", min_round=round_number)
-    donor.goes_on(99)
+    await donor.goes_on(99)
     assert sorted(donor.donor.server._updates) == list(range(4, 4 + MAX_UPDATES_RETAINED))
     assert sum(offer.index.kind == "update" for offer in donor.donor.server.stored.values()) == MAX_UPDATES_RETAINED - 1
     with pytest.raises(CallError, match="the update of round 3 is not kept here"):
@@ -866,13 +905,13 @@ async def test_few_updates_are_retained(world):
 async def test_rounds_without_an_average_are_kept_for_who_was_left_behind(world, clock):
     donor = await world.donor("a")
     for fill in range(MAX_UPDATES_RETAINED + 2):
-        donor.goes_on(fill, averages=False)
-    donor.goes_on(99.0)
+        await donor.goes_on(fill, averages=False)
+    await donor.goes_on(99.0)
     assert sorted(donor.donor.server._updates) == list(range(5, 5 + MAX_UPDATES_RETAINED))
     update = await world.fetch(donor, kind="update", min_round=5)
     assert (update.history_hash, dict(update.tensors)) == ("history_hash of 2.0", {})
     clock.passed_s += RETAIN_S + 1
-    donor.goes_on(98.0, averages=False)
+    await donor.goes_on(98.0, averages=False)
     assert (await world.fetch(donor, kind="update", min_round=6)).history_hash == "history_hash of 3.0"
 
 
@@ -880,43 +919,43 @@ async def test_a_slow_download_outlives_many_rounds_without_an_average(world):
     donor = await world.donor("a")
     await world.fetch(donor)
     for fill in range(3 * MAX_UPDATES_RETAINED):
-        donor.goes_on(fill, averages=fill % 4 == 3)
+        await donor.goes_on(fill, averages=fill % 4 == 3)
     assert min(donor.donor.server._updates) == 3
     for fill in range(5 * MAX_UPDATES_RETAINED):
-        donor.goes_on(fill, averages=fill % 4 == 3)
+        await donor.goes_on(fill, averages=fill % 4 == 3)
     assert sum(bool(update.tensors) for update in donor.donor.server._updates.values()) == MAX_UPDATES_RETAINED
 
 
 async def test_who_waits_for_a_state_holds_up_nobody_who_needs_an_update(world):
     """The round may not be over before the other one has caught up."""
     donor = await world.donor("a")
-    donor.goes_on(2.0, averages=False)
+    await donor.goes_on(2.0, averages=False)
     donor.trainer.optimizer_step += 1  # an update is being applied
     waiting = asyncio.ensure_future(world.fetch(donor))
     await anyio.wait_all_tasks_blocked()
     assert (await world.fetch(donor, kind="update", min_round=3)).history_hash == "history_hash of 2.0"
     assert not waiting.done()
     donor.trainer.optimizer_step -= 1
-    donor.goes_on(3.0)
+    await donor.goes_on(3.0)
     assert (await waiting).history_hash == "history_hash of 3.0"
 
 
 async def test_an_update_is_there_for_a_second_newcomer_too(world, clock):
     donor = await world.donor("a")
     name, _ = await world.index_of(donor)
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     await world.fetch(donor, kind="update", min_round=3)
     for _ in range(3):  # one whose download takes long
         clock.passed_s += RETAIN_S / 2
         await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0))
-        donor.goes_on(3.0)
+        await donor.goes_on(3.0)
     assert (await world.fetch(donor, kind="update", min_round=3)).round_number == 3
 
 
 async def test_updates_of_a_timeline_that_was_given_up_are_gone(world):
     donor = await world.donor("a")
     await world.fetch(donor)
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     donor.trainer.optimizer_step = 2
     donor.enter(9, Timeline(9, 2, 2))
     with pytest.raises(CallError, match="the update of round 3 is not kept here"):
@@ -950,17 +989,17 @@ async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
     donor.donor.enter(0, "l", FIRST_TIMELINE, b"")
     random_ = torch.Generator().manual_seed(0)
 
-    def end_round():
+    async def end_round():
         gradients = [torch.randn(p.shape, generator=random_) for p in trainer.module.parameters()]
-        donor.donor.server.retain_update(gradients, "l", b"")
+        await donor.donor.server.retain_update(gradients, "l", b"")
         trainer.apply(gradients)
         donor.donor.enter(donor.round_number + 1, "l", FIRST_TIMELINE, b"")
 
-    end_round()
+    await end_round()
     limit = max_state_bytes(ResolvedManifest.of(manifest), STAGE)
     state = await world.fetch(donor, max_bytes=limit)
     for _ in range(3):
-        end_round()
+        await end_round()
     newcomer.load_state(state.tensors, state.optimizer_step)
     for round_number in range(state.round_number, donor.round_number):
         update = await world.fetch(donor, max_bytes=limit, kind="update", min_round=round_number)
@@ -983,7 +1022,7 @@ async def test_a_kept_snapshot_is_given_away_much_later(world, clock):
     assert await donor.donor.take_snapshot(20)
     for fill in range(3):
         clock.passed_s += 10 * RETAIN_S
-        donor.goes_on(fill)
+        await donor.goes_on(fill)
     state = await world.fetch(donor, created_at_round=20)
     assert_equal(state.tensors, before)
     assert (state.round_number, state.optimizer_step, state.history_hash, state.ledger) == (
@@ -1062,7 +1101,7 @@ async def test_a_kept_state_is_read_back(world):
     assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3)) is None
     assert await donor.donor.take_snapshot(3)
     before = donor.trainer.state()
-    donor.goes_on(2.0)
+    await donor.goes_on(2.0)
     state = await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))
     assert_equal(state.tensors, before)
     assert (state.round_number, state.optimizer_step, state.history_hash) == (3, 3, "history_hash of 1.0")

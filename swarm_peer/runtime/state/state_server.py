@@ -77,7 +77,7 @@ class StateServer:
         """Where the replica stands."""
         return self._core.rounds.step
 
-    def retain_update(
+    async def retain_update(
         self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes, *, is_wanted: bool = False
     ) -> None:
         """Keep the update that ends the present round, if a peer is downloading an earlier state.
@@ -93,7 +93,7 @@ class StateServer:
         self._drop_expired()
         if gradients and not self._keeps_updates():
             return
-        tensors = {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}
+        tensors = await self._threads.run(_copies, gradients) if gradients else {}
         update = StageState(step.round_number, history_hash, tensors, step.timeline, ledger)
         self._updates = {known: state for known, state in self._updates.items() if state.timeline == step.timeline}
         self._updates[step.round_number] = update
@@ -276,3 +276,7 @@ class StateServer:
             ledger=step.ledger,
             lineage=step.lineage,
         )
+
+
+def _copies(gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}

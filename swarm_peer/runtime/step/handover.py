@@ -137,8 +137,8 @@ class GradientHandover:
     async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None]) -> _Answer:
         """Offer the gradient to one stage-mate after the other."""
         samples = tuple(samples for _, samples in works)
-        data = _flatten([tensor for sums, _ in works for tensor in sums])
-        mates, busy, begun_s = self._mates_to_ask(data), set[str](), self._clock.monotonic_s()
+        data = await self._context.threads.run(_flatten, [tensor for sums, _ in works for tensor in sums])
+        mates, busy, begun_s = await self._mates_to_ask(data), set[str](), self._clock.monotonic_s()
         reason, ending = "there is no stage-mate", set[str]()  # by their last answers
         for mate in mates:
             is_resumed = mate in self._sent
@@ -174,12 +174,14 @@ class GradientHandover:
             return _Answer(is_taken=True)
         return _Answer(mates_end_round=bool(ending), reason=reason)
 
-    def _mates_to_ask(self, data: torch.Tensor) -> list[str]:
+    async def _mates_to_ask(self, data: torch.Tensor) -> list[str]:
         """The stage-mates, first those that may have kept most of what this peer has sent them of this gradient."""
+        # Where the round ended before all had arrived, a stage-mate may have kept what had.
+        for mate, sent in list(self._sent.items()):
+            if not await self._context.threads.run(torch.equal, sent.data, data):
+                del self._sent[mate]
         mates = self._swarm.stage_mates(self._stage)
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
-        # Where the round ended before all had arrived, a stage-mate may have kept what had.
-        self._sent = {mate: sent for mate, sent in self._sent.items() if torch.equal(sent.data, data)}
         return sorted(mates, key=lambda mate: len(self._sent[mate].received) if mate in self._sent else 0, reverse=True)
 
     def _give_away(self, given: Round) -> tuple[Sequence[Work], int]:

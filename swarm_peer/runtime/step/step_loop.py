@@ -325,7 +325,7 @@ class StepLoop:
         samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
         counted = b"" if self._leases is None else self._leases.end_round(round_number)
         update = settlement.gradients, settlement.history_hash, counted
-        self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
+        await self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
         if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
             await self._device_thread.run(Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients))
             await self._state_server.keep_complete()
