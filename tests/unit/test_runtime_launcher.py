@@ -553,6 +553,21 @@ async def test_nothing_is_given_up_into_a_new_ledger(monkeypatch):
         drain(world)
 
 
+async def test_while_samples_are_waited_for_what_has_failed_is_launched_again():
+    async with World() as world:
+        first, second = await world.executor.launched(2)
+        world.leases.may_draw.clear()
+        first.succeed()
+        await until(lambda: world.leases.num_waiting == 1)
+        second.fail(HopFailed("its own fault"))
+        [again] = await world.executor.launched()
+        assert again.windows == second.windows
+        again.succeed()
+        world.launcher.stop()
+        await until(world.task.done)
+        assert world.count.samples == 2 * SAMPLES, "and the launcher ends, though nothing comes"
+
+
 async def test_samples_that_come_after_their_round_are_kept_for_the_next():
     async with World() as world:
         first, second = await world.executor.launched(2)

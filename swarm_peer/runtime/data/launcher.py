@@ -103,7 +103,8 @@ class MicrobatchLauncher:
         self._counted_hook = counted
         self._window = InFlightWindow(core.capacity)
         context.metrics.window.set(self._window.size())
-        self._waiting: list[_Batch] = []  # to be launched again
+        self._waiting: list[_Batch] = []  # to be launched, some of them again
+        self._is_drawing = False
         self._in_flight = 0
         self._heard_others: Round | None = None  # the round of the last exchange of counts within stage 0
         self._rng = context.random.stream("news")
@@ -131,12 +132,14 @@ class MicrobatchLauncher:
                     present.validated = True
                     await self._validate(present)
                     continue
-                batch = self._take_waiting(present) if self._waiting else await self._draw()
+                if not self._waiting:
+                    # Beside the loop: while a lease is waited for, what has failed is launched again.
+                    self._is_drawing = True
+                    tasks.start_soon(self._draw)
+                    continue
+                batch = self._take_waiting(present)
                 if batch.generation != self._leases.generation:
                     continue  # other peers may read these slices now, and read again the samples that have not counted
-                if present is not self._rounds.current or not self._admission.is_open:
-                    self._waiting.append(batch)  # the round has ended, or is about to, while samples were read
-                    continue
                 self._claim(batch, present)
                 self._in_flight += 1
                 self._context.metrics.in_flight.set(self._in_flight)
@@ -205,6 +208,8 @@ class MicrobatchLauncher:
             return True
         if not self._wants_samples() or self._in_flight >= self._window.size():
             return False
+        if self._is_drawing and not self._waiting:
+            return False
         return self._has_own_to_launch() or (self._heard_others is present and self._may_claim(present))
 
     def _has_own_to_launch(self) -> bool:
@@ -233,13 +238,18 @@ class MicrobatchLauncher:
         self._waiting.remove(batch)
         return batch
 
-    async def _draw(self) -> _Batch:
-        samples = await self._leases.draw(self._manifest.training.microbatch_size)
-        # The generation is read after the wait. With an older one these samples would be discarded, and no peer would
-        # read them again.
-        generation = self._leases.generation
-        tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-        return _Batch(tokens_BS=tokens_BS, samples=tuple(sample.id for sample in samples), generation=generation)
+    async def _draw(self) -> None:
+        try:
+            samples = await self._leases.draw(self._manifest.training.microbatch_size)
+            # The generation is read after the wait. With an older one these samples would be discarded, and no peer
+            # would read them again.
+            generation = self._leases.generation
+            tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+            ids = tuple(sample.id for sample in samples)
+            self._waiting.append(_Batch(tokens_BS=tokens_BS, samples=ids, generation=generation))
+        finally:
+            self._is_drawing = False
+            self._context.changed.notify()
 
     def _claim(self, batch: _Batch, present: Round) -> None:
         """Give a batch a place in the global batch of the round, unless it has one already."""
