@@ -291,6 +291,7 @@ class Peer:
             return self._replica is not None and self._replica.parts.step_loop.finished
 
         log.info("run_ended reason=%s", await wait_for_end(self._dht, self._context.run_id, is_due))
+        self._metrics.run_is_over = True
         self._lifecycle.end()
 
     async def _leave_on_notice(self) -> None:

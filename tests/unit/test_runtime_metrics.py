@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from swarm_peer.cli import app as peer_app
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.host import metrics
-from swarm_peer.runtime.host.metrics import serve_metrics
+from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 
 DOCKER = Path(__file__).parents[2] / "docker"
 
@@ -75,3 +76,14 @@ def test_prometheus_reaches_all_that_compose_starts() -> None:
     _, bound_arguments, _ = peer_app.parse_args(services["peer"]["command"], exit_on_error=False)
     peer = bound_arguments.arguments["options"]
     assert [(it.metrics_host, it.metrics_port) for it in (node, peer)] == [("0.0.0.0", 9464)] * 2
+
+
+@pytest.mark.parametrize(("is_over", "level"), [(False, "ERROR"), (True, "INFO")])
+def test_what_is_lost_is_no_error_when_the_run_is_over(caplog, is_over, level):
+    caplog.set_level(logging.INFO)
+    own = PeerMetrics()
+    own.run_is_over = is_over
+    own.lose(3, "there is no stage-mate", round_number=7)
+    assert [record.levelname for record in caplog.records] == [level]
+    assert ("the run is over" in caplog.text) == is_over
+    assert own.lost_samples._value.get() == 3

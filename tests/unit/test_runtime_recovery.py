@@ -1693,7 +1693,14 @@ class Return(Split):
         lineage = self.lineage(1, 1)
         await self.take_over(self.step + 1, lineage, history_hash=self.hashes[1])
 
+    async def commit(self, history_hash, samples):
+        """Make an update with the stage-mates."""
+        self.steps._rounds.current.samples = samples
+        gradients = [torch.ones_like(parameter) for parameter in self.follower.trainer.module.parameters()]
+        await self.steps._commit(Settlement(Verdict.COMMIT, gradients, history_hash, samples))
+
     def make_update(self, history_hash):
+        """Make an update of stage-mates."""
         step = self.steps.step
         self.steps._begin_round(step.round_number + 1, history_hash, step.timeline, b"", step.next_lineage)
 
@@ -1723,13 +1730,29 @@ async def test_who_comes_back_has_lost_what_the_stage_has_made_other_updates_for
     assert returned.lost == 4, "nothing is lost twice"
 
 
-async def test_who_comes_back_and_makes_an_update_anew_has_lost_what_it_brought_to_the_first(returned):
-    returned.steps._rounds.current.samples = 10
-    gradients = [torch.ones_like(parameter) for parameter in returned.follower.trainer.module.parameters()]
-    await returned.steps._commit(Settlement(Verdict.COMMIT, gradients, "another", 10))
+@pytest.mark.parametrize("mode", ["synchronous", "delayed"])
+async def test_who_comes_back_and_makes_an_update_anew_has_lost_what_it_brought_to_the_first(returned, mode):
+    """Where updates are delayed, the snapshot of the step holds the new average."""
+    returned.steps._own_work._averaging = MANIFEST.averaging.model_copy(update={"mode": mode})
+    await returned.commit("another", 10)
     assert (returned.lost, returned.snapshots) == (7, [1])
     await returned.take_over(returned.step + 9, returned.lineage(1, 9))
     assert returned.lost == 17, "that of the second is lost now"
+
+
+async def test_who_comes_back_and_makes_the_very_update_again_has_lost_nothing(returned):
+    """Where updates are delayed, a state may hold the average that the next one is made of."""
+    for history_hash in returned.hashes[2:]:
+        await returned.commit(history_hash, 10)
+        assert (returned.lost, returned.snapshots) == (0, [1, 3])
+    await returned.take_over(returned.step + 9, returned.lineage(0, 9))
+    assert returned.lost == 9, "what it brought to the first ones"
+
+
+async def test_where_updates_are_delayed_the_snapshot_with_another_average_is_of_no_use_to_who_comes_back(returned):
+    returned.steps._own_work._averaging = MANIFEST.averaging.model_copy(update={"mode": "delayed"})
+    returned.make_update("theirs")
+    assert (returned.lost, returned.snapshots) == (7, [])
 
 
 async def test_where_the_run_goes_back_who_has_come_back_has_lost_what_came_before(returned):

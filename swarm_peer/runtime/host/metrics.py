@@ -23,10 +23,15 @@ SECONDS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 2
 
 
 class PeerMetrics:
-    """All metrics of one peer. Each instance has a registry of its own, so that tests can have many."""
+    """All metrics of one peer. Each instance has a registry of its own, so that tests can have many.
+
+    Attributes:
+        run_is_over: whether the run was ended, so that no update follows, and what it would have held is no error
+    """
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self.run_is_over = False
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"swarm_{name}", text, labels, registry=registry)
@@ -78,7 +83,8 @@ class PeerMetrics:
         """Report samples that no update will hold as lost, if there are any: count them, and log why."""
         if samples:
             self.lost_samples.inc(samples)
-            log.error("samples_lost samples=%d round=%d reason=%s", samples, round_number, reason)
+            level, why = (logging.INFO, "the run is over") if self.run_is_over else (logging.ERROR, reason)
+            log.log(level, "samples_lost samples=%d round=%d reason=%s", samples, round_number, why)
 
     def show_time_shares(self, shares: TimeShares | None) -> None:
         """Set the gauges of how this peer has spent its time, if that is known."""

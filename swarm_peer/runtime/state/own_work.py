@@ -32,21 +32,26 @@ class OwnWork:
         self._timeline: Timeline | None = None
         self._descent: Descent | None = None
         self._is_behind = False
+        self._made: tuple[int, int] | None = None  # while behind: the update just made, and what this peer brought
 
     def note(self, ended: Round) -> None:
         """Note what this peer has brought to the update that ends a round; where nobody averages, nothing."""
         step = ended.step
         if self._averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):
-            if self._is_behind:  # the stage makes this step anew, so it has not come to where this peer was
-                self._part(step.optimizer_step, self._end, step.round_number)
-            self._samples[step.optimizer_step] = ended.samples
+            if self._is_behind:
+                self._made = step.optimizer_step, ended.samples
+            else:
+                self._samples[step.optimizer_step] = ended.samples
 
     def stand_at(self, step: StepState) -> None:
         """Note where this peer stands."""
         if self._is_behind:
             self.give_up(step)
-        if self._is_behind:
-            return
+            made, self._made = self._made, None
+            if self._is_behind:
+                return
+            if made is not None:
+                self._samples.setdefault(*made)  # the same update as before holds what was brought then
         self._timeline, self._descent = step.timeline, step.descent
         past = range(step.optimizer_step - MOST_STEPS, step.optimizer_step)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at in past}
@@ -76,13 +81,13 @@ class OwnWork:
 
     def _part(self, parted: int, end: int, round_number: int) -> None:
         """Give up what this peer brought to the updates from one optimizer step to another."""
-        self._is_behind = False
         lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at < parted}
         reason = f"stage-mates made the updates from optimizer step {parted} to {end} without this peer"
         self._metrics.lose(lost, reason, round_number=round_number)
         if parted < end:
-            # Where updates are delayed, a snapshot also holds the average that ends its round.
-            last_common = parted - 1 if self._averaging.mode == "delayed" else parted
+            # Where updates are delayed, a snapshot also holds the average that ends its round, be it the one just made.
+            is_of_other_average = self._averaging.mode == "delayed" and self._made is None
+            last_common = parted - 1 if is_of_other_average else parted
             # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
             self.snapshots.give_up(last_common, self._end)
