@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 from swarm_peer.errors import UserError
+from swarm_peer.files import ANYBODY, OWNER, replace_file
 from swarm_peer.runtime.network.addresses import is_tcp_address
 from swarm_peer.runtime.network.guarded_p2p import check_peer_address
 
@@ -28,10 +28,7 @@ def write_addresses(path: Path, addresses: Sequence[str], *, is_secret: bool = F
         is_secret: an invite is among them, so nobody but the file's owner may read it
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.touch(0o600 if is_secret else 0o666)
-    partial.write_text("\n".join(addresses) + "\n")
-    partial.replace(path)
+    replace_file(path, "\n".join(addresses) + "\n", mode=OWNER if is_secret else ANYBODY)
 
 
 def read_known(path: Path) -> list[str]:

@@ -6,7 +6,6 @@ The folder holds the run's key, so whoever may write there may invite. Files wit
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm_peer.errors import UserError
+from swarm_peer.files import OWNER, replace_file
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.passes import MAX_TICKETS_REVOKED, Invite, Revocations
 from swarm_peer.wire.records import seal, unseal
@@ -121,7 +121,7 @@ class InviteBook:
             known = Invite.issue(run_key, addresses, label=STANDING_LABEL, expires=expires, at_once=ANY_NUMBER)
             self._note(known)
         invite = Invite(known.run_id, tuple(addresses), known.ticket, known.key)
-        _write_secret(path, invite.text())
+        replace_file(path, invite.text() + "\n", mode=OWNER)
         return invite
 
     def _is_over(self, invite: Invite) -> bool:
@@ -174,7 +174,7 @@ class InviteBook:
             for key in {*known, *members}
         }
         if merged != known:
-            _replace(self._folder / MEMBERS, json.dumps(merged), 0o644)
+            replace_file(self._folder / MEMBERS, json.dumps(merged), mode=0o644)
 
     def envelope(self) -> bytes:
         """The list of revocations, as the run key has signed it; empty if nothing was revoked."""
@@ -210,7 +210,7 @@ class InviteBook:
                 f"at most {MAX_TICKETS_REVOKED} invites and as many peers can be revoked: begin another run"
             )
         record = Revocations(serial=known.serial + 1, tickets=tuple(sorted(tickets)), peers=tuple(sorted(peers)))
-        _replace(self._folder / REVOCATIONS, seal(record, run_key.peer_id, run_key), 0o644)
+        replace_file(self._folder / REVOCATIONS, seal(record, run_key.peer_id, run_key), mode=0o644)
         return f"the invite {whom} and all peers that came by it" if of_label else f"the peer {whom}"
 
     def _peer_by(self, text: str) -> str:
@@ -231,15 +231,3 @@ class InviteBook:
         raise UserError(
             f"{text}: neither the label of an invite (known: {labels}) nor the id of a peer, or its end, that has come"
         )
-
-
-def _write_secret(path: Path, text: str) -> None:
-    _replace(path, text + "\n", 0o600)
-
-
-def _replace(path: Path, data: str | bytes, mode: int) -> None:
-    """Replace a file at once, so that a reader finds all of the old one or all of the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-    partial.replace(path)

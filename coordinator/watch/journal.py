@@ -15,6 +15,7 @@ from typing import cast, get_args
 
 from coordinator.watch.happenings import Event, EventKind, Happenings, make_event, standing
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +153,7 @@ class Journal:
 
     def _rewrite(self, events: Iterable[Event]) -> None:
         assert self._path is not None
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text("".join(json.dumps(event) + "\n" for event in events))
-        partial.replace(self._path)
+        replace_file(self._path, "".join(json.dumps(event) + "\n" for event in events))
 
     def _fail(self, error: OSError) -> None:
         if not self._has_failed:  # a full disk would fail at each look

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict, cast
 from typing_extensions import NotRequired
 
 from swarm_peer.errors import UserError
+from swarm_peer.files import replace_file
 from swarm_peer.policy.view import SwarmView
 
 log = logging.getLogger(__name__)
@@ -188,9 +189,7 @@ class MetricsFile:
                 log.error("metrics_not_written path=%s reason=%s", self._path, error.strerror)
 
     def _rewrite(self) -> None:
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text("".join(json.dumps(known) + "\n" for known in self._lines))
-        partial.replace(self._path)
+        replace_file(self._path, "".join(json.dumps(known) + "\n" for known in self._lines))
 
 
 def last_step(folder: Path) -> int:

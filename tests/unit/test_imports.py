@@ -105,6 +105,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.config",
         "swarm_peer.config_errors",
         "swarm_peer.errors",
+        "swarm_peer.files",
         "swarm_peer.policy",
         "swarm_peer.wire",
     ),

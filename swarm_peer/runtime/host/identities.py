@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO
 
+from swarm_peer.files import replace_file
+
 log = logging.getLogger(__name__)
 
 
@@ -53,11 +55,9 @@ class KeptFile:
 
     def write(self, data: bytes) -> None:
         """Replace the content at once, if possible; otherwise the former content stays."""
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(self._path)
+            replace_file(self._path, data)
         except OSError as error:
             log.warning("not_kept path=%s reason=%s", self._path, error.strerror)
 

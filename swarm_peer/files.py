@@ -1,0 +1,27 @@
+"""Replaces files so that a reader, or who comes after a crash, finds all of the old content or all of the new."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ANYBODY = 0o666  # but for what the umask takes away
+OWNER = 0o600
+
+
+def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> None:
+    """Replace a file at once. Where that fails, the former content stays, and nothing else is left.
+
+    Args:
+        mode: who may read and write it
+
+    Raises:
+        OSError: it cannot be written
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""A file is replaced as a whole, or stays as it was."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from swarm_peer.files import OWNER, replace_file
+
+
+def test_a_file_is_replaced_and_nobody_else_may_read_a_secret(tmp_path: Path) -> None:
+    path = tmp_path / "known"
+    path.write_text("a long former content")
+    replace_file(path, "new")
+    assert path.read_text() == "new"
+    replace_file(path, b"secret", mode=OWNER)
+    assert path.read_bytes() == b"secret"
+    assert path.stat().st_mode & 0o077 == 0
+    assert os.listdir(tmp_path) == ["known"]
+
+
+def test_what_cannot_be_written_leaves_the_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "known"
+    path.write_text("former")
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, "new")
+    assert path.read_text() == "former"
+    assert os.listdir(tmp_path) == ["known"]
