@@ -126,9 +126,11 @@ def copy_of(process: int, descriptor: int) -> socket.socket | None:
         raise
     try:
         return socket.socket(fileno=copy)
-    except OSError:  # no socket
+    except OSError as error:
         os.close(copy)
-        return None
+        if error.errno == errno.ENOTSOCK:
+            return None
+        raise
 
 
 @functools.cache
