@@ -44,7 +44,8 @@ class RunFiles:
         self._contributions = contributions
         self._clock = clock
         self._on_line = on_line
-        contributions.begin(resume)
+        # Peers tell of earlier rounds once more, after a restart.
+        contributions.begin(resume, round_number=self._metrics.round_number)
         is_known = journal.begin(
             lifetime_s=manifest.limits.announcement_s,
             now_s=clock.unix_s(),

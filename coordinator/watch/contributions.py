@@ -64,8 +64,14 @@ class Contributions:
         self._looked_s: float | None = None
         self._saved_s = 0.0
 
-    def begin(self, resume: bool) -> None:
-        """Read what an earlier process has kept, if it is to be gone on with."""
+    def begin(self, resume: bool, *, round_number: int | None = None) -> None:
+        """Read what an earlier process has kept, if it is to be gone on with.
+
+        Args:
+            round_number: the last round whose samples were shared out, -1 if none was; None if nobody knows, so that
+                they are shared from the second step on that is seen
+        """
+        self._round_number = round_number
         if self._file is not None and resume and (data := self._file.read()):
             try:
                 self.given = _FILE.validate_json(data)
@@ -102,7 +108,10 @@ class Contributions:
         return known
 
     def _share_samples(self, watch: RunWatch) -> None:
-        known, self._round_number = self._round_number, watch.round_number
+        if not watch.lines:
+            return
+        known = self._round_number
+        self._round_number = max(watch.round_number, -1 if known is None else known)
         if known is None:
             return  # nobody has seen which peers computed the steps before the first look
         samples = sum(line["samples"] for line in watch.lines if line["round"] > known)

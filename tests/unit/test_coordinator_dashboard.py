@@ -230,6 +230,22 @@ def test_samples_are_divided_among_the_peers_of_each_stage(tmp_path):
     assert again.given == {}
 
 
+@pytest.mark.parametrize("counted", [2, None])
+def test_after_a_restart_what_peers_tell_once_more_is_not_shared_again(counted):
+    """Before the first look at its peers, a coordinator knows of no step."""
+    made = made_up_page(num_peers=8)
+    made.watch.lines = []
+    contributions = Contributions()
+    contributions.begin(resume=True, round_number=counted and line(counted)["round"])
+    contributions.look(made.watch, 100.0)
+    made.watch.lines = [line(1), line(2)]
+    contributions.look(made.watch, 102.0)
+    assert sum(each.samples for each in contributions.given.values()) == 0
+    made.watch.lines.append(line(3))
+    contributions.look(made.watch, 104.0)
+    assert sum(each.samples for each in contributions.given.values()) == 4 * 8
+
+
 def test_shares_are_kept_of_so_many_peers_alone(monkeypatch):
     """Also when more have been seen than are remembered, and several come between two looks."""
     made = made_up_page(num_peers=8)
