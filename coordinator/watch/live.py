@@ -29,7 +29,7 @@ class LiveView:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("ETA"),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            TimeRemainingColumn(),
             expand=True,
         )
         self._task = self._progress.add_task("optimizer steps", total=num_steps)
@@ -37,6 +37,7 @@ class LiveView:
         self._printed_at = 0.0
         self._printed_step = -1
         self._last_step = 0
+        self._shown_step = 0
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -59,6 +60,9 @@ class LiveView:
         if not self._console.is_terminal:
             self._print_line(watch)
             return
+        if not self._shown_step:  # the steps of before this program began say nothing of how fast the run is
+            self._progress.reset(self._task, completed=watch.shown_step)
+        self._shown_step = watch.shown_step
         self._progress.update(self._task, completed=watch.shown_step)
         self._live.update(Group(run_table(watch), self._progress))
 
@@ -129,14 +133,18 @@ def _time_percent(peer: PeerView) -> list[str]:
 
 
 def _coordination(watch: RunWatch) -> str:
-    """The coordinator's last decision and the moves that are under way."""
-    if watch.coordination is None:
-        return ""
-    _, record = watch.coordination
-    moves = [
-        f"peer {move.peer[-8:]} moves from stage {move.from_stage} to {move.to_stage}" for move in record.assignments
-    ]
-    return "".join(f"\n{line}" for line in (record.reason, *moves) if line)
+    """The stages that the run waits for, the coordinator's last decision, and the moves that are under way."""
+    view = watch.view
+    empty = [str(stage) for stage in range(view.num_stages) if not view.serving(stage)] if view.peers else []
+    lines = [f"the run waits: nobody serves stage {', '.join(empty)}"] if empty else []
+    if watch.coordination is not None:
+        _, record = watch.coordination
+        lines += [f"rebalancing: {record.reason}"] if record.reason and not empty else []
+        lines += [
+            f"peer {move.peer[-8:]} moves from stage {move.from_stage} to {move.to_stage}"
+            for move in record.assignments
+        ]
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _step(watch: RunWatch) -> str:

@@ -267,6 +267,10 @@ class Peer:
         """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""
         with anyio.move_on_after(self._options.grace_s / 2):
             await self._context.changed.wait_for(lambda: replica.leaves_timeline or not self._is_awaited(replica.stage))
+        is_serving = self._lifecycle.state is PeerState.SERVING
+        if is_serving and self._lifecycle.has_ended and not self._metrics.run_is_over and not replica.stage_mates():
+            text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
+            log.warning(text, replica.stage)
         self._lifecycle.enter(PeerState.DRAINING)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)

@@ -21,6 +21,7 @@ from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, RETURN
 from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, TimeShares
 from swarm_peer.runtime.host.machine import SystemClock
@@ -164,6 +165,30 @@ def test_a_step_is_shown_before_the_first_line():
     assert (watch.shown_step, watch.optimizer_step) == (4, 1), "lines of older steps may come first"
     watch.observe(rewound(8, 1), {"a": record(report(1, round_number=7))}, now=2.0)
     assert watch.shown_step == watch.optimizer_step == 1, "the run has gone back"
+
+
+def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
+    def caption(view):
+        watch = make_watch()
+        watch.observe(view, {}, 0.0)
+        watch.coordination = Term(1, "a"), SimpleNamespace(reason="no move pays: it does 0 samples/s", assignments=())
+        return run_table(watch).caption.splitlines()[1:]
+
+    assert caption(VIEW) == ["rebalancing: no move pays: it does 0 samples/s"]
+    assert caption(SwarmView(2, (peer("a", 0),))) == ["the run waits: nobody serves stage 1"]
+    assert caption(SwarmView(2, ())) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
+
+
+def test_steps_of_before_say_nothing_of_how_long_the_rest_takes(monkeypatch):
+    now = [0.0]
+    watch, live = make_watch(steps=120), LiveView(120)
+    live._console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(live._progress, "get_time", lambda: now[0])
+    for now[0], step in ((0.0, 0), (2.0, 44), (12.0, 45), (22.0, 46)):
+        watch.begun_at = step
+        live.update(watch)
+    [task] = live._progress.tasks
+    assert task.time_remaining == 74 * 10
 
 
 def test_who_looks_on_is_told_that_the_run_went_back(capsys):
@@ -702,10 +727,13 @@ def full_disk(monkeypatch):
             file.write('{"optimizer_st')
         raise OSError(28, "No space left on device")
 
+    def refuse(path, target):
+        raise OSError(28, "No space left on device")
+
     def switch():
         if Path.open is real:
             monkeypatch.setattr(Path, "open", cut_off)
-            monkeypatch.setattr(Path, "write_text", cut_off)
+            monkeypatch.setattr(Path, "replace", refuse)
         else:
             monkeypatch.undo()
 

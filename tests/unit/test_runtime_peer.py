@@ -9,6 +9,7 @@ from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import NotServing, OtherTimeline
 from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
@@ -100,3 +101,27 @@ async def test_who_leaves_a_timeline_ends_no_round_with_the_stage_mates_on_it(er
     await replica.leave()
     assert left == [error]
     assert told == [{"may_end_round": may_end_round}]
+
+
+@pytest.mark.parametrize(
+    ("mates", "run_is_over", "serves", "is_told"),
+    [([], False, True, True), (["mate"], False, True, False), ([], True, True, False), ([], False, False, False)],
+)
+async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplog, mates, run_is_over, serves, is_told):
+    async def nothing(*_):
+        pass
+
+    peer = object.__new__(Peer)
+    peer._context = make_context(MANIFEST, options=OPTIONS, clock=MovedClock())
+    peer._options, peer._metrics, peer._me = OPTIONS, peer._context.metrics, "me"
+    peer._metrics.run_is_over = run_is_over
+    peer._directory = SimpleNamespace(announce=nothing, view=SwarmView(2, ()))
+    peer._lifecycle = Lifecycle(peer._context.clock)
+    if serves:
+        peer._lifecycle.enter(PeerState.SERVING)
+    peer._lifecycle.end()
+    replica = SimpleNamespace(
+        stage=1, step=STEP, leaves_timeline=False, stage_mates=lambda: mates, leave=nothing, say_goodbye=nothing
+    )
+    await peer._leave(replica)
+    assert ("leaves_alone stage=1" in caplog.text) == is_told
