@@ -37,7 +37,6 @@ class LiveView:
         self._printed_at = 0.0
         self._printed_step = -1
         self._last_step = 0
-        self._shown_step = 0
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -60,9 +59,6 @@ class LiveView:
         if not self._console.is_terminal:
             self._print_line(watch)
             return
-        if not self._shown_step:  # the steps of before this program began say nothing of how fast the run is
-            self._progress.reset(self._task, completed=watch.shown_step)
-        self._shown_step = watch.shown_step
         self._progress.update(self._task, completed=watch.shown_step)
         self._live.update(Group(run_table(watch), self._progress))
 

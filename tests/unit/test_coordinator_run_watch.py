@@ -179,18 +179,6 @@ def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
     assert caption(SwarmView(2, ())) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
 
 
-def test_steps_of_before_say_nothing_of_how_long_the_rest_takes(monkeypatch):
-    now = [0.0]
-    watch, live = make_watch(steps=120), LiveView(120)
-    live._console = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(live._progress, "get_time", lambda: now[0])
-    for now[0], step in ((0.0, 0), (2.0, 44), (12.0, 45), (22.0, 46)):
-        watch.begun_at = step
-        live.update(watch)
-    [task] = live._progress.tasks
-    assert task.time_remaining == 74 * 10
-
-
 def test_who_looks_on_is_told_that_the_run_went_back(capsys):
     watch, live = make_watch(), LiveView(10)
     watch.begun_at = 9

@@ -67,27 +67,21 @@ class OwnWork:
         """
         if self._descent is None or self._timeline is None:
             return
-        end = self._end
+        end = self._descent.optimizer_step
         if state.timeline > self._timeline:
             end = min(end, state.timeline.first_optimizer_step)
         common = last_common_step(self._descent, state.descent)
         self._is_behind = state.timeline == self._timeline and common == state.optimizer_step < end
-        if not self._is_behind:
-            self._part(end if common is None else min(common, end), end, state.round_number)
-
-    @property
-    def _end(self) -> int:
-        return 0 if self._descent is None else self._descent.optimizer_step
-
-    def _part(self, parted: int, end: int, round_number: int) -> None:
-        """Give up what this peer brought to the updates from one optimizer step to another."""
+        if self._is_behind:
+            return
+        parted = end if common is None else min(common, end)
         lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at < parted}
         reason = f"stage-mates made the updates from optimizer step {parted} to {end} without this peer"
-        self._metrics.lose(lost, reason, round_number=round_number)
+        self._metrics.lose(lost, reason, round_number=state.round_number)
         if parted < end:
             # Where updates are delayed, a snapshot also holds the average that ends its round, be it the one just made.
             is_of_other_average = self._averaging.mode == "delayed" and self._made is None
             last_common = parted - 1 if is_of_other_average else parted
             # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
-            self.snapshots.give_up(last_common, self._end)
+            self.snapshots.give_up(last_common, self._descent.optimizer_step)
