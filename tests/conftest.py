@@ -15,10 +15,22 @@ settings.register_profile("swarm", deadline=None, derandomize=True, max_examples
 settings.load_profile("swarm")
 
 
+# Folders of tests that start no swarm.
+UNIT_TESTS = frozenset({"unit", "simulation"})
+
+
 @pytest.fixture(autouse=True, scope="session")
 def state_of_no_user(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Peers that tests start keep nothing in the home of whoever runs the tests."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real swarms get longer before they count as hung: machines differ by four in how fast they are."""
+    for item in items:
+        if not UNIT_TESTS.isdisjoint(item.path.parts) or item.get_closest_marker("timeout"):
+            continue
+        item.add_marker(pytest.mark.timeout(600))
 
 
 def pytest_sessionfinish() -> None:

@@ -11,7 +11,7 @@ from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait
 from swarm import tiny_manifest
 from visits import link_in, needs_chromium, visit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
+pytestmark = [pytest.mark.slow, needs_chromium]
 
 # A coordinator calls peers that are overdue. The page of `dashboard` waits until the last announcement has expired, and
 # has seen it up to three seconds late.

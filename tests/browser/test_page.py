@@ -19,7 +19,7 @@ from coordinator.dashboard.run_page import RunPage
 from coordinator.dashboard.server import showing
 from swarm_peer.policy.view import SwarmView
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
+pytestmark = [pytest.mark.slow, needs_chromium]
 HOSTILE = "<img src=x onerror=alert(1)><b>x</b>"
 
 

@@ -17,7 +17,7 @@ from visits import Visit, link_in, needs_chromium, visit
 
 from coordinator.watch.journal import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_chromium]
+pytestmark = [pytest.mark.slow, needs_chromium]
 
 STEP = "Number(document.title.split('/')[0])"
 

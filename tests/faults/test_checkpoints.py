@@ -21,8 +21,6 @@ from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
-pytestmark = pytest.mark.timeout(300)
-
 SAMPLE_S = 0.01
 
 

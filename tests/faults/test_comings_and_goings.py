@@ -19,8 +19,6 @@ from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.strategies import STRATEGIES
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def manifest_of(steps: int, **sections: Any) -> RunManifest:
     limits = {"hop_timeout_s": 10, "announcement_s": 6}
@@ -75,7 +73,7 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
         await swarm.reached(11)
         await swarm.leave("0.1")
 
-    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [2, 2], tmp_path, script=script)
     check_equals_one_process(run, manifest)
     assert run.logs().count("leaving reason=SIGTERM") == 4, "two in the middle and two at the end"
     assert "samples_lost" not in run.logs()
@@ -95,7 +93,7 @@ def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None
         for name in latecomers:
             await swarm.until(lambda name=name: "serving stage=" in swarm.log(name), f"{name} serves")
 
-    run = run_swarm(manifest, [1, 1], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [1, 1], tmp_path, script=script)
     check_equals_one_process(run, manifest)
     assert [len(states) for states in run.states] == [2, 3]
     assert "downloaded kind=state stage=1" in run.logs()
@@ -114,7 +112,7 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
         swarm.kill("1.1")
         swarm.start(1, "heir")
 
-    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [2, 2], tmp_path, script=script)
     assert [len(states) for states in run.states] == [2, 1]
     assert run.logs().count("run_rewound stage=0") == 2, "both peers of the other stage went back"
     check_equals_one_process(run, manifest)
@@ -142,7 +140,7 @@ def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tm
         await swarm.until(lambda: "serving stage=" in swarm.log("late.0"), "late.0 serves")
         await swarm.leave("0.1")
 
-    run = run_swarm(manifest, [2, 2], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [2, 2], tmp_path, script=script)
     assert [len(states) for states in run.states] == [2, 1]
     assert "downloaded kind=state stage=0" in run.logs()
     [target] = {int(match[1]) for match in re.finditer(r"run_rewound stage=0 .* to=(\d+)", run.logs())}
@@ -164,7 +162,7 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
         await swarm.until(lambda: swarm.log("mover").count("serving stage=") > moves, "the last move", 200)
         await swarm.reached(swarm.optimizer_step + 4)
 
-    run = run_swarm(manifest, [1, 1], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [1, 1], tmp_path, script=script)
     check_equals_one_process(run, manifest)
     assert "samples_lost" not in run.logs()
     mover = (run.output / "logs" / "peer-mover.log").read_text()
@@ -200,7 +198,7 @@ def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) ->
         [victim] = min(by_stage.values(), key=len)
         swarm.kill(victim)
 
-    run = run_swarm(manifest, [0, 0], tmp_path, 270, script=script, min_replicas=None)
+    run = run_swarm(manifest, [0, 0], tmp_path, script=script, min_replicas=None)
     assert "moving from=" in run.logs()
     assert "run_rewound" in run.logs()
     check_equals_one_process(run, manifest)

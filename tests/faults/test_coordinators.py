@@ -15,7 +15,7 @@ from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait
 from recording_peer import FIRST_STAGE
 from swarm import GPT2, RECORDING_PEER, tiny_manifest
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 # A sample's time on a device of its own: what peers do must not depend on who else computes on this machine.

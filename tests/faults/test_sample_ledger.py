@@ -13,7 +13,7 @@ from swarm_peer.policy.data.ranges import SampleId, SliceId
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def text_file(folder: Path, num_lines: int) -> Path:
@@ -42,7 +42,7 @@ def test_passes_over_a_small_data_set_while_stage_0_peers_die_and_come(tmp_path:
         swarm.kill(killed[1])
         counted_by_killed.extend(map(swarm.counted, killed))
 
-    run = run_swarm(manifest, [2, 1], tmp_path, 270, script=script)
+    run = run_swarm(manifest, [2, 1], tmp_path, script=script)
     assert "samples_repeated" not in run.logs()
     reader = SliceReader(manifest=manifest)
     lengths = [sum(1 for _ in reader.open(SliceId(0, index))) for index in range(reader.num_slices())]

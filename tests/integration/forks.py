@@ -1,4 +1,4 @@
-"""Our programs, forked from a process that has their imports behind it, which take six seconds of a core.
+"""Our programs, forked from a process that has their imports behind it, which take ten seconds of a core.
 
 Two things differ from processes that people start: all have the same hash seed, so that sets have the same order
 everywhere, and none is finalised by the interpreter when it ends. Tests that must see those start new ones.
@@ -20,18 +20,8 @@ from unittest.mock import patch
 
 # Several share the cores, and idle OpenMP threads must not spin.
 OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-# All that they import but hivemind: its locks are made when it is imported, and a process that is killed while it holds
-# one would have the others wait for ever.
-IMPORTS = [
-    "swarm_peer.model.pretrained",
-    "swarm_peer.model.training",
-    "swarm_peer.runtime.stage.device_thread",
-    "swarm_peer.runtime.data.slices",
-    "swarm_peer.runtime.host.preemption",
-    "swarm_peer.runtime.state.transfer",
-    "cyclopts",
-    "pytest",  # of which each child imports the main module
-]
+# hivemind reads these when it is imported; the programs set them before that.
+HIVEMIND = {"HIVEMIND_LOGLEVEL": "ERROR", "USE_LEGACY_BFLOAT16": "0"}
 
 _forks = multiprocessing.get_context("forkserver")
 
@@ -40,10 +30,11 @@ class ForkedProcess:
     """As much of subprocess.Popen as is used of it."""
 
     def __init__(self, function: Callable[..., None], *args: object):
-        _forks.set_forkserver_preload(IMPORTS)
+        _forks.set_forkserver_preload(["fork_server"])
         self._process = _forks.Process(target=function, args=args)
-        # Read when torch is imported, which is when the first process of a test session is forked.
-        with patch.dict(os.environ, OPENMP):
+        # For the fork server, which starts when the first process of a test session is forked. Before Python 3.12 it
+        # does not take over where modules are, and says nothing of those that it does not find.
+        with patch.dict(os.environ, OPENMP | HIVEMIND, PYTHONPATH=os.pathsep.join(sys.path)):
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -80,9 +71,15 @@ def fork(command: Sequence[str], log_file: Path, environment: Mapping[str, str] 
 
 
 def _run(command: list[str], log_file: Path, environment: dict[str, str]) -> None:
+    from hivemind.utils.asyncio import _AsyncContextWrapper
+    from hivemind.utils.mpfuture import MPFuture
+
     from swarm_peer.runtime.host.processes import die_with_parent
 
     multiprocessing.set_start_method("fork", force=True)  # a child of the fork server would go on with it
+    # Else a process that is killed while it holds one of hivemind's locks would have the others wait for ever.
+    MPFuture.reset_backend()
+    _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()
     os.setsid()
     # The fork server ends with the last process that holds this: the tests, and nobody else.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

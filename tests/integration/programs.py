@@ -35,7 +35,7 @@ class Processes:
         recording = (sys.executable, str(RECORDING_PEER), str(self._folder), f"slow:1:{sample_s}", *PEER[3:])
         return self.start(name, *recording, *options)
 
-    def run(self, name: str, *command: str, timeout_s: float = 60) -> int:
+    def run(self, name: str, *command: str, timeout_s: float = 400) -> int:
         """To its end; returns its exit code."""
         return self.start(name, *command).wait(timeout_s)
 
@@ -52,7 +52,7 @@ class Processes:
             process.wait()
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 200) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 400) -> None:
     """Until another process has done something: there is nothing to wait on but what it writes."""
     end = time.monotonic() + timeout_s
     while not condition():

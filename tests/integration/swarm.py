@@ -163,7 +163,7 @@ class LiveSwarm:
     async def reached(self, optimizer_step: int) -> None:
         await self.until(lambda: self.optimizer_step >= optimizer_step, f"step {optimizer_step}")
 
-    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = 400.0) -> None:
         """Wait for what other processes do: there is nothing to wait on but what they write."""
         try:
             with anyio.fail_after(timeout_s):
@@ -252,7 +252,7 @@ def run_swarm(
     manifest: RunManifest,
     peers_by_stage: list[int],
     folder: Path,
-    timeout_s: float = 100,
+    timeout_s: float = 400,
     *,
     script: Script | None = None,
     launch: Callable[[Path, str], Launch] = forked_peer,
@@ -270,7 +270,9 @@ def run_swarm(
     records = folder / "records"
     records.mkdir()
 
-    async def run() -> list[list[StageState]]:
+    states: list[list[StageState]] = []
+
+    async def run() -> None:
         run_key = Identity.load_or_create(folder / "identity")
         async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (listen_on,)) as dht:
             service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
@@ -278,11 +280,11 @@ def run_swarm(
             peers = LocalPeers([invite.text()], peers_by_stage, folder, launch=launch(records, ""))
             async with peers.running():
                 live = LiveSwarm(service, dht, invite.text(), peers, records, launch)
-                states = await _train_and_fetch(live, dht, script, timeout_s)
+                # Not returned: asyncio would print the task's result, each tensor of it, into an error that it catches.
+                states.extend(await _train_and_fetch(live, dht, script, timeout_s))
             live.check_exit_codes()
-            return states
 
-    states = run_loop(run)
+    run_loop(run)
     counted, ids, samples = defaultdict(list), defaultdict(list), defaultdict(list)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():

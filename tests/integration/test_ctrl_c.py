@@ -7,12 +7,9 @@ import signal
 import urllib.request
 from pathlib import Path
 
-import pytest
 import yaml
 from programs import COORDINATOR, PEER, Processes, children_of, is_running, wait_for
 from swarm import tiny_manifest
-
-pytestmark = pytest.mark.timeout(200)
 
 
 def ctrl_c(pid: int) -> None:

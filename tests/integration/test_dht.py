@@ -40,8 +40,6 @@ from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite, Revocations
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, end_key, seal
 
-pytestmark = pytest.mark.timeout(120)
-
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 LIFETIME_S = 3600.0
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from swarm import GEMMA3, GPT2, LLAMA, SwarmRun, new_peer, run_swarm, tiny_manifest
+from swarm import GEMMA3, GPT2, LLAMA, SwarmRun, run_swarm, tiny_manifest
 
 from coordinator.run.baseline import Baseline
 from swarm_peer.config import Codec, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
-
-pytestmark = pytest.mark.timeout(150)
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "gemma3": GEMMA3}
 SHAPES = [(num_stages, num_peers) for num_stages in (1, 2, 3) for num_peers in (1, 2)]
@@ -94,7 +92,7 @@ def test_weights_equal_the_single_process(family: str, num_stages: int, num_peer
 def test_losses_under_adamw_equal_the_single_process(family: str, tmp_path: Path) -> None:
     optimizer: dict[str, Any] = {"name": "adamw", "learning_rate": 3e-3, "momentum": 0.0, "weight_decay": 0.1}
     manifest = tiny_manifest(model={"config": FAMILIES[family]}, stages={"peers_to_start": 2}, optimizer=optimizer)
-    run = run_swarm(manifest, [2, 2], tmp_path, launch=new_peer)
+    run = run_swarm(manifest, [2, 2], tmp_path)
 
     check_counts(run, manifest)
     check_stage_mates(run)

@@ -25,7 +25,6 @@ from swarm_peer.wire.passes import Invite
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("iptables")),
         reason="needs root, ip and iptables, to make networks",
