@@ -13,6 +13,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from coordinator.commands.console import open_console
 from coordinator.commands.options import Json, Positive, RunFolder
 from swarm_peer.config import RUN
 from swarm_peer.errors import UserError
@@ -64,7 +65,6 @@ def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
     if json_:
         print(json.dumps([asdict(each) for each in listed]))
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("label", "holds until", "at once", "state", "peers that came")
@@ -73,7 +73,7 @@ def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
         at_once = "any" if each.at_once == ANY_NUMBER else str(each.at_once)
         peers = [f"…{peer[-8:]}{' (revoked)' * (peer in each.revoked_peers)}" for peer in each.peers]
         table.add_row(each.label, until, at_once, each.state, "\n".join(peers))
-    Console().print(table)
+    open_console().print(table)
 
 
 def revoke(

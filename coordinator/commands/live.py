@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from coordinator.commands.console import open_console
 from coordinator.commands.options import (
     DASHBOARD,
     CacheDir,
@@ -39,8 +40,6 @@ def status(
     """Show stages, optimizer step, loss, throughput and all peers of a live run."""
     configure_logging("warning")
     check_peer_addresses(initial_peers)
-    from rich.console import Console
-
     from coordinator.run.found_runs import addresses_of_run
     from coordinator.watch.live import peers_table, run_table
     from coordinator.watch.observer import look_once, observe_run
@@ -50,8 +49,9 @@ def status(
     if json_:
         print(json.dumps(summarise(watch)))
     else:
-        Console().print(run_table(watch))
-        Console().print(peers_table(watch))
+        console = open_console()
+        console.print(run_table(watch))
+        console.print(peers_table(watch))
 
 
 def dashboard(

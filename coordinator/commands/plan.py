@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
+from coordinator.commands.console import open_console
 from coordinator.commands.options import Config, Count, Json, NotNegative, Overrides, Positive
 from coordinator.config_files import load_manifest
 from swarm_peer.addresses import check_peer_addresses
@@ -59,8 +60,6 @@ def plan(
     _check_sources(config, peers, initial_peers, set_)
     manifest = load_manifest(config, set_) if config is not None else None
 
-    from rich.console import Console
-
     from coordinator.planning.live_peers import LivePeers, live_groups, read_live_run, with_prices
     from coordinator.planning.peers_file import load_peers
     from coordinator.planning.plan import make_report
@@ -80,7 +79,7 @@ def plan(
     if json_:
         print(json.dumps(report))
     else:
-        print_report(report, Console())
+        print_report(report, open_console())
 
 
 def _check_sources(

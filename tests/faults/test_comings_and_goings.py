@@ -19,6 +19,9 @@ from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.strategies import STRATEGIES
 
+# The tube shows the same, and that as many times as wanted.
+pytestmark = pytest.mark.slow
+
 
 def manifest_of(steps: int, **sections: Any) -> RunManifest:
     limits = {"hop_timeout_s": 10, "announcement_s": 6}
@@ -80,7 +83,6 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
     assert [len(states) for states in run.states] == [1, 1]
 
 
-@pytest.mark.slow
 def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None:
     """Also one that cannot reach its stage-mate at first: it waits, and does not start the run over without."""
     manifest = manifest_of(60, recovery={"snapshot_every": 5})
@@ -101,7 +103,6 @@ def test_peers_that_come_in_the_middle_take_part_at_once(tmp_path: Path) -> None
     assert "run_rewound" not in run.logs()
 
 
-@pytest.mark.slow
 def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -> None:
     # One heir has to do where the run began with two.
     manifest = manifest_of(25, recovery={"snapshot_every": 5}, stages={"count": 2, "peers_to_start": 2})
@@ -124,7 +125,6 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
     assert jump[1] > jump[0] + 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("every_second_round")
 def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tmp_path: Path) -> None:
     """What it keeps from one round for the next travels with the state; the rewind goes to an odd step."""
@@ -148,7 +148,6 @@ def test_another_strategy_of_rounds_goes_through_joins_departures_and_rewinds(tm
     check_equals_one_process(run, manifest)
 
 
-@pytest.mark.slow
 def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +180,6 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
         assert least[1][what] <= least[0][what] + 3, what
 
 
-@pytest.mark.slow
 def test_a_peer_of_another_stage_moves_when_nobody_else_comes(tmp_path: Path) -> None:
     # Far from the next snapshot: with a peer of stage 0 that is killed, the report of its last step may be lost.
     manifest = manifest_of(50, recovery={"snapshot_every": 20})

@@ -189,3 +189,15 @@ def test_a_short_run_warms_up_for_as_long_as_it_lasts(caplog):
     caplog.clear()
     manifest = load_and_resolve(RUNS / "demo.yaml", (), None, steps=50).manifest
     assert (manifest.training.steps, manifest.schedule.warmup_steps, caplog.records) == (50, 20, [])
+
+
+def test_what_goes_to_a_file_is_not_wrapped(monkeypatch, capsys):
+    from coordinator.commands.console import open_console
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = "word " * 30 + "end"
+    open_console().print(words)
+    assert capsys.readouterr().out == f"{words}\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    open_console().print(words)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60, "as it is asked for"
