@@ -89,9 +89,10 @@ async def test_peers_leave_stage_by_stage(tmp_path, monkeypatch):
 
 
 def test_two_programs_never_train_into_one_folder(tmp_path):
-    hold = "import sys; from pathlib import Path; from coordinator.run.run_options import lock_folder as lock; "
-    hold += "lock = lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", hold, str(tmp_path)]
+    # As another program does it, but for its imports.
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+    hold += "print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(UserError, match="another program trains into"):
