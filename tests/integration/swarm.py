@@ -270,9 +270,7 @@ def run_swarm(
     records = folder / "records"
     records.mkdir()
 
-    states: list[list[StageState]] = []
-
-    async def run() -> None:
+    async def run() -> list[list[StageState]]:
         run_key = Identity.load_or_create(folder / "identity")
         async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (listen_on,)) as dht:
             service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
@@ -280,11 +278,11 @@ def run_swarm(
             peers = LocalPeers([invite.text()], peers_by_stage, folder, launch=launch(records, ""))
             async with peers.running():
                 live = LiveSwarm(service, dht, invite.text(), peers, records, launch)
-                # Not returned: asyncio would print the task's result, each tensor of it, into an error that it catches.
-                states.extend(await _train_and_fetch(live, dht, script, timeout_s))
+                states = await _train_and_fetch(live, dht, script, timeout_s)
             live.check_exit_codes()
+            return states
 
-    run_loop(run)
+    states = run_loop(run)
     counted, ids, samples = defaultdict(list), defaultdict(list), defaultdict(list)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():

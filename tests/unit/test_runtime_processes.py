@@ -49,3 +49,21 @@ def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
         run_loop(drop, hung_up, ours)
     [record] = caplog.records
     assert "ours" in str(record.exc_info)
+
+
+def test_what_a_program_returns_is_not_printed_for_nothing():
+    """It may be the weights of all stages."""
+    printed = []
+
+    class Large:
+        def __repr__(self):
+            printed.append(self)
+            return "large"
+
+    large = Large()
+
+    async def program():
+        return large
+
+    assert run_loop(program) is large
+    assert not printed

@@ -70,12 +70,16 @@ def spare_imports() -> None:
 def run_loop(function: Callable[..., Awaitable[T]], *args: object) -> T:
     """Run a coroutine function in an event loop of uvloop. Raises the first error of its task groups on its own."""
 
-    async def run() -> T:
+    results: list[T] = []
+
+    async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(_report)
-        return await function(*args)
+        # Not returned: Python's signal module prints what a task returns, the tensors of all stages, to no end.
+        results.append(await function(*args))
 
     with first_error():
-        return anyio.run(run, backend_options={"use_uvloop": True})
+        anyio.run(run, backend_options={"use_uvloop": True})
+    return results[0]
 
 
 @contextmanager
