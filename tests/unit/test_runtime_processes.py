@@ -38,15 +38,23 @@ def test_the_first_signal_ends_a_peer_in_order_and_the_second_at_once():
     assert done.stdout.splitlines() == ["leaves in order", "ends at once"], done.stderr
 
 
+class FailedWrite:
+    """As asyncio writes a task of hivemind's."""
+
+    def __repr__(self):
+        return "<Task finished coro=<ControlClient._write_to_persistent_conn() done, defined at control.py:212>>"
+
+
 def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
     async def drop(*contexts):
         for context in contexts:
             asyncio.get_running_loop().call_exception_handler(context)
 
     hung_up = {"message": "Unhandled exception", "exception": RuntimeError("cannot reuse already awaited coroutine")}
+    gone = {"message": "Task exception was never retrieved", "future": FailedWrite(), "exception": ConnectionError()}
     ours = {"message": "Unhandled exception", "exception": RuntimeError("ours")}
     with caplog.at_level(logging.WARNING):
-        run_loop(drop, hung_up, ours)
+        run_loop(drop, hung_up, gone, ours)
     [record] = caplog.records
     assert "ours" in str(record.exc_info)
 

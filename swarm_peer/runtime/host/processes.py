@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 # Texts in the errors that asyncio reports when a peer closes its connection to hivemind.
-_HANGING_UP = ("coro=<ControlClient._handler()", "RuntimeError('cannot reuse already awaited coroutine')")
+_HANGING_UP = (
+    "coro=<ControlClient._handler()",
+    "coro=<ControlClient._write_to_persistent_conn()",
+    "RuntimeError('cannot reuse already awaited coroutine')",
+)
 
 
 def in_own_session(command: list[str]) -> list[str]:
@@ -95,8 +99,12 @@ def first_error() -> Iterator[None]:
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log errors of the event loop. hivemind's client drops its tasks when a peer hangs up, which is no error."""
-    what = f"{context['message']} {context.get('task')} {context.get('exception')!r}"
+    """Log errors of the event loop. hivemind's client drops its tasks when a peer hangs up, which is no error.
+
+    Nor is it one that its daemon takes no more, at the end of the program; a daemon that dies is noticed elsewhere.
+    """
+    task = context.get("task") or context.get("future")
+    what = f"{context['message']} {task} {context.get('exception')!r}"
     if any(words in what for words in _HANGING_UP):
         log.debug("peer_hung_up reason=%s", what)
     else:
