@@ -140,7 +140,7 @@ def observe_and_show(
     contributions.begin(resume=True)
 
     async def show(run: LiveRun) -> None:
-        journal = Journal()
+        journal = Journal(is_revoked=run.dht.passes.is_revoked)
         known = [] if folder is None else known_events(folder)
         journal.begin(lifetime_s=run.manifest.limits.announcement_s, now_s=time.time(), known=known)
         labels: Callable[[], Mapping[str, str]] = dict if folder is None else invite_labels(folder)

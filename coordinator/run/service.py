@@ -116,7 +116,7 @@ class RunService:
         self.resolved = resolved
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
-        self.journal = Journal(options.output)
+        self.journal = Journal(options.output, dht.passes.is_revoked)
         self.contributions = Contributions(options.output)
         self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
         self.ended: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -96,6 +96,7 @@ class Happenings:
         known: what an earlier process has told of the same run
         optimizer_step: the last one that an earlier process has seen; 0 if there was none
         round_number: the round that made that step; -1 if there was none
+        is_revoked: whether the run's operator has revoked a peer
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class Happenings:
         known: Iterable[Event] = (),
         optimizer_step: int = 0,
         round_number: int = -1,
+        is_revoked: Callable[[str], bool] = lambda _: False,
     ):
+        self._is_revoked = is_revoked
         self._begun_s = begun_s
         self._settled_s = begun_s + lifetime_s
         self._peers: dict[str, _Known] = {}
@@ -201,6 +204,9 @@ class Happenings:
             if known.is_leaving:
                 kind: EventKind = "left"
                 text = f"{who} has left stage {known.stage}."
+            elif self._is_revoked(peer_id):
+                kind = "left"
+                text = f"{who} of stage {known.stage} is out: the run's operator has revoked it or its invite."
             else:
                 kind = "died"
                 text = f"{who} of stage {known.stage} has fallen silent without a goodbye."

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast, get_args
@@ -69,13 +69,15 @@ class Journal:
 
     Args:
         folder: of the run; None to keep them in memory alone
+        is_revoked: see Happenings
 
     Attributes:
         newest: the last events, the oldest of them first
         num_events: how many have been told or read so far
     """
 
-    def __init__(self, folder: Path | None = None):
+    def __init__(self, folder: Path | None = None, is_revoked: Callable[[str], bool] = lambda _: False):
+        self._is_revoked = is_revoked
         self._path = None if folder is None else folder / EVENTS
         self._happenings: Happenings | None = None
         self._has_failed = False
@@ -115,6 +117,7 @@ class Journal:
             known=known,
             optimizer_step=optimizer_step,
             round_number=round_number,
+            is_revoked=self._is_revoked,
         )
         return bool(known)
 

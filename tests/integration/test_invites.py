@@ -57,6 +57,7 @@ def test_who_was_invited_takes_part_until_it_is_revoked(tmp_path: Path, processe
     assert "was revoked by the run's operator" in processes.log("back").splitlines()[-1]
     lines = (output / "metrics.jsonl").read_text().count("\n")
     wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > lines + 3, "the others' next steps")
+    wait_for(lambda: "has revoked it or its invite" in (output / "events.jsonl").read_text(), "that it is told")
     assert [member.poll() for member in members] == [None, None]
 
     assert processes.run("end", *COORDINATOR, "end", str(output)) == 0

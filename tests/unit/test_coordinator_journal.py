@@ -171,6 +171,17 @@ def test_a_restart_waits_for_the_peers_that_it_knows():
     assert kinds(run.look(A, after_s=LIFETIME_S)) == [("died", 0, "b"), ("died", 1, "c"), ("stage_empty", 1, None)]
 
 
+def test_who_was_revoked_has_not_died():
+    revoked = set()
+    run = Run(Happenings(lifetime_s=LIFETIME_S, begun_s=0.0, is_revoked=revoked.__contains__))
+    run.look(A, B, C)
+    revoked.add("b")
+    [event] = run.look(A, C)
+    assert (event["kind"], event["peer"]) == ("left", "b")
+    assert event["text"].endswith("of stage 0 is out: the run's operator has revoked it or its invite.")
+    assert kinds(run.look(A))[0] == ("died", 1, "c")
+
+
 def test_what_still_holds():
     run = Run()
     told = [*run.look(A, B, C), *run.look(A, B), *run.look(A, replace(B, stage=1, state=PeerState.JOINING))]
