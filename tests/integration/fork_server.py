@@ -1,7 +1,4 @@
-"""Imported once by the process that our programs are forked from: what they import, which the collector then passes by.
-
-Coordinators import more when they serve; what asks a run, and what only writes a line, import little.
-"""
+"""What the process imports that our programs are forked from. Its garbage collector passes by all of it."""
 
 # ruff: noqa: F401
 from __future__ import annotations
