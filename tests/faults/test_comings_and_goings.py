@@ -19,7 +19,7 @@ from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.strategies import STRATEGIES
 
-# The tube shows the same, and that as many times as wanted.
+# The test tube shows the same under as many schedules as one likes.
 pytestmark = pytest.mark.slow
 
 
@@ -158,7 +158,7 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
 
     async def script(swarm: LiveSwarm) -> None:
         swarm.start("auto", "mover", f"moves:{moves}")
-        await swarm.until(lambda: swarm.log("mover").count("serving stage=") > moves, "the last move", 200)
+        await swarm.until(lambda: swarm.log("mover").count("serving stage=") > moves, "the last move")
         await swarm.reached(swarm.optimizer_step + 4)
 
     run = run_swarm(manifest, [1, 1], tmp_path, script=script)

@@ -80,7 +80,7 @@ def test_a_peer_that_dies(fault: str, tmp_path: Path) -> None:
             swarm.start(0, "doomed.0", f"{kind}:{2 * int(number)}")
             swarm.expect_death("doomed.0")
         for name in ["doomed.1", "doomed.0"][: 1 + in_first_stage]:
-            await swarm.until(lambda name=name: swarm.is_dead(name), f"the death of {name}", 180)
+            await swarm.until(lambda name=name: swarm.is_dead(name), f"the death of {name}")
 
     run = run_swarm(manifest, [1 if in_first_stage else 2, 1], tmp_path, script=script)
     assert len(run.fired) == 1 + in_first_stage, "the fault has struck"

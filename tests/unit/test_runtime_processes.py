@@ -38,11 +38,14 @@ def test_the_first_signal_ends_a_peer_in_order_and_the_second_at_once():
     assert done.stdout.splitlines() == ["leaves in order", "ends at once"], done.stderr
 
 
-class FailedWrite:
-    """As asyncio writes a task of hivemind's."""
+class FailedTask:
+    """As asyncio prints a task of hivemind's client."""
+
+    def __init__(self, method):
+        self._method = method
 
     def __repr__(self):
-        return "<Task finished coro=<ControlClient._write_to_persistent_conn() done, defined at control.py:212>>"
+        return f"<Task finished coro=<ControlClient.{self._method}() done, defined at control.py:212>>"
 
 
 def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
@@ -51,12 +54,15 @@ def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
             asyncio.get_running_loop().call_exception_handler(context)
 
     hung_up = {"message": "Unhandled exception", "exception": RuntimeError("cannot reuse already awaited coroutine")}
-    gone = {"message": "Task exception was never retrieved", "future": FailedWrite(), "exception": ConnectionError()}
     ours = {"message": "Unhandled exception", "exception": RuntimeError("ours")}
+    writing, handling = FailedTask("_write_to_persistent_conn"), FailedTask("_handler")
+    failed = {"message": "Task exception was never retrieved"}
+    gone = {**failed, "future": writing, "exception": ConnectionResetError()}
+    other = {**failed, "future": writing, "exception": RuntimeError("other")}
+    handler = {**failed, "future": handling, "exception": RuntimeError("handler")}  # ours runs in that task
     with caplog.at_level(logging.WARNING):
-        run_loop(drop, hung_up, gone, ours)
-    [record] = caplog.records
-    assert "ours" in str(record.exc_info)
+        run_loop(drop, hung_up, gone, ours, other, handler)
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["ours", "other", "handler"]
 
 
 def test_what_a_program_returns_is_not_printed_for_nothing():

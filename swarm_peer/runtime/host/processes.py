@@ -25,11 +25,9 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 # Texts in the errors that asyncio reports when a peer closes its connection to hivemind.
-_HANGING_UP = (
-    "coro=<ControlClient._handler()",
-    "coro=<ControlClient._write_to_persistent_conn()",
-    "RuntimeError('cannot reuse already awaited coroutine')",
-)
+_HANGING_UP = ("coro=<ControlClient._handler()", "RuntimeError('cannot reuse already awaited coroutine')")
+# The task in which hivemind's client writes to its daemon.
+_WRITING = "coro=<ControlClient._write_to_persistent_conn()"
 
 
 def in_own_session(command: list[str]) -> list[str]:
@@ -78,7 +76,8 @@ def run_loop(function: Callable[..., Awaitable[T]], *args: object) -> T:
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(_report)
-        # Not returned: Python's signal module prints what a task returns, the tensors of all stages, to no end.
+        # Not returned: when asyncio puts the signal handlers back, it makes a text of the task and of what it returned,
+        # and throws it away. For the tensors of all stages that takes a second.
         results.append(await function(*args))
 
     with first_error():
@@ -101,11 +100,11 @@ def first_error() -> Iterator[None]:
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log errors of the event loop. hivemind's client drops its tasks when a peer hangs up, which is no error.
 
-    Nor is it one that its daemon takes no more, at the end of the program; a daemon that dies is noticed elsewhere.
+    Nor is a write that fails as the daemon ends with the program. If the daemon dies before, `SwarmDHT.watch` says so.
     """
-    task = context.get("task") or context.get("future")
-    what = f"{context['message']} {task} {context.get('exception')!r}"
-    if any(words in what for words in _HANGING_UP):
+    what = f"{context['message']} {context.get('task')} {context.get('exception')!r}"
+    failed_to_write = isinstance(context.get("exception"), ConnectionError) and _WRITING in repr(context.get("future"))
+    if failed_to_write or any(words in what for words in _HANGING_UP):
         log.debug("peer_hung_up reason=%s", what)
     else:
         loop.default_exception_handler(context)
