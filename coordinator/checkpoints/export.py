@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from coordinator.checkpoints.fetching import fetch_snapshots, open_transport
+from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.errors import UserError
@@ -18,6 +19,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.runtime.data.allowed_files import ANYWHERE, check_tokenizer
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
+from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,8 @@ def export_run(
 async def _fetch(run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
     resolved = ResolvedManifest.of(run.manifest)
     async with open_transport(run.dht, run.metrics) as transport:
-        return resolved, await fetch_snapshots(transport, run.directory, resolved)
+        check = StateCheck(resolved, SystemThreads()).check
+        return resolved, await fetch_snapshots(transport, run.directory, resolved, check)
 
 
 def export_states(

@@ -114,11 +114,16 @@ def _newest(view: SwarmView) -> Position:
 
 
 async def fetch_snapshots(
-    transport: Transport, directory: Directory, resolved: ResolvedManifest, rng: random.Random | None = None
+    transport: Transport,
+    directory: Directory,
+    resolved: ResolvedManifest,
+    check: Check,
+    rng: random.Random | None = None,
 ) -> list[StageState]:
     """Download the newest snapshot of each stage, all of the same weights. Peers give them to anybody.
 
     Args:
+        check: refuses states that do not fit their stage
         rng: chooses among the peers that hold one
 
     Raises:
@@ -148,6 +153,7 @@ async def fetch_snapshots(
                     max_bytes=max_bytes,
                     optimizer_step=step,
                     rng=rng or random.Random(),
+                    take=partial(check, stage),
                 )
             )
         except CallError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -213,5 +213,4 @@ class CheckpointWriter:
             rng=self._rng,
             take=partial(self._check, stage),
         )
-        # A peer that took it after the run had gone back to these weights has it under a later round and timeline.
-        return replace(state, round_number=weights.first_round, timeline=weights)
+        return state.at_beginning_of(weights)

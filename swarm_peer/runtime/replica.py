@@ -148,7 +148,7 @@ class StageReplica:
             await self.parts.step_loop.join(donors, min_round)
             return None
         start = await self.parts.recovery.find_start()
-        await self.parts.step_loop.begin(start.timeline, start.state)
+        await self.parts.step_loop.begin(start.timeline, start.fetch)
         return start
 
     async def catch_up(self, shunned: Timeline | None = None) -> None:

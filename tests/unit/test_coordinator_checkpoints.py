@@ -30,7 +30,7 @@ from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, pla
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import SwarmError, UserError
+from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
@@ -740,11 +740,17 @@ async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(ru
     await run.add("a", 0, 60, FIRST_TIMELINE)
     await run.add("b", 1, 50, FIRST_TIMELINE)
     resolved = ResolvedManifest.of(run.manifest)
+
+    async def check(stage, state):
+        if not state.tensors:
+            raise InvalidMessage("does not fit")
+
     with pytest.raises(SwarmError, match=r"no snapshots of all stages .*of 60 updates, stages 0.*snapshot_every=10"):
-        await fetch_snapshots(run.network.transport("anybody"), run, resolved)
+        await fetch_snapshots(run.network.transport("anybody"), run, resolved, check)
     expected = [await run.add("c", 0, 50, FIRST_TIMELINE), await run.add("d", 1, 50, FIRST_TIMELINE)]
     await run.add("liar", 1, 5000, FIRST_TIMELINE)
-    for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved)):
+    await run.add("z", 1, 50, FIRST_TIMELINE, tensors={})
+    for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved, check)):
         assert_same(state, expected[stage])
 
 

@@ -134,7 +134,7 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
         assert (dht, inside) == (DHT, [f"/ip4/127.0.0.1/tcp/9/p2p/{ID}"])
         yield "a transport"
 
-    async def fetch_snapshots(transport, directory, resolved):
+    async def fetch_snapshots(transport, directory, resolved, check):
         assert transport == "a transport"
         return [checkpoint.load_stage(stage) for stage in range(2)]
 

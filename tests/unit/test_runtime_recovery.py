@@ -1,9 +1,9 @@
 import asyncio
-import functools
 import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial, reduce
 from types import SimpleNamespace
 
 import anyio
@@ -250,7 +250,20 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-def assert_state(state, stage, optimizer_step):
+async def taken(fetch):
+    """The state that is taken over first."""
+    states = []
+
+    async def take(state):
+        states.append(state)
+
+    await fetch(take)
+    [state] = states
+    return state
+
+
+async def assert_state(fetch, stage, optimizer_step):
+    state = await taken(fetch)
     assert torch.equal(state.tensors["weight"], weights(stage, optimizer_step)["weight"])
     assert state.optimizer_step == optimizer_step
 
@@ -504,7 +517,7 @@ async def test_a_round_that_is_ending_is_not_left_behind(swarm, watching):
 async def test_a_fresh_run_begins_with_its_initial_weights(swarm):
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.timeline, start.state, start.rewound) == (FIRST_TIMELINE, None, False)
+    assert (start.timeline, start.fetch, start.rewound) == (FIRST_TIMELINE, None, False)
     assert start.reason == "nothing was computed since the run's beginning"
 
 
@@ -527,7 +540,7 @@ async def test_others_that_have_not_computed_anything_either_change_nothing(swar
     await swarm.add("b", 2)
     peer, _rival = await swarm.newcomer(), await swarm.newcomer(peer_id="m")
     start = await peer.recovery.find_start()
-    assert (start.timeline, start.state, start.rewound) == (FIRST_TIMELINE, None, False)
+    assert (start.timeline, start.fetch, start.rewound) == (FIRST_TIMELINE, None, False)
 
 
 async def test_a_peer_that_has_moved_begins_with_the_snapshots_that_it_brings_along(swarm):
@@ -540,7 +553,7 @@ async def test_a_peer_that_has_moved_begins_with_the_snapshots_that_it_brings_al
     peer = await swarm.newcomer(store=before.donor.store)
     start = await peer.recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(51, 40, 40), True)
-    assert_state(start.state, 1, 40)
+    await assert_state(start.fetch, 1, 40)
 
 
 async def all_have_moved(swarm, *kept):
@@ -557,7 +570,7 @@ async def test_where_nobody_serves_any_more_the_snapshots_tell_where_the_run_was
         await (await swarm.newcomer()).recovery.find_start()
     start = await (await swarm.newcomer(peer_id="A")).recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(40 + 4 * EVERY + ROUNDS_BETWEEN_TIMELINES, 40, 40), True)
-    assert_state(start.state, 1, 40)
+    await assert_state(start.fetch, 1, 40)
 
 
 async def test_where_nobody_serves_any_more_and_a_snapshot_is_missing_the_run_does_not_begin_anew(swarm):
@@ -642,7 +655,7 @@ async def test_snapshots_that_it_brings_along_from_a_timeline_that_was_given_up_
     await before.store_snapshot((1, 20), (1, 40))
     del swarm.peers["b"]
     start = await (await swarm.newcomer(store=before.donor.store)).recovery.find_start()
-    assert_state(start.state, 1, 20)
+    await assert_state(start.fetch, 1, 20)
 
 
 async def test_a_timeline_whose_first_state_is_lost_is_given_up(swarm):
@@ -653,7 +666,7 @@ async def test_a_timeline_whose_first_state_is_lost_is_given_up(swarm):
         await peer.store_snapshot((0, 20), (1, 20), (2, 20))
     start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(64, 20, 20), True)
-    assert_state(start.state, 1, 20)
+    await assert_state(start.fetch, 1, 20)
 
 
 async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
@@ -668,14 +681,15 @@ async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
     assert (start.timeline, start.rewound) == (swarm.timeline, False)
-    assert_state(start.state, 1, 30)
+    await assert_state(start.fetch, 1, 30)
 
 
 async def test_a_coordinator_that_does_not_give_the_checkpoint_is_waited_for(swarm):
     swarm.timeline = Timeline(34, 30, created_at_round=34)
     peer = await swarm.newcomer()
+    start = await peer.recovery.find_start()
     with pytest.raises(CallError, match="no donor gave the state of stage 1: there is none"):
-        await peer.recovery.find_start()
+        await taken(start.fetch)
 
 
 async def test_a_run_that_went_on_from_a_checkpoint_does_not_begin_without_it(swarm):
@@ -708,7 +722,7 @@ async def test_where_all_peers_and_their_snapshots_are_gone_the_run_goes_on_from
     await give_checkpoint(swarm, 40)
     start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(max(reached[0], 40) + 4, 40, 40), True)
-    assert_state(start.state, 1, 40)
+    await assert_state(start.fetch, 1, 40)
 
 
 async def test_where_the_copies_of_a_lost_stage_are_gone_it_begins_with_a_checkpoint(swarm):
@@ -717,7 +731,7 @@ async def test_where_the_copies_of_a_lost_stage_are_gone_it_begins_with_a_checkp
     await give_checkpoint(swarm, 40)
     start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(47 + ROUNDS_BETWEEN_TIMELINES, 40, 40), True)
-    assert_state(start.state, 1, 40)
+    await assert_state(start.fetch, 1, 40)
 
 
 async def test_a_checkpoint_of_weights_that_the_run_has_given_up_is_not_taken(swarm):
@@ -750,16 +764,16 @@ async def test_a_lost_stage_goes_on_from_the_newest_snapshot(swarm):
     start = await peer.recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
     assert start.reason == "all stages' snapshots of 30 updates exist"
-    assert_state(start.state, 1, 30)
+    await assert_state(start.fetch, 1, 30)
 
 
 async def test_a_snapshot_that_not_all_stages_have_is_passed_over(swarm):
     await lost_stage(swarm)
-    swarm.peers["b"].donor._forget(SnapshotRef(2, 30, 30))
+    swarm.peers["b"].donor.forget(SnapshotRef(2, 30, 30))
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
     assert start.timeline == Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 20, 20)
-    assert_state(start.state, 1, 20)
+    await assert_state(start.fetch, 1, 20)
 
 
 async def test_a_timeline_begins_where_no_other_one_does(swarm, monkeypatch):
@@ -784,7 +798,7 @@ async def test_a_stage_that_is_lost_right_after_a_rewind_begins_there(swarm):
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(39, 30, 30), False)
-    assert_state(start.state, 1, 30)
+    await assert_state(start.fetch, 1, 30)
 
 
 async def test_snapshots_of_a_timeline_that_was_given_up_do_not_count(swarm):
@@ -814,10 +828,11 @@ async def test_after_two_rewinds_snapshots_of_the_first_timeline_are_told_from_t
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
     assert start.timeline == third
-    assert start.state.created_at_round == 44
+    assert (await taken(start.fetch)).created_at_round == 44
     assert await late.donor.load_snapshot(SnapshotRef(0, 44, 20)) is None
     late.enter(62, third)
-    state = await late.recovery._fetch(SnapshotRef(0, third.created_at_round, third.first_optimizer_step), ["b"])
+    wanted = SnapshotRef(0, third.created_at_round, third.first_optimizer_step)
+    state = await taken(partial(late.recovery._take, wanted, ["b"]))
     assert state.created_at_round == 44, "not its own one of as many updates"
 
 
@@ -826,7 +841,7 @@ async def test_a_young_run_begins_anew(swarm):
     await swarm.add("a", 0, newest)
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
-    assert (start.timeline, start.state, start.rewound) == (
+    assert (start.timeline, start.fetch, start.rewound) == (
         Timeline(newest + ROUNDS_BETWEEN_TIMELINES, 0, 0),
         None,
         True,
@@ -840,7 +855,7 @@ async def test_a_young_run_begins_anew(swarm):
 async def test_when_nothing_is_left_the_reason_says_what_is_missing(swarm):
     first, _ = await lost_stage(swarm)
     for optimizer_step in (20, 30):
-        first.donor._forget(SnapshotRef(1, optimizer_step, optimizer_step))
+        first.donor.forget(SnapshotRef(1, optimizer_step, optimizer_step))
     peer = await swarm.newcomer()
     missing = "there are: of 30 updates, stages 0, 2; of 20 updates, stages 0, 2"
     with pytest.raises(CallError, match=f"no snapshot of stage 1 exists that all other stages have too; {missing}"):
@@ -878,7 +893,7 @@ async def test_a_peer_that_claims_a_round_that_the_run_cannot_be_in_is_not_belie
     await swarm.add("liar", 2, round_number, timeline=timeline)
     start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
-    assert_state(start.state, 1, 30)
+    await assert_state(start.fetch, 1, 30)
 
 
 async def test_a_timeline_that_stage_mates_deny_is_not_believed(swarm):
@@ -915,7 +930,7 @@ async def test_a_rewind_that_has_begun_is_followed(swarm):
     await taker.store_snapshot((1, 30))
     start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (rewound, False)
-    assert_state(start.state, 1, 30)
+    await assert_state(start.fetch, 1, 30)
 
 
 async def test_a_rewind_whose_author_is_gone_before_most_have_followed_is_done_anew(swarm):
@@ -929,7 +944,7 @@ async def test_a_rewind_whose_author_is_gone_before_most_have_followed_is_done_a
     last[0].enter(38, Timeline(38, 30, 30))
     start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(38 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
-    assert_state(start.state, 1, 30)
+    await assert_state(start.fetch, 1, 30)
 
 
 async def test_a_peer_that_never_takes_the_stage_over_is_not_waited_for(swarm, monkeypatch):
@@ -966,10 +981,11 @@ async def test_a_holder_that_dies_is_replaced(swarm):
     await last.store_snapshot((1, 30))
     swarm.network.fault(op="state_index", to="a", fail=PeerUnreachable("gone"))
     peer = await swarm.newcomer()
-    assert_state((await peer.recovery.find_start()).state, 1, 30)
+    start = await peer.recovery.find_start()
+    await assert_state(start.fetch, 1, 30)
     swarm.network.fault(op="state_index", times=2, fail=PeerUnreachable("gone"))
     with pytest.raises(CallError, match="no donor gave the state of stage 1"):
-        await peer.recovery.find_start()
+        await taken(start.fetch)
 
 
 # --- have all go back -------------------------------------------------------------------------------------------------
@@ -1316,6 +1332,11 @@ class Follower:
         self.looked.append(list(stages))
         return self.view()
 
+    async def answer(self):
+        answers = dispatcher(MANIFEST.hash, 0, self.calls | self.steps.calls)
+        answers.add(None, self.donor.store.calls)
+        await self.transport.serve(answers)
+
     async def digest_weights(self):
         return digest_weights(self.trainer.strategy.shared_weights())
 
@@ -1345,6 +1366,14 @@ class Follower:
     @property
     def target(self):
         return self.steps._rewind_to
+
+
+class RefusesLedgers:
+    """Leases for which nothing is a ledger but an empty one."""
+
+    async def begin(self, round_number, timeline, data):
+        if data:
+            raise InvalidMessage("no ledger")
 
 
 @pytest.fixture
@@ -1492,6 +1521,26 @@ async def test_a_peer_goes_back_to_its_snapshot(follower):
     running.cancel()
 
 
+async def test_a_snapshot_that_does_not_fit_is_passed_over(follower, tmp_path, caplog):
+    """Neither one that this peer copied from a liar keeps it from its stage, nor one that a liar offers."""
+    good = StageState(3, "history_hash of 3", state_of(follower.trainer), FIRST_TIMELINE)
+    lies = replace(good, tensors={name: value[:1] for name, value in good.tensors.items()}), replace(good, ledger=b"no")
+    holders = [Follower(tmp_path / name, name, follower.network) for name in "abc"]
+    for holder, state in zip(holders, (*lies, good), strict=True):
+        await holder.answer()
+        await holder.donor.store_snapshot(0, state)
+    follower.peers = [PeerView(peer_id=h.peer_id, stage=1, state=PeerState.SERVING, round_number=3) for h in holders]
+    follower.steps._leases = RefusesLedgers()
+    await follower.donor.store_snapshot(0, lies[0])
+    target = Timeline(38, 3, 3)
+    for _ in range(8):  # the holders are asked in any order
+        await follower.steps.begin(target, partial(follower.steps._downloads.take_snapshot_of, target))
+        assert_equal(follower.trainer.state(), good.tensors)
+        assert (follower.steps.step.round_number, follower.steps.step.ledger) == (38, b"")
+        assert not follower.donor.snapshots()
+    assert caplog.text.count("snapshot_refused stage=0 optimizer_step=3") == 1
+
+
 async def test_a_peer_goes_back_to_the_initial_weights(follower):
     initial = StageTrainer(ResolvedManifest.of(MANIFEST), ResolvedManifest.of(MANIFEST).specs[0])
     running = asyncio.ensure_future(follower.steps.run())
@@ -1604,7 +1653,7 @@ class Split:
     def lineage(self, num_common, length):
         """Of stage-mates with so many of the same updates, who have made `length` since."""
         theirs = (self.hashes[: num_common + 1] + [f"other {number}" for number in range(length)])[:length]
-        return functools.reduce(extend_lineage, theirs, b"")
+        return reduce(extend_lineage, theirs, b"")
 
     async def take_over(self, round_number, lineage, timeline=FIRST_TIMELINE, history_hash="theirs"):
         state = StageState(round_number, history_hash, state_of(self.follower.trainer), timeline, lineage=lineage)
@@ -1799,7 +1848,7 @@ async def test_coordinators_are_asked_for_the_state_that_a_timeline_begins_with(
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
     with pytest.raises(NotServing):
-        await follower.steps._downloads.snapshot_of(Timeline(30, 16, 16))
+        await taken(partial(follower.steps._downloads.take_snapshot_of, Timeline(30, 16, 16)))
     assert asked == ["c", "n", RUN_ID]
 
 
@@ -1864,12 +1913,7 @@ async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower,
 async def test_an_update_with_a_ledger_that_is_none_is_not_replayed(follower, monkeypatch):
     """Another stage-mate's state is taken instead."""
     offer_updates(follower, monkeypatch, ledger=b"none")
-
-    async def begin(round_number, timeline, data):
-        if data:
-            raise InvalidMessage("no ledger")
-
-    follower.steps._leases = SimpleNamespace(begin=begin)
+    follower.steps._leases = RefusesLedgers()
     before = state_of(follower.trainer)
     assert not await follower.steps._replay(["m"])
     assert_equal(state_of(follower.trainer), before)
@@ -1914,18 +1958,19 @@ async def test_a_snapshot_of_another_optimizer_step_is_not_gone_back_to(follower
     await follower.donor.store_snapshot(0, StageState(16, "history_hash of 12", tensors, other_part))
     assert [known for known, _ in follower.donor.snapshots()] == [SnapshotRef(0, 16, 12)]
     with pytest.raises(CallError, match="no donor gave the state of stage 0"):
-        await follower.steps._downloads.snapshot_of(Timeline(30, 16, 16))
-    assert (await follower.steps._downloads.snapshot_of(Timeline(30, 12, 16))).optimizer_step == 12
+        await taken(partial(follower.steps._downloads.take_snapshot_of, Timeline(30, 16, 16)))
+    state = await taken(partial(follower.steps._downloads.take_snapshot_of, Timeline(30, 12, 16)))
+    assert state.optimizer_step == 12
 
 
 async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
     running = asyncio.ensure_future(follower.steps.run())
-    taken = follower.steps.begin
+    begin = follower.steps.begin
 
-    async def slow(target, state):
+    async def slow(target, fetch):
         if target.first_round == 38:
             await follower.rewind(round_number=42, optimizer_step=0)
-        await taken(target, state)
+        await begin(target, fetch)
 
     follower.steps.begin = slow
     await follower.rewind(optimizer_step=0)
@@ -2080,9 +2125,7 @@ class Mates:
 
     async def add(self, name):
         member = Follower(self.folder / name, name, self.network)
-        made = dispatcher(MANIFEST.hash, 0, member.calls | member.steps.calls)
-        made.add(None, member.donor.store.calls)
-        await member.transport.serve(made)
+        await member.answer()
         self.members.append(member)
         for present in self.members:
             present.peers = [
@@ -2218,7 +2261,10 @@ async def test_after_a_rewind_a_peer_that_waited_for_another_average_takes_over_
             if name.startswith("round/expected"):
                 state[name] = torch.full_like(state[name], 2.0 if member is odd else 1.0)
         snapshot = StageState(2, step.history_hash, state, FIRST_TIMELINE, b"")
-        await member.steps.begin(Timeline(8, 2, 2), snapshot)
+        await member.donor.store_snapshot(0, snapshot)
+        await member.steps.begin(
+            Timeline(8, 2, 2), partial(member.steps._downloads.take_snapshot_of, Timeline(8, 2, 2))
+        )
         member.rounds.enter(Phase.OPEN)
     await mates.end_round(*mates.members)
     assert odd.steps.step.history_hash != others[0].steps.step.history_hash

@@ -28,7 +28,7 @@ from swarm_peer.runtime.state import state_server
 from swarm_peer.runtime.state import store as snapshots
 from swarm_peer.runtime.state import transfer as state_transfer
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.joining import fetch_snapshot
+from swarm_peer.runtime.state.joining import take_snapshot
 from swarm_peer.runtime.state.state_server import (
     LEASE_S,
     MAX_ROUNDS_BEHIND,
@@ -1123,14 +1123,21 @@ async def test_a_snapshot_is_found_while_another_one_is_stored(world):
             return StepState()
 
     donor.donor.store.sources = {STAGE: Source()}
-    state = await fetch_snapshot(
+    states = []
+
+    async def take(state):
+        states.append(state)
+
+    await take_snapshot(
         SnapshotRef(2, 3, 3),
         [],
+        take,
         context=donor.context,
         transport=donor.transport,
         snapshots=donor.donor.store,
         rng=InOrder(),
     )
+    [state] = states
     assert_equal(state.tensors, donor.trainer.state())
 
 

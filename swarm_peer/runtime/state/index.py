@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -63,6 +63,10 @@ class StageState:
     def descent(self) -> Descent:
         """Where the weights come from."""
         return Descent(self.optimizer_step, self.history_hash, self.lineage)
+
+    def at_beginning_of(self, timeline: Timeline) -> StageState:
+        """The same state as what a timeline begins with: peers may have taken it under another round and timeline."""
+        return replace(self, round_number=timeline.first_round, timeline=timeline)
 
 
 def make_index(

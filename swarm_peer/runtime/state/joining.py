@@ -33,6 +33,10 @@ RETRY_PAUSE_S = 1.0
 DOWNLOAD_TRIES = 30
 # Lifetimes of an announcement until a peer that is further is sure to have announced it.
 FURTHER_PATIENCE = 2
+# Takes a state over; raises InvalidMessage if it cannot.
+Take = Callable[[StageState], Awaitable[None]]
+# Gets states of one kind until one of them can be taken over. Raises CallError if there is none.
+Fetch = Callable[[Take], Awaitable[None]]
 
 
 class StateDownloads:
@@ -72,7 +76,7 @@ class StateDownloads:
         self,
         donors: Sequence[str],
         min_round: int,
-        take: Callable[[StageState], Awaitable[None]],
+        take: Take,
         tries: int = DOWNLOAD_TRIES,
         timeline: Timeline | None = None,
     ) -> None:
@@ -152,24 +156,24 @@ class StateDownloads:
             raise InvalidMessage("an update that does not belong to its history hash")
         return update
 
-    async def snapshot_of(self, timeline: Timeline) -> StageState:
-        """Get the snapshot that a timeline begins with: this peer's own, or else one that another peer keeps.
+    async def take_snapshot_of(self, timeline: Timeline, take: Take) -> None:
+        """Take over the snapshot that a timeline begins with: this peer's own, or else one that another peer keeps.
 
         Raises:
-            CallError: no peer gave it
+            CallError: no peer gave one that could be taken over
         """
         # With the optimizer step: after the run was cut in two, its parts go through rounds of the same numbers.
         wanted = SnapshotRef(self._stage, timeline.created_at_round, timeline.first_optimizer_step)
-        own = await self._snapshots.load_snapshot(wanted)
-        if own is not None:
-            return own
+        if await take_own_snapshot(wanted, self._snapshots, take):
+            return
         # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
         # that have moved elsewhere since, or coordinators in checkpoints: so ask all.
         view = await self._swarm.look(range(self._context.resolved.num_stages))
         others = {*(peer.peer_id for peer in view.peers), *await self._swarm.coordinators()}
-        return await fetch_snapshot(
+        await take_snapshot(
             wanted,
             sorted(others - {self._swarm.transport.peer_id}),
+            take,
             context=self._context,
             transport=self._swarm.transport,
             snapshots=self._snapshots,
@@ -181,34 +185,52 @@ def _last_credible_round(peers: Iterable[PeerView]) -> int:
     return last_credible_round(peer.round_number for peer in peers if peer.state is PeerState.SERVING)
 
 
-async def fetch_snapshot(
+async def take_own_snapshot(wanted: SnapshotRef, snapshots: SnapshotStore, take: Take) -> bool:
+    """Take over a snapshot that this peer keeps. Returns False if it keeps none that can be taken over."""
+    own = await snapshots.load_snapshot(wanted)
+    if own is None:
+        return False
+    try:
+        await take(own)
+    except InvalidMessage as error:  # a peer that gave it as the next stage's own has lied
+        text = "snapshot_refused stage=%d optimizer_step=%d reason=%s"
+        log.warning(text, wanted.stage, wanted.optimizer_step, error)
+        snapshots.forget(wanted)
+        return False
+    return True
+
+
+async def take_snapshot(
     wanted: SnapshotRef,
     holders: Sequence[str],
+    take: Take,
     *,
     context: PeerContext,
     transport: Transport,
     snapshots: SnapshotStore,
     rng: random.Random,
-) -> StageState:
-    """Get a snapshot of any stage: this peer's own, or else one that a holder gives away.
+) -> None:
+    """Take over a snapshot of any stage: this peer's own, or else one that a holder gives away.
 
     Args:
         holders: other peers that may have it
+        take: takes it over; if it raises InvalidMessage, another holder's is downloaded
         snapshots: the snapshots that this peer keeps itself
 
     Raises:
-        CallError: no peer gave it
+        CallError: no peer gave one that could be taken over
     """
-    own = await snapshots.load_snapshot(wanted)
-    if own is not None:
-        return own
-    manifest = context.resolved.hash
-    call = StateIndexCall(manifest=manifest, of_stage=wanted.stage, created_at_round=wanted.created_at_round)
-    return await fetch_state(
+    if await take_own_snapshot(wanted, snapshots, take):
+        return
+    call = StateIndexCall(
+        manifest=context.resolved.hash, of_stage=wanted.stage, created_at_round=wanted.created_at_round
+    )
+    await fetch_state(
         transport,
         holders,
         call,
         max_bytes=max_state_bytes(context.resolved, wanted.stage),
         optimizer_step=wanted.optimizer_step,
         rng=rng,
+        take=take,
     )

@@ -1,7 +1,7 @@
 """Recovers a stage that has lost all its peers: finds where it begins again, and takes the other stages back to there.
 
 Owns the questions to other peers and the waits for them; policy/recovery.py decides. Must not change anything in this
-peer: step/step_loop.py loads the state or rewinds. Snapshots are taken by snapshot_keeper.py.
+peer: step/step_loop.py takes the state over or rewinds. Snapshots are taken by snapshot_keeper.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.state.claims import CALL_TIMEOUT_S, believable, claims_of, is_on_timeline, list_snapshots
-from swarm_peer.runtime.state.index import StageState, timeline_of
-from swarm_peer.runtime.state.joining import fetch_snapshot
+from swarm_peer.runtime.state.index import timeline_of
+from swarm_peer.runtime.state.joining import Fetch, take_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 from swarm_peer.wire.records import TimelineRecord
@@ -63,12 +63,12 @@ class Start:
     """Where a peer that finds no stage-mate begins.
 
     Attributes:
-        state: the state of its stage; None for the run's initial weights
+        fetch: gets the state of its stage; None for the run's initial weights
         rewound: whether the other stages have to go back to the timeline
     """
 
     timeline: Timeline
-    state: StageState | None
+    fetch: Fetch | None
     rewound: bool
     reason: str
 
@@ -127,8 +127,8 @@ class Recovery:
         self._swarm = swarm
         self._me = swarm.transport.peer_id
         self._snapshots = snapshots
-        self._fetch = partial(
-            fetch_snapshot,
+        self._take = partial(
+            take_snapshot,
             context=context,
             transport=swarm.transport,
             snapshots=snapshots,
@@ -167,8 +167,8 @@ class Recovery:
             holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
             # The coordinator gives the state that the run's first timeline begins with, and may come back.
             if holders or beginning == first:
-                state = await self._fetch(wanted, holders) if beginning.first_optimizer_step else None
-                return Start(beginning, state, False, "nothing was computed since the run's beginning")
+                fetch = partial(self._take, wanted, holders) if beginning.first_optimizer_step else None
+                return Start(beginning, fetch, False, "nothing was computed since the run's beginning")
         self._wait_for_rivals(view, anybody_serves=bool(claims))
         # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
         intervals = 0 if first.first_optimizer_step else INTERVALS_FROM_SCRATCH
@@ -241,7 +241,7 @@ class Recovery:
             from_scratch: without such a state, begin anew if the run has made at most this many optimizer steps
 
         Raises:
-            CallError: there is no such state, no peer gave this stage's snapshot of it, or others see stage-mates
+            CallError: there is no such state, or others see stage-mates
         """
         num_stages = self._context.resolved.num_stages
         rewind = choose_rewind(snapshots, num_stages, self._stage, standing.optimizer_step, from_scratch)
@@ -251,8 +251,8 @@ class Recovery:
         timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
         await self._check_loss(timeline)
         wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
-        state = await self._fetch(wanted, rewind.holders) if rewind.optimizer_step else None
-        return Start(timeline, state, True, rewind.reason)
+        fetch = partial(self._take, wanted, rewind.holders) if rewind.optimizer_step else None
+        return Start(timeline, fetch, True, rewind.reason)
 
     def _rewind_call(self, timeline: Timeline, *, asks_only: bool) -> RewindCall:
         return RewindCall(

@@ -17,7 +17,7 @@ from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.joining import fetch_snapshot
+from swarm_peer.runtime.state.joining import take_snapshot
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.store import SnapshotStore
 
@@ -48,8 +48,8 @@ class SnapshotKeeper:
         self._next_stage = (stage + 1) % context.resolved.num_stages
         self._state_server = state_server
         self._snapshots = snapshots
-        self._fetch = partial(
-            fetch_snapshot,
+        self._take = partial(
+            take_snapshot,
             context=context,
             transport=swarm.transport,
             snapshots=snapshots,
@@ -128,7 +128,7 @@ class SnapshotKeeper:
     async def _copy(self, wanted: SnapshotRef, *, is_last_try: bool) -> bool:
         peers = [peer.peer_id for peer in self._swarm.view().serving(wanted.stage)]
         try:
-            await self._store(wanted.stage, await self._fetch(wanted, peers))
+            await self._take(wanted, peers, partial(self._store, wanted.stage))
         except CallError as error:
             # The first tries often fail, since the other peers are still taking their snapshots.
             level = logging.WARNING if is_last_try else logging.DEBUG

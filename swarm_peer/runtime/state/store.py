@@ -133,7 +133,7 @@ class SnapshotStore:
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
         if self._num_given_up != given_up_before and state.optimizer_step in self._given_up:
-            self._forget(ref, GONE_ON)
+            self.forget(ref, GONE_ON)
             return
         log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, stored.num_bytes)
         self._forget_old()
@@ -160,7 +160,7 @@ class SnapshotStore:
         self._num_given_up += 1
         self._given_up = range(after + 1, until + 1)
         for ref in [known for known in self._snapshots if known.optimizer_step in self._given_up]:
-            self._forget(ref, GONE_ON)
+            self.forget(ref, GONE_ON)
 
     async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:
         """Copy a snapshot into memory; None if it is not kept here."""
@@ -175,20 +175,22 @@ class SnapshotStore:
         keeps another stage's of the same round.
         """
         for ref in [known for known in self._snapshots if self._is_given_up(known)]:
-            self._forget(ref, "the run has gone back")
+            self.forget(ref, "the run has gone back")
         for stage in sorted({ref.stage for ref in self._snapshots}, key=self.sources.__contains__):
             for oldest in sorted(ref for ref in self._snapshots if ref.stage == stage)[:-SNAPSHOTS_KEPT]:
                 paired = any(
                     ref.stage != stage and ref.created_at_round == oldest.created_at_round for ref in self._snapshots
                 )
                 if not (stage in self.sources and paired):
-                    self._forget(oldest)
+                    self.forget(oldest)
 
-    def _forget(self, ref: SnapshotRef, reason: str = "") -> None:
+    def forget(self, ref: SnapshotRef, reason: str = "") -> None:
+        """Keep a snapshot no longer, if it is kept here."""
+        if self._snapshots.pop(ref, None) is None:
+            return
         if reason:
             text = "snapshot_dropped stage=%d optimizer_step=%d reason=%s"
             log.info(text, ref.stage, ref.optimizer_step, reason)
-        del self._snapshots[ref]
         self._storage.remove(_name_of(ref))
 
     async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:

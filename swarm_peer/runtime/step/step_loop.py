@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -29,7 +28,7 @@ from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState, extend_history
-from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, StateDownloads
+from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, Fetch, StateDownloads
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.step.contribution import contributions
@@ -129,17 +128,18 @@ class StepLoop:
         """Whether the run's last optimizer step is done."""
         return self.step.optimizer_step >= self._manifest.training.steps
 
-    async def begin(self, timeline: Timeline, state: StageState | None) -> None:
+    async def begin(self, timeline: Timeline, fetch: Fetch | None) -> None:
         """Start at the beginning of a timeline, with a snapshot or with the run's initial weights.
 
         Args:
-            state: the snapshot; None for the initial weights
+            fetch: gets the snapshot; None for the initial weights
 
         Raises:
+            CallError: there is no snapshot that fits
             UserError: the initial weights cannot be read
         """
-        if state is not None:
-            await self._take_over(replace(state, round_number=timeline.first_round, timeline=timeline))
+        if fetch is not None:
+            await fetch(lambda snapshot: self._take_over(snapshot.at_beginning_of(timeline)))
             return
         self.reports.lose(self._trainer.strategy.pending_samples, self.step, is_read_again=True)
         await self._device_thread.run(Priority.STEP, self._trainer.restart)
@@ -291,8 +291,8 @@ class StepLoop:
             log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
             self._metrics.rewinds.inc()
             self._rounds.enter(Phase.ENDING)
-            state = await self._downloads.snapshot_of(target) if target.first_optimizer_step else None
-            await self.begin(target, state)
+            fetch = partial(self._downloads.take_snapshot_of, target) if target.first_optimizer_step else None
+            await self.begin(target, fetch)
         self._rounds.enter(Phase.OPEN)
 
     async def _end(self, ending: Round) -> None:
