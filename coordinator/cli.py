@@ -34,7 +34,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 
 app = make_app("swarm-coordinator", "More of each command:\n  swarm-coordinator serve --help")
 for command, example in EXAMPLES.items():
-    app.command(command, help_epilogue="Example:\n  " + example.replace("\n", "\n  "))
+    app.command(command, help_epilogue="Example:\n" + "".join(f"\n| {line}" for line in example.splitlines()))
 
 run = run_app(app)
 

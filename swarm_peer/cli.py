@@ -25,7 +25,7 @@ def make_app(name: str, examples: str) -> App:
     return App(
         name=name,
         version=f"{name} {__version__}",
-        help_format="plaintext",
+        help_format="rst",
         help_epilogue=examples,
         default_parameter=Parameter(show_default=_shown_default),
     )

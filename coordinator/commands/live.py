@@ -92,7 +92,7 @@ def end(
     """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
 
     Args:
-        identity_path: The run's key; `identity` in that folder if not given.
+        identity_path: The run's key; the one in that folder if not given.
         initial_peers: Addresses of any peers of the run; those that are kept beside its key if not given.
     """
     configure_logging("warning")

@@ -17,7 +17,7 @@ from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions, check_output, lock_folder
-from coordinator.run.service import RunService
+from coordinator.run.service import LINGER_S, RunService
 from coordinator.run.show import shown
 from coordinator.run.way_in import WayIn
 from coordinator.watch.ending import FINISHED
@@ -236,6 +236,7 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
         tasks.start_soon(stop_on_signal)
         if is_saved := await service.run():
             print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
+            print(f"Telling all peers and standbys that the run is over, for at least {LINGER_S:.0f} s.", flush=True)
             await service.end()
         else:
             print(f"The run has ended: {service.ended}.", flush=True)

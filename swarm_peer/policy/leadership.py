@@ -87,7 +87,7 @@ class Leadership:
             self._mine = None  # another one took over, or another process uses the run's key and this identity
         if self._mine is None:
             if now_s - self._heard_s < self._lease_s:
-                return Role(self._newest, False, None, _who(self._newest))
+                return Role(self._newest, False, None, self._who_acts())
             # If this clock is behind the last coordinator's, peers follow this one only once it has heard of that term.
             number = max(unix_s, 1 if self._newest is None else self._newest.number + 1)
             self._mine = self._newest = Term(number, self._me)
@@ -98,6 +98,13 @@ class Leadership:
             beat = self._beat
         return self._role(beat, self._mine in beats, now_s)
 
+    def _who_acts(self) -> str:
+        if self._newest is None:
+            return "the run's first coordinator is waited for"
+        if self._newest.coordinator == self._me:
+            return f"term {self._newest.number} of this coordinator's last life is not over yet"
+        return f"coordinator {self._newest.coordinator} acts in term {self._newest.number}"
+
     def _role(self, beat: int | None, is_shown: bool, now_s: float) -> Role:
         if now_s - self._begun_s < self._lease_s / BEATS_PER_LEASE:
             return Role(self._mine, False, beat, "its term has just begun: another one's claim may be on its way")
@@ -106,9 +113,3 @@ class Leadership:
         if not is_shown or now_s - self._heard_s >= self._lease_s / 2:
             return Role(self._mine, False, beat, "its own beat does not come back from the DHT")
         return Role(self._mine, True, beat, "")
-
-
-def _who(term: Term | None) -> str:
-    if term is None:
-        return "the run's first coordinator is waited for"
-    return f"coordinator {term.coordinator} acts in term {term.number}"

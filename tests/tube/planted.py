@@ -569,7 +569,10 @@ def newcomer_hangs() -> Any:
 @defect
 def killed_saver_refused() -> Any:
     """A coordinator that was killed as it had saved the model is refused when it is started again."""
-    return patch.object(options_module, "last_step", lambda folder: 0)
+    return _all(
+        patch.object(options_module, "last_step", lambda folder: 0),
+        patch.object(options_module, "has_ended", lambda folder: False),
+    )
 
 
 @defect

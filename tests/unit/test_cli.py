@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -66,8 +67,10 @@ def test_help_reads_as_one_types(command, run, monkeypatch):
     # A parameter that is named in capitals beside its option reads as if it were positional.
     assert not re.search(r"[A-Z]+ --", out)
     example = out.partition("\nExample")[2] or out.partition("\nMore")[2]
-    assert f"\n  {' '.join(command)}" in example
+    assert re.search(rf"\n *{' '.join(command)}", example)
     assert all(len(line) < 80 for line in example.splitlines()), "it can be copied"
+    for line, following in pairwise(out.partition("╭")[0].splitlines()):
+        assert not (line and following) or len(f"{line.rstrip()} {following.split()[0]}") > 79, "lines are filled"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -201,3 +201,12 @@ def test_in_one_part_of_a_network_two_never_act_at_once(
 @pytest.mark.parametrize("later", [Term(2, "a"), Term(1, "b")])
 def test_terms_are_ordered(later: Term) -> None:
     assert later > Term(1, "a")
+
+
+def test_a_coordinator_that_is_started_again_knows_its_own_term() -> None:
+    board = Board()
+    Coordinator("a", board, 0.0, waits=False).looks(0.0, 20.0)
+    again = Coordinator("a", board, 20.0, waits=False)
+    assert "term 1 of this coordinator's last life is not over yet" in again.look(20.0).reason
+    again.looks(21.0, 20.0 + 2 * LEASE_S)
+    assert (again.role.term, again.role.acts) == (Term(2, "a"), True)
