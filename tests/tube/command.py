@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import statistics
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -121,7 +123,7 @@ def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
     size = SEEDS_PER_PROCESS * processes
     for batch in (todo[begin : begin + size] for begin in range(0, len(todo), size)):
         # New processes for each batch: the executor's own max_tasks_per_child may hang in Python 3.11.
-        with ProcessPoolExecutor(processes, spawn) as pool:
+        with ProcessPoolExecutor(processes, spawn, initializer=_end_with_parent) as pool:
             again = pool.submit(run_seed, batch[0])
             for future in as_completed([pool.submit(run_seed, seed) for seed in batch]):
                 outcome = future.result()
@@ -130,6 +132,18 @@ def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
                     if len(hashes) > 1:
                         outcome.violations.append(f"two runs differ: {' '.join(sorted(hashes))}")
                 yield outcome
+
+
+def _end_with_parent() -> None:
+    """Have this worker end when its parent is killed: by itself it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_seed(seed: str) -> Outcome:
