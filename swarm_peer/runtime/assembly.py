@@ -157,7 +157,7 @@ class Assembly:
             context=context, core=core, progress=progress, view=lambda: directory.view, serves=directory.serves
         )
         calls = server.calls | barrier.calls | group.calls | averager.calls | swarm.gossip.calls
-        calls |= handover.calls | step_loop.calls | ({} if leases is None else leases.calls)
+        calls |= handover.calls | step_loop.rewinds.calls | ({} if leases is None else leases.calls)
         return ReplicaParts(
             core=core,
             swarm=swarm,

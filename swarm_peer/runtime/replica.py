@@ -190,7 +190,7 @@ class StageReplica:
         try:
             while True:
                 timeline = await self.parts.run_watch.wait_until_left(core.rounds, core.admission)
-                self.parts.step_loop.go_back(timeline)
+                self.parts.step_loop.rewinds.go_back(timeline)
         except CallError as error:
             self.leaves_timeline = isinstance(error, OtherTimeline)
             left_behind(error)

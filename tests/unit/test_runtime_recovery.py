@@ -53,8 +53,9 @@ from swarm_peer.runtime.step import contribution
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.outcome import Settlement
+from swarm_peer.runtime.step.rewinds import MAX_ROUNDS_OF_REWIND
 from swarm_peer.runtime.step.settlement import StageGroup
-from swarm_peer.runtime.step.step_loop import MAX_ROUNDS_OF_REWIND, StepLoop
+from swarm_peer.runtime.step.step_loop import StepLoop
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import ListSnapshotsCall, ListSnapshotsReply, RewindCall, RewindReply, StateIndexCall
 from swarm_peer.wire.records import TimelineRecord
@@ -1333,7 +1334,7 @@ class Follower:
         return self.view()
 
     async def answer(self):
-        answers = dispatcher(MANIFEST.hash, 0, self.calls | self.steps.calls)
+        answers = dispatcher(MANIFEST.hash, 0, self.calls | self.steps.rewinds.calls)
         answers.add(None, self.donor.store.calls)
         await self.transport.serve(answers)
 
@@ -1360,12 +1361,12 @@ class Follower:
             first_optimizer_step=optimizer_step,
             created_at_round=optimizer_step if created_at_round is None else created_at_round,
         )
-        reply = await self.steps.handle_rewind(caller, call, ())
+        reply = await self.steps.rewinds.handle(caller, call, ())
         return check_body(RewindReply, reply.body).round_number
 
     @property
     def target(self):
-        return self.steps._rewind_to
+        return self.steps.rewinds.target
 
 
 class RefusesLedgers:
@@ -1454,10 +1455,10 @@ async def test_a_rewind_that_is_told_twice_at_once_is_one(follower):
         await looked.wait()
         return await look(stages)
 
-    follower.steps._look_again = look_slowly
+    follower.steps.rewinds._look = look_slowly
     again = asyncio.ensure_future(follower.rewind(optimizer_step=0))
     await anyio.wait_all_tasks_blocked()
-    follower.steps._look_again = look
+    follower.steps.rewinds._look = look
     await follower.rewind(optimizer_step=0)
     await follower.steps._rewind()
     looked.set()
@@ -1991,7 +1992,7 @@ async def test_a_peer_that_reaches_later_rounds_as_it_is_told_to_go_back_goes_on
     follower.steps._progress.saw_round(4)
     running = asyncio.ensure_future(follower.steps.run())
     await anyio.wait_all_tasks_blocked()
-    follower.steps.go_back(Timeline(38, 0, 0))
+    follower.steps.rewinds.go_back(Timeline(38, 0, 0))
     taken.set_result(None)
     await anyio.wait_all_tasks_blocked()
     assert not running.done()

@@ -14,16 +14,14 @@ from functools import partial
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
-from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.rounds import Round
@@ -34,17 +32,14 @@ from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.step.contribution import contributions
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.outcome import Settlement
+from swarm_peer.runtime.step.rewinds import Rewinds
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.settlement import StageGroup
-from swarm_peer.wire.messages import Body, RewindCall, RewindReply
 
 log = logging.getLogger(__name__)
 
 # Callers may be a round ahead for as long as the slowest hop takes. A peer that is behind for longer has missed news.
 BEHIND_S = 3.0
-# A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
-# peer may be behind that.
-MAX_ROUNDS_OF_REWIND = 2 * MAX_ROUNDS_AHEAD
 # Tries to catch up. A newcomer that is still behind afterwards serves all the same, until the end of the round.
 CATCH_UP_TRIES = 4
 # Says which stage-mates are on the run's timeline, and that timeline if it is known; see RunWatch.choose_donors.
@@ -56,6 +51,7 @@ class StepLoop:
 
     Attributes:
         reports: of the rounds that ended here
+        rewinds: where the run goes back to
     """
 
     def __init__(
@@ -90,7 +86,6 @@ class StepLoop:
         self._leases = leases
         self._gossip = swarm.gossip
         self._view = swarm.view
-        self._look_again = swarm.look
         self._metrics = context.metrics
         self._changed = context.changed
         self._rng = context.random.stream("rounds")
@@ -104,14 +99,9 @@ class StepLoop:
         )
         self._own_work = own_work
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
-        self._rewind_to: Timeline | None = None
         self._failures: list[CallError] = []  # that ended `run`: this peer ends no more rounds
         self.reports = RoundReports(context=context, stage=core.stage)
-
-    @property
-    def calls(self) -> dict[type[Body], Handler]:
-        """The calls that this part answers."""
-        return {RewindCall: self.handle_rewind}
+        self.rewinds = Rewinds(context=context, core=core, swarm=swarm)
 
     @property
     def step(self) -> StepState:
@@ -197,7 +187,7 @@ class StepLoop:
                 tasks.start_soon(self._group.ahead.run)
                 tasks.start_soon(attempt, self._run_rounds)
                 tasks.start_soon(self._look_when_behind)
-                await self._changed.wait_for(lambda: self._rewind_to is not None or bool(self._failures))
+                await self._changed.wait_for(lambda: self.rewinds.target is not None or bool(self._failures))
                 tasks.cancel_scope.cancel()
             if not self._failures:
                 await attempt(self._rewind)
@@ -232,7 +222,7 @@ class StepLoop:
         while True:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
-                if self._rewind_to is not None:  # the run is about to read again what this peer holds
+                if self.rewinds.target is not None:  # the run is about to read again what this peer holds
                     self.reports.lose(self._trainer.strategy.pending_samples, self.step, is_read_again=True)
                     gone()
                     return
@@ -243,49 +233,14 @@ class StepLoop:
     def _is_past(self, ended: Round) -> bool:
         return self._rounds.current is not ended or bool(self._failures)
 
-    async def handle_rewind(self, caller: str, call: RewindCall, tensors: Sequence[memoryview]) -> Reply:
-        """Rewind to the caller's timeline: it says that it took over a stage without peers, from a snapshot."""
-        target = Timeline(call.first_round, call.first_optimizer_step, call.created_at_round)
-        if call.asks_only and call.first_round <= self.step.round_number and self.step.timeline != target:
-            raise NotServing(f"the run is in round {self.step.round_number} already")
-        if call.first_round > self.step.round_number and target != self._rewind_to:
-            view = await self._look_again([call.lost_stage])
-            others = [peer for peer in view.serving(call.lost_stage) if peer.peer_id != caller]
-            known = view.peer(caller)
-            if known is None or known.stage != call.lost_stage or call.lost_stage == self._stage:
-                raise NotServing("only a peer that has taken over another stage rewinds the run")
-            # Round by round: a mate that is on another timeline may have come to later rounds on that.
-            if any(peer.optimizer_step != target.optimizer_step_at(peer.round_number) for peer in others):
-                raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
-            if call.first_round > self.step.round_number + MAX_ROUNDS_OF_REWIND:
-                raise InvalidMessage(
-                    f"the run is in round {self.step.round_number} and cannot go on in {call.first_round}"
-                )
-            made = self.step.optimizer_step
-            # No newcomer could join a timeline that cannot be. If the run has made more updates than this peer, a peer
-            # that was cut off has begun its stage anew: so it looks where the run is.
-            if call.first_optimizer_step > made or not target.allows_round(call.first_round):
-                self._admission.saw_round(call.first_round)
-                raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
-            if not call.asks_only:
-                self.go_back(target)
-        return Reply(RewindReply(round_number=self.step.round_number).model_dump())
-
-    def go_back(self, timeline: Timeline) -> None:
-        """Have `run` rewind to a newer timeline, if it has not done so already."""
-        newest = self.step.round_number if self._rewind_to is None else self._rewind_to.first_round
-        if timeline.first_round > newest:
-            self._rewind_to = timeline
-            self._changed.notify()
-
     async def _rewind(self) -> None:
-        target = self._rewind_to
+        target = self.rewinds.target
         if target is None:  # at that very moment a stage-mate's state has brought this peer to that round or beyond
             self._rounds.enter(Phase.OPEN)
             return
         async with self._ending:
             if self.step.phase is Phase.LEFT:
-                self._rewind_to = None
+                self.rewinds.target = None
                 return
             text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
             log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
@@ -335,8 +290,7 @@ class StepLoop:
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
     def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
-        if self._rewind_to is not None and self._rewind_to.first_round <= number:
-            self._rewind_to = None  # but keep a newer one
+        self.rewinds.came_to(number)
         step = StepState(
             round_number=number,
             timeline=timeline,
