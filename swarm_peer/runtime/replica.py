@@ -172,7 +172,9 @@ class StageReplica:
         parts = self.parts
         async with anyio.create_task_group() as tasks:
             if start is not None and start.rewound:
-                tasks.start_soon(parts.recovery.have_all_go_back, start.timeline)
+                # Another peer may have taken the stage over as well, and this one may follow it, now or later.
+                is_there = partial(self._is_on, start.timeline)
+                tasks.start_soon(parts.recovery.have_all_go_back, start.timeline, is_there)
             tasks.start_soon(parts.snapshot_keeper.run)
             tasks.start_soon(parts.state_server.run)
             tasks.start_soon(self._follow_run, left_behind)
@@ -183,6 +185,9 @@ class StageReplica:
                 await parts.step_loop.run()
             except CallError as error:
                 left_behind(error)
+
+    def _is_on(self, timeline: Timeline) -> bool:
+        return self.step.timeline == timeline
 
     async def _follow_run(self, left_behind: Callable[[CallError], None]) -> None:
         """Go back with the run if nobody has told this replica to; or leave, if the whole stage is left behind."""
@@ -212,6 +217,7 @@ class StageReplica:
                 await self._peer.transport.answered()
             await parts.step_loop.leave(may_end_round=not self.leaves_timeline)
         if grace.cancelled_caught and self.step.phase is not Phase.LEFT:
+            parts.core.rounds.enter(Phase.LEFT)  # stage-mates do without it at the barrier
             samples = self._trainer.strategy.pending_samples
             # In the device thread, where microbatches are counted: one that is under way is among them, or fails.
             with anyio.move_on_after(LAST_JOB_S):

@@ -108,6 +108,10 @@ class Peer:
         return float(self.metrics.repeated_samples._value.get())
 
 
+async def begin(leases: SliceLeases, round_number: int, timeline: Timeline, data: bytes) -> None:
+    leases.begin(round_number, timeline, await leases.read_ledger(data))
+
+
 class Swarm:
     def __init__(self, clock: MovedClock) -> None:
         self.clock = clock
@@ -122,7 +126,7 @@ class Swarm:
     ) -> Peer:
         peer = Peer(self, name, FakeReader(*lengths), incarnation)
         begin_counting(peer.progress, round_number)
-        await peer.leases.begin(round_number, FIRST_TIMELINE, ledger)
+        await begin(peer.leases, round_number, FIRST_TIMELINE, ledger)
         await peer.transport.serve(dispatcher(RUN, 0, peer.leases.calls))
         self.peers.append(peer)
         self.announced.append(peer)
@@ -296,7 +300,7 @@ async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
     b = Peer(swarm, "b", FakeReader(*[200] * 3))
     a.hidden.add("b")
     b.hidden.add("a")
-    await b.leases.begin(0, FIRST_TIMELINE, b"")
+    await begin(b.leases, 0, FIRST_TIMELINE, b"")
     await b.transport.serve(dispatcher(RUN, 0, b.leases.calls))
     swarm.peers.append(b)
     swarm.announced.append(b)
@@ -328,12 +332,12 @@ async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> No
     after_step = peer.leases.end_round(0)
     generation = peer.leases.generation
     drawn = await peer.draw(5)
-    await peer.leases.begin(1, FIRST_TIMELINE, after_step)
+    await begin(peer.leases, 1, FIRST_TIMELINE, after_step)
     begin_counting(peer.progress, 1)
     assert peer.leases.generation > generation
     again = await peer.draw(5)
     assert again == drawn, "in the ledger that it goes on from they have not counted"
-    await peer.leases.begin(0, FIRST_TIMELINE, b"")
+    await begin(peer.leases, 0, FIRST_TIMELINE, b"")
     assert sorted(await peer.draw(30)) == sorted(windows_of(SliceId(0, 0), 30))
 
 
@@ -354,12 +358,12 @@ async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) ->
     a.count(of_a)
     swarm.end_round()
     nothing = encode_ledger(SampleLedger(3))
-    await b.leases.begin(6, Timeline(6, 0, 0), nothing)
+    await begin(b.leases, 6, Timeline(6, 0, 0), nothing)
     begin_counting(b.progress, 6, Timeline(6, 0, 0))
     a.tell(b)
     await anyio.sleep(0.05)
     assert b.leases._held == set(), "it waits for its stage-mate"
-    await a.leases.begin(6, Timeline(6, 0, 0), nothing)
+    await begin(a.leases, 6, Timeline(6, 0, 0), nothing)
     begin_counting(a.progress, 6, Timeline(6, 0, 0))
     read: set[SampleId] = set()
     while not set(of_a) <= read:
@@ -371,12 +375,9 @@ async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) ->
 
 
 async def test_who_goes_back_reads_again_what_the_round_that_was_open_had_counted(swarm: Swarm) -> None:
-    """Weights take their time to load, and the counts are those of the timeline that is given up until then."""
     peer = await swarm.add("a", 30)
     peer.count(await peer.draw(10))
-    await peer.leases.begin(6, Timeline(6, 0, 0), b"")
-    await anyio.wait_all_tasks_blocked()
-    assert peer.leases._held == set()
+    await begin(peer.leases, 6, Timeline(6, 0, 0), b"")
     begin_counting(peer.progress, 6, Timeline(6, 0, 0))
     assert sorted(await peer.draw(30)) == sorted(windows_of(SliceId(0, 0), 30))
 
@@ -429,7 +430,7 @@ async def test_what_has_counted_and_the_giver_of_a_state_has_not_heard_of_is_not
     a.count(counted)
     not_heard = b.leases.end_round(0)
     swarm.kill(b)
-    await a.leases.begin(1, FIRST_TIMELINE, not_heard)
+    await begin(a.leases, 1, FIRST_TIMELINE, not_heard)
     begin_counting(a.progress, 1)
     a.changed.notify()
     assert not set(counted) & set(await a.draw(60))
@@ -451,7 +452,7 @@ async def test_who_has_gone_back_does_not_hear_the_pass_of_the_timeline_that_was
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(a.leases._ask, {peer.peer_id for peer in mates}, [SliceId(0, 5)])
         await until(lambda: sum(fault.fired for fault in faults) == 2)
-        await a.leases.begin(6, Timeline(6, 0, 0), b"")
+        await begin(a.leases, 6, Timeline(6, 0, 0), b"")
         answered.set()
     assert a.leases._passes == {}
 
@@ -598,7 +599,7 @@ async def test_who_is_asked_from_another_timeline_learns_of_it(swarm: Swarm) -> 
     """Without leases it sends nothing to the next stage, and nobody else shows it the timeline."""
     a = await swarm.add("a", *[10] * 20)
     a.leases.welcome("ahead")
-    await a.leases.begin(5, Timeline(5, 5, 5), b"")
+    await begin(a.leases, 5, Timeline(5, 5, 5), b"")
     for caller, first_round, heard in (("stranger", 9, []), ("ahead", 5, []), ("ahead", 9, [1]), ("ahead", 0, [1, 1])):
         call = LeaseCall(manifest=RUN, timeline_first_round=first_round, slices=(), believed=(), counts=())
         refused = caller == "stranger" or first_round != 5

@@ -1083,6 +1083,31 @@ async def test_a_share_whose_last_reply_is_lost_is_added_once(swarm):
     assert leaving.metric("lost_samples") == 0
 
 
+async def test_a_share_whose_connection_breaks_before_it_is_added_is_kept(swarm):
+    """The receiver's device was busy; the giver connects again."""
+    _, leaving, staying = await group_of_two(swarm)
+    is_busy = threading.Event()
+    job = asyncio.ensure_future(staying.device_thread.run(Priority.STEP, is_busy.wait))
+    fault = swarm.network.fault(op="commit_gradient", drop_reply=True)
+    handling = staying.handover._commit_once
+
+    async def broken(caller, call):
+        staying.handover._commit_once = handling
+        adding = asyncio.ensure_future(handling(caller, call))
+        await until(lambda: staying.admission.admitted)
+        await anyio.wait_all_tasks_blocked()
+        adding.cancel()
+        await asyncio.wait([adding])
+        is_busy.set()
+
+    staying.handover._commit_once = broken
+    assert await leaving.handover.hand_over()
+    await job
+    assert fault.fired == 1
+    assert staying.trainer.num_samples == 2 * SAMPLES
+    assert leaving.metric("lost_samples") == 0
+
+
 async def test_a_share_that_may_have_been_taken_over_is_offered_to_nobody_else(swarm):
     _, leaving, _ = await group_of_two(swarm)
     await swarm.add("d", 1)

@@ -20,6 +20,7 @@ from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeli
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
@@ -39,6 +40,7 @@ from swarm_peer.runtime.state import joining, recovery, run_watch
 from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
+    HOLDER_PATIENCE,
     INTERVALS_FROM_SCRATCH,
     JOINER_PATIENCE,
     RESCUE_PATIENCE,
@@ -629,6 +631,30 @@ async def test_a_stage_begins_on_no_timeline_that_another_one_has_passed(swarm):
     assert start.timeline == Timeline(500 + ROUNDS_BETWEEN_TIMELINES, 480, 480), "the newer one gave these weights up"
 
 
+async def test_a_snapshot_that_nobody_gives_is_passed_over_after_a_while(swarm):
+    """Those who claim it may be liars, or have copied it from one that has gone since."""
+    now = 100.0
+    swarm.clock.read = lambda: now
+    first, last = [await swarm.add(peer_id, stage, round_number=47) for peer_id, stage in (("a", 0), ("c", 2))]
+    for optimizer_step in (30, 40):
+        await first.store_snapshot((0, optimizer_step), (1, optimizer_step))
+        await last.store_snapshot((2, optimizer_step), (1, optimizer_step))
+    peer, asked = await swarm.newcomer(), []
+
+    async def refuse(state):
+        asked.append(state.optimizer_step)
+        raise InvalidMessage("does not fit")
+
+    patience_s = HOLDER_PATIENCE * MANIFEST.limits.announcement_s
+    for seconds in (0.0, patience_s - 1, 1.0, 0.0):
+        now += seconds
+        start = await peer.recovery.find_start()
+        with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+            await start.fetch(refuse)
+    assert asked == [40, 40, 30, 40], "the newest again, when no other is left"
+    assert start.reason == "all stages' snapshots of 40 updates exist"
+
+
 async def test_a_refusal_without_a_reason_is_a_refusal(swarm):
     newcomer = await newcomer_to_a_lost_stage(swarm)
     for peer_id in "ac":
@@ -914,7 +940,7 @@ async def test_where_one_word_stands_against_another_the_numbers_stay_possible(s
     liar.enter(MAX_ROUND - MIN_ROUNDS_LEFT)
     start = await peer.recovery.find_start()
     assert start.timeline == Timeline(MAX_ROUND - MIN_ROUNDS_LEFT + ROUNDS_BETWEEN_TIMELINES, 10, 10)
-    await peer.recovery.have_all_go_back(start.timeline)
+    await peer.recovery.have_all_go_back(start.timeline, lambda: True)
     assert first.told == [("n", 1, start.timeline)]
     for name in ("a", "liar"):
         swarm.peers[name].enter(2**40 - 1, FIRST_TIMELINE)
@@ -998,7 +1024,7 @@ async def test_all_peers_of_other_stages_are_told(swarm):
     first, last = await lost_stage(swarm)
     ahead, mate = await swarm.add("c", 2, round_number=40), await swarm.add("m", 1, round_number=20)
     peer = await swarm.newcomer()
-    await peer.recovery.have_all_go_back(TARGET)
+    await peer.recovery.have_all_go_back(TARGET, lambda: True)
     assert first.told == last.told == [("n", 1, TARGET)]
     assert ahead.told == mate.told == []
 
@@ -1008,17 +1034,29 @@ async def test_a_peer_that_refuses_is_told_again(swarm):
     fault = swarm.network.fault(op="rewind", to="a", times=3, fail=NotServing("it has not lost its peers"))
     lie = swarm.network.fault(op="rewind", to="b", tamper=lambda reply: Reply({}))
     peer = await swarm.newcomer()
-    await peer.recovery.have_all_go_back(TARGET)
+    await peer.recovery.have_all_go_back(TARGET, lambda: True)
     assert (fault.fired, lie.fired) == (3, 1)
     assert first.told == [("n", 1, TARGET)]
     assert last.told == 2 * [("n", 1, TARGET)], "its reply was none"
+
+
+async def test_who_follows_another_timeline_tells_nobody_of_its_own(swarm):
+    """Another peer has taken the stage over as well."""
+    first, _ = await lost_stage(swarm)
+    peer = await swarm.newcomer()
+    await peer.recovery.have_all_go_back(TARGET, lambda: False)
+    assert first.told == []
+    swarm.network.fault(op="rewind", times=1000, fail=NotServing("it has not lost its peers"))
+    is_there = iter([True, True, False])
+    await peer.recovery.have_all_go_back(TARGET, lambda: next(is_there))
+    assert swarm.network.num_calls("rewind", "a") == 2
 
 
 async def test_it_ends_when_those_that_are_behind_are_gone(swarm):
     await lost_stage(swarm)
     swarm.network.fault(op="rewind", times=1000, fail=PeerUnreachable("gone"))
     peer = await swarm.newcomer()
-    telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET))
+    telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET, lambda: True))
     await until(lambda: swarm.network.num_calls("rewind", "a") > 3)
     assert not telling.done()
     swarm.peers["a"].enter(TARGET.first_round, TARGET)  # of a stage-mate's doing
@@ -1030,7 +1068,7 @@ async def test_a_peer_that_appears_later_is_told_too(swarm):
     first, _ = await lost_stage(swarm)
     fault = swarm.network.fault(op="rewind", to="b", before=anyio.Event())
     peer = await swarm.newcomer()
-    telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET))
+    telling = asyncio.ensure_future(peer.recovery.have_all_go_back(TARGET, lambda: True))
     await fault.struck.wait()
     late = await swarm.add("c", 0, round_number=33)
     fault.before.set()
@@ -1369,12 +1407,19 @@ class Follower:
         return self.steps.rewinds.target
 
 
-class RefusesLedgers:
-    """Leases for which nothing is a ledger but an empty one."""
+class NotedLeases:
+    """Leases for which nothing is a ledger but an empty one. They note when they begin."""
 
-    async def begin(self, round_number, timeline, data):
+    def __init__(self, follower):
+        self.follower, self.begun = follower, []
+
+    async def read_ledger(self, data):
         if data:
             raise InvalidMessage("no ledger")
+        return SampleLedger(1)
+
+    def begin(self, round_number, timeline, ledger):
+        asyncio.get_running_loop().call_soon(lambda: self.begun.append(self.follower.steps.step.round_number))
 
 
 @pytest.fixture
@@ -1531,15 +1576,17 @@ async def test_a_snapshot_that_does_not_fit_is_passed_over(follower, tmp_path, c
         await holder.answer()
         await holder.donor.store_snapshot(0, state)
     follower.peers = [PeerView(peer_id=h.peer_id, stage=1, state=PeerState.SERVING, round_number=3) for h in holders]
-    follower.steps._leases = RefusesLedgers()
+    leases = follower.steps._leases = NotedLeases(follower)
     await follower.donor.store_snapshot(0, lies[0])
-    target = Timeline(38, 3, 3)
-    for _ in range(8):  # the holders are asked in any order
+    for first_round in range(38, 46):  # the holders are asked in any order
+        target = Timeline(first_round, 3, 3)
         await follower.steps.begin(target, partial(follower.steps._downloads.take_snapshot_of, target))
         assert_equal(follower.trainer.state(), good.tensors)
-        assert (follower.steps.step.round_number, follower.steps.step.ledger) == (38, b"")
+        assert (follower.steps.step.round_number, follower.steps.step.ledger) == (first_round, b"")
         assert not follower.donor.snapshots()
     assert caplog.text.count("snapshot_refused stage=0 optimizer_step=3") == 1
+    await anyio.lowlevel.checkpoint()
+    assert leases.begun == [*range(38, 46)], "once for each, and at one moment with the round"
 
 
 async def test_a_peer_goes_back_to_the_initial_weights(follower):
@@ -1914,7 +1961,7 @@ async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower,
 async def test_an_update_with_a_ledger_that_is_none_is_not_replayed(follower, monkeypatch):
     """Another stage-mate's state is taken instead."""
     offer_updates(follower, monkeypatch, ledger=b"none")
-    follower.steps._leases = RefusesLedgers()
+    follower.steps._leases = NotedLeases(follower)
     before = state_of(follower.trainer)
     assert not await follower.steps._replay(["m"])
     assert_equal(state_of(follower.trainer), before)
@@ -1931,14 +1978,17 @@ async def test_work_that_is_lost_since_others_went_on_is_reported(follower, capl
     assert lost(follower) == 10
 
 
-async def test_a_full_disk_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ValueError("the ledger is too long for an index")]
+)
+async def test_what_cannot_be_stored_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog, error):
     def write(storage, name, parts):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(FolderStorage, "write", write)
     assert await follower.donor.take_snapshot(3)
     assert not follower.donor.snapshots()
-    assert "snapshot_not_stored stage=0 optimizer_step=3" in caplog.text
+    assert f"snapshot_not_stored stage=0 optimizer_step=3 reason={error}" in caplog.text
 
 
 async def test_the_list_of_snapshots_says_where_a_peer_stands(follower):
@@ -1976,6 +2026,21 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
     follower.steps.begin = slow
     await follower.rewind(optimizer_step=0)
     await until(lambda: follower.steps.step.round_number == 42 and follower.admission.is_open)
+    running.cancel()
+
+
+async def test_a_newer_rewind_counts_though_the_older_ones_snapshot_is_gone(follower):
+    running = asyncio.ensure_future(follower.steps.run())
+
+    async def is_gone(target, take):
+        await follower.rewind(round_number=42, optimizer_step=0)
+        raise NotServing("its only holder has died")
+
+    follower.steps._downloads.take_snapshot_of = is_gone
+    await follower.rewind(optimizer_step=2)
+    await until(lambda: follower.steps.step.round_number == 42 and follower.admission.is_open)
+    assert follower.target is None
+    assert not running.done()
     running.cancel()
 
 

@@ -93,22 +93,25 @@ class SliceLeases:
 
     # --- the ledger
 
-    async def begin(self, round_number: int, timeline: Timeline, data: bytes) -> None:
-        """Begin anew from the ledger of a state, without leases.
+    async def read_ledger(self, data: bytes) -> SampleLedger:
+        """Decode the ledger of a state; no bytes are one in which nothing has counted yet.
+
+        Raises:
+            UserError: the training data cannot be read
+            InvalidMessage: it is no ledger, or a ledger of other training data
+        """
+        num_slices = await self._context.threads.run(self._reader.num_slices, abandon_on_cancel=True)
+        if not data:
+            return SampleLedger(num_slices)
+        return await self._context.threads.run(decode_ledger, data, num_slices)
+
+    def begin(self, round_number: int, timeline: Timeline, ledger: SampleLedger) -> None:
+        """Begin anew from the ledger of a state that has been taken over, without leases.
 
         Args:
             round_number: the round that the state begins
             timeline: the timeline that the state belongs to
-            data: the encoded ledger; empty if nothing has counted yet
-
-        Raises:
-            UserError: the training data cannot be read
-            InvalidMessage: `data` is no ledger, or a ledger of other training data
         """
-        num_slices = await self._context.threads.run(self._reader.num_slices, abandon_on_cancel=True)
-        ledger = SampleLedger(num_slices)
-        if data:
-            ledger = await self._context.threads.run(decode_ledger, data, num_slices)
         goes_on = self._ledger is not None and timeline.first_round == self._timeline_first_round
         for slice_id in self._held:
             self._pool.drop(slice_id)
@@ -227,10 +230,7 @@ class SliceLeases:
                     await anyio.sleep(RETRY_S)
 
     def _needs_leases(self) -> bool:
-        # When a state is taken over, the ledger is of its timeline and round first, and the counts once it is loaded.
-        counts = self._progress
-        has_loaded = counts.timeline == self._timeline_first_round and counts.round_number >= self._began
-        return self._ledger is not None and has_loaded and self._pool.wants_leases > 0
+        return self._ledger is not None and self._pool.wants_leases > 0
 
     def forget(self, peer_id: str) -> None:
         """Free the slices of a stage-mate that has said goodbye."""

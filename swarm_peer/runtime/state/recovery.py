@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
 from swarm_peer.policy.recovery import (
     Claim,
+    Rewind,
     SnapshotRef,
     Standing,
     Timeline,
@@ -32,7 +34,7 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.state.claims import CALL_TIMEOUT_S, believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import timeline_of
-from swarm_peer.runtime.state.joining import Fetch, take_snapshot
+from swarm_peer.runtime.state.joining import Fetch, Take, take_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 from swarm_peer.wire.records import TimelineRecord
@@ -54,6 +56,8 @@ RIVAL_PATIENCE = 4
 UNREACHED_PATIENCE = 4
 # A peer that joins a lost stage has this long, since it downloads a snapshot, before another one moves there.
 JOINER_PATIENCE = 20
+# A snapshot that no holder gives is tried for so long before an earlier one is gone back to.
+HOLDER_PATIENCE = 4
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 INTERVALS_FROM_SCRATCH = 2
 
@@ -138,6 +142,8 @@ class Recovery:
         self._unreached = unreached
         self._furthest = furthest
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
+        self._not_given: dict[SnapshotRef, float] = {}  # when each snapshot first was asked for in vain
+        self._holder_patience_s = HOLDER_PATIENCE * manifest.limits.announcement_s
         self._for_unreached = _Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
 
     async def find_start(self) -> Start:
@@ -167,7 +173,7 @@ class Recovery:
             holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
             # The coordinator gives the state that the run's first timeline begins with, and may come back.
             if holders or beginning == first:
-                fetch = partial(self._take, wanted, holders) if beginning.first_optimizer_step else None
+                fetch = partial(self._take_given, wanted, holders) if beginning.first_optimizer_step else None
                 return Start(beginning, fetch, False, "nothing was computed since the run's beginning")
         self._wait_for_rivals(view, anybody_serves=bool(claims))
         # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
@@ -243,16 +249,40 @@ class Recovery:
         Raises:
             CallError: there is no such state, or others see stage-mates
         """
-        num_stages = self._context.resolved.num_stages
-        rewind = choose_rewind(snapshots, num_stages, self._stage, standing.optimizer_step, from_scratch)
+        rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
         if rewind.optimizer_step is None:
             raise CallError(rewind.reason)
         first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES + timeline_offset(self._stage, believed)
         timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
         await self._check_loss(timeline)
         wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
-        fetch = partial(self._take, wanted, rewind.holders) if rewind.optimizer_step else None
+        holders = [holder for holder in rewind.holders if holder != self._me]
+        fetch = partial(self._take_given, wanted, holders) if rewind.optimizer_step else None
         return Start(timeline, fetch, True, rewind.reason)
+
+    def _choose_rewind(
+        self, snapshots: Mapping[str, Sequence[SnapshotRef]], optimizer_step: int, from_scratch: int
+    ) -> Rewind:
+        """The newest snapshots of all stages, but for those that nobody has given for a while, if there are others."""
+        choose = partial(choose_rewind, num_stages=self._context.resolved.num_stages, lost_stage=self._stage)
+        passed_over = set[SnapshotRef]()
+        # Once the time is over, each that fails is passed over at once: a liar may claim many.
+        if min(self._not_given.values(), default=inf) <= self._context.clock.monotonic_s() - self._holder_patience_s:
+            passed_over = set(self._not_given)
+        given = {peer: [known for known in held if known not in passed_over] for peer, held in snapshots.items()}
+        rewind = choose(given, newest=optimizer_step, from_scratch=from_scratch)
+        if passed_over and rewind.optimizer_step is not None:
+            newest = max(known.optimizer_step for known in passed_over)
+            return replace(rewind, reason=f"{rewind.reason}, and nobody gives that of {newest}")
+        return rewind if not passed_over else choose(snapshots, newest=optimizer_step, from_scratch=from_scratch)
+
+    async def _take_given(self, wanted: SnapshotRef, holders: Sequence[str], take: Take) -> None:
+        """Take over a snapshot that others hold, and note one that none of them gives as it should be."""
+        try:
+            await self._take(wanted, holders, take)
+        except CallError:
+            self._not_given.setdefault(wanted, self._context.clock.monotonic_s())
+            raise
 
     def _rewind_call(self, timeline: Timeline, *, asks_only: bool) -> RewindCall:
         return RewindCall(
@@ -294,8 +324,12 @@ class Recovery:
         if refusals and 2 * len(refusals) >= len(answers):
             raise CallError(f"{len(refusals)} of {len(answers)} peers would not go back: {refusals[0]}")
 
-    async def have_all_go_back(self, timeline: Timeline) -> None:
-        """Tell the peers of all other stages that are in an earlier round to go back to a timeline, until each will."""
+    async def have_all_go_back(self, timeline: Timeline, is_there: Callable[[], bool]) -> None:
+        """Tell the peers of all other stages that are in an earlier round to go back to a timeline, until each will.
+
+        Args:
+            is_there: whether this peer is on the timeline itself; otherwise nobody is told
+        """
         call = self._rewind_call(timeline, asks_only=False)
         told: set[str] = set()
         refusals: dict[str, str] = {}
@@ -311,7 +345,7 @@ class Recovery:
                     log.warning("rewind_refused peer=%s reason=%s", peer_id, reason)
                 refusals[peer_id] = reason
 
-        while True:
+        while is_there():
             view = await self._swarm.look(range(self._context.resolved.num_stages))
             behind = [
                 peer

@@ -84,17 +84,15 @@ class SnapshotKeeper:
         return True
 
     async def _store(self, stage: int, state: StageState) -> None:
-        """Store a snapshot. One that the disk does not take is left out: the peer trains all the same."""
+        """Store a snapshot. One that cannot be stored is left out: the peer trains all the same."""
+        text = "snapshot_not_stored stage=%d optimizer_step=%d reason=%s"
         try:
             await self._snapshots.store_snapshot(stage, state)
         except OSError as error:
-            log.error(
-                "snapshot_not_stored stage=%d optimizer_step=%d reason=%s: make room in the temporary folder, or name "
-                "another one in TMPDIR",
-                stage,
-                state.optimizer_step,
-                error,
-            )
+            text += ": make room in the temporary folder, or name another one in TMPDIR"
+            log.error(text, stage, state.optimizer_step, error)
+        except ValueError as error:  # a member may count so that the ledger becomes too long for any message
+            log.error(text, stage, state.optimizer_step, error)
 
     def _snapshot_is_due(self) -> bool:
         step = self._state_server.step

@@ -328,7 +328,14 @@ class GradientHandover:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
             # From here on the round cannot end without this gradient, though its samples may be the last ones.
             self._swarm.progress.merge(call.counts)
-            await self._device_thread.run(Priority.BACKWARD, partial(self._add, caller, transfer.data, call, entered))
+            add = partial(self._add, caller, transfer.data, call, entered)
+            try:
+                await self._device_thread.run(Priority.BACKWARD, add)
+            except anyio.get_cancelled_exc_class():
+                # The connection broke, and the caller repeats its call: there may have been no time to add it.
+                if call.transfer not in self._committed:
+                    entered.transfers.setdefault(caller, transfer)
+                raise
         log.info("gradient_taken_over peer=%s round=%d samples=%d", caller, call.round_number, sum(call.samples))
 
     def _check_mate(self, caller: str) -> None:

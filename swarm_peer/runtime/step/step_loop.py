@@ -17,6 +17,7 @@ import torch
 from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
@@ -137,7 +138,8 @@ class StepLoop:
         # begins with a digest of them.
         weights = await self._device_thread.run(Priority.STEP, self._trainer.state)
         history_hash = await self._context.threads.run(extend_history, self._hash, list(weights.values()))
-        await self._begin_to_read(timeline.first_round, timeline, b"")
+        ledger = await self._read_ledger(b"")
+        self._begin_to_read(timeline.first_round, timeline, ledger)
         self._begin_round(timeline.first_round, history_hash, timeline, ledger=b"", lineage=b"")
         self.reports.begin(self.step)
 
@@ -234,20 +236,26 @@ class StepLoop:
         return self._rounds.current is not ended or bool(self._failures)
 
     async def _rewind(self) -> None:
-        target = self.rewinds.target
-        if target is None:  # at that very moment a stage-mate's state has brought this peer to that round or beyond
-            self._rounds.enter(Phase.OPEN)
-            return
         async with self._ending:
-            if self.step.phase is Phase.LEFT:
-                self.rewinds.target = None
-                return
-            text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
-            log.warning(text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round)
-            self._metrics.rewinds.inc()
-            self._rounds.enter(Phase.ENDING)
-            fetch = partial(self._downloads.take_snapshot_of, target) if target.first_optimizer_step else None
-            await self.begin(target, fetch)
+            # There is none if a stage-mate's state has brought this peer to that round or beyond at that very moment.
+            while (target := self.rewinds.target) is not None:
+                if self.step.phase is Phase.LEFT:
+                    self.rewinds.target = None
+                    return
+                text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
+                log.warning(
+                    text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round
+                )
+                self._metrics.rewinds.inc()
+                self._rounds.enter(Phase.ENDING)
+                fetch = partial(self._downloads.take_snapshot_of, target) if target.first_optimizer_step else None
+                try:
+                    await self.begin(target, fetch)
+                except CallError as error:
+                    if self.rewinds.target is target:
+                        raise
+                    # Another peer has told of a newer timeline: the holder of this one's snapshot may have died.
+                    log.warning("run_not_rewound round=%d reason=%s", target.first_round, error)
         self._rounds.enter(Phase.OPEN)
 
     async def _end(self, ending: Round) -> None:
@@ -317,18 +325,24 @@ class StepLoop:
         await self._downloads.take_newest(donors, min_round, take, tries, timeline)
 
     async def _take_over(self, state: StageState, *, keeps_work: bool = False) -> None:
-        await self._begin_to_read(state.round_number, state.timeline, state.ledger)
+        # The trainer and the ledger may refuse a state. No other part has changed by then.
+        ledger = await self._read_ledger(state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         lost = await self._device_thread.run(Priority.STEP, load)
         self.reports.lose(lost, self.step, is_read_again=state.timeline > self.step.timeline)
         self._own_work.give_up(state)
+        self._begin_to_read(state.round_number, state.timeline, ledger)
         self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
         self.reports.begin(self.step)
 
-    async def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: bytes) -> None:
-        if self._leases is not None:
-            await self._leases.begin(round_number, timeline, ledger)
+    async def _read_ledger(self, data: bytes) -> SampleLedger | None:
+        """The ledger of a state, which stage 0 alone has."""
+        return None if self._leases is None else await self._leases.read_ledger(data)
+
+    def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: SampleLedger | None) -> None:
+        if self._leases is not None and ledger is not None:
+            self._leases.begin(round_number, timeline, ledger)
 
     async def _replay(self, donors: Sequence[str]) -> bool:
         """Apply the updates that stage-mates made since this peer's state.
@@ -341,13 +355,14 @@ class StepLoop:
             step = self.step
             try:
                 update = await self._downloads.update_after(donors, step)
-                await self._begin_to_read(step.round_number + 1, step.timeline, update.ledger)
+                ledger = await self._read_ledger(update.ledger)
             except CallError as error:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
             self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step)
+            self._begin_to_read(step.round_number + 1, step.timeline, ledger)
             self._begin_round(
                 step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
             )
