@@ -6,6 +6,7 @@ package.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,19 @@ def _override(data: dict[str, Any], setting: str) -> None:
         data[leaf] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UserError(f"--set {setting!r}: the value is no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def changed_settings(before: RunManifest, after: RunManifest) -> Iterator[tuple[str, Any, Any]]:
+    """The settings in which two manifests differ, with both values of each; None for one that is not there."""
+    was, now = (dict(_settings(each.model_dump(mode="json"))) for each in (before, after))
+    for key in sorted(was.keys() | now.keys()):
+        if was.get(key) != now.get(key):
+            yield key, was.get(key), now.get(key)
+
+
+def _settings(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

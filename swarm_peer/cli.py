@@ -40,8 +40,8 @@ def _shown_default(value: object) -> str | None:
 
 app = make_app(
     "swarm-peer",
-    """Example, with the address that swarm-coordinator prints:
-  swarm-peer --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...""",
+    """Example, with the invite that swarm-coordinator prints:
+  swarm-peer --initial-peers swarm-invite-lMQgavLkz0...""",
 )
 
 

@@ -43,6 +43,10 @@ class CheckpointDamaged(UserError):
         self.reason = reason
 
 
+class CheckpointOfOtherRun(CheckpointDamaged):
+    """It is whole, and of another manifest than the run's."""
+
+
 class CheckpointIncomplete(CheckpointDamaged):
     """Its save has not ended, or was cut off."""
 
@@ -151,7 +155,7 @@ def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = 
         if set(contents.files) != expected or contents.optimizer_step != optimizer_step_of(folder):
             raise CheckpointDamaged(folder, f"{name} does not belong to it")
         if wanted is not None and contents.manifest != wanted.hash:
-            raise CheckpointDamaged(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
+            raise CheckpointOfOtherRun(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
         for name, entry in contents.files.items():
             found = files.describe(f"{folder}/{name}")
             if found.size != entry.size:

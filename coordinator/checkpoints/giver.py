@@ -7,15 +7,15 @@ provider takes all its machines back at once, the coordinator's checkpoints are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import anyio
 
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.store import CheckpointStore
+from coordinator.config_files import changed_settings
 from coordinator.run.context import CoordinatorContext
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -128,15 +128,5 @@ class CheckpointGiver:
 
 def _tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:
     """Log what the run does otherwise from now on: the user may have left something out of the command."""
-    was, now = (dict(_settings(each.model_dump(mode="json"))) for each in (checkpoint.manifest, manifest))
-    for key in sorted(was.keys() | now.keys()):
-        if was.get(key) != now.get(key):
-            log.warning("setting_changed setting=%s checkpoint=%s now=%s", key, was.get(key), now.get(key))
-
-
-def _settings(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    for key, was, now in changed_settings(checkpoint.manifest, manifest):
+        log.warning("setting_changed setting=%s checkpoint=%s now=%s", key, was, now)

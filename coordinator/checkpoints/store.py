@@ -19,6 +19,7 @@ from coordinator.checkpoints.folder import (
     Checkpoint,
     CheckpointDamaged,
     CheckpointIncomplete,
+    CheckpointOfOtherRun,
     age_of,
     folder_name,
     one_line,
@@ -26,6 +27,7 @@ from coordinator.checkpoints.folder import (
     optimizer_step_of,
     write_checkpoint,
 )
+from coordinator.watch.run_file import CHECKPOINTS
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.state.index import StageState
@@ -83,6 +85,11 @@ class CheckpointStore:
             log.warning("checkpoints_not_pruned path=%s reason=%s", self._url, one_line(error))
         return self._files.address(folder)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no checkpoints, not even unfinished ones. Raises UserError if the store does not answer."""
+        return not self._folders()
+
     def newest(self, manifest: RunManifest | None = None) -> Checkpoint | None:
         """The newest good checkpoint; None if none was ever completed.
 
@@ -114,6 +121,9 @@ class CheckpointStore:
         for folder in self._folders():
             try:
                 yield open_checkpoint(self._files, folder, manifest)
+            except CheckpointOfOtherRun as error:
+                log.info("checkpoint_passed_over path=%s reason=%s", folder, error.reason)
+                reasons.append(error.reason)
             except CheckpointDamaged as error:
                 log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
                 if not isinstance(error, CheckpointIncomplete):
@@ -197,6 +207,9 @@ class CheckpointStore:
 def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
     """A checkpoint to read: of a base folder the newest good one, or that of a certain step; or one folder itself.
 
+    Args:
+        url: of these folders, or of a run's own, whose checkpoints are below it
+
     Raises:
         UserError: there is none, or it is damaged
     """
@@ -206,9 +219,12 @@ def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
         if optimizer_step not in (None, own):
             raise UserError(f"--step {optimizer_step}: {url} is the checkpoint of step {own}; leave one of them out")
         return CheckpointStore(base).at(own)
+    store, below = CheckpointStore(url), CheckpointStore(f"{url.rstrip('/')}/{CHECKPOINTS}")
+    if store.is_empty and not below.is_empty:
+        store = below
     if optimizer_step is not None:
-        return CheckpointStore(url).at(optimizer_step)
-    checkpoint = CheckpointStore(url).newest()
+        return store.at(optimizer_step)
+    checkpoint = store.newest()
     if checkpoint is None:
         raise UserError(f"there are no checkpoints in {url}: correct the path")
     return checkpoint

@@ -103,14 +103,18 @@ def end(
         if run is None:
             raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
         identity_path = run / "identity"
+    if not identity_path.parent.is_dir():
+        raise UserError(f"there is no folder {identity_path.parent}: name that of a run")
     if not identity_path.is_file():
         raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
 
     from coordinator.run.found_runs import addresses_of_run
+    from coordinator.run.run_files import note_end
     from coordinator.watch.observer import end_run
 
     addresses = addresses_of_run(None if initial_peers else identity_path.parent, initial_peers)
     end_run(addresses, identity_path, lambda left: print(f"{left} peers left", flush=True))
+    note_end(identity_path.parent)
     print("The run has ended.")
 
 
@@ -149,7 +153,8 @@ def evaluate(
     oldest = f"{result.oldest_optimizer_step} to " if result.oldest_optimizer_step < result.optimizer_step else ""
     print(
         f"loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}: {result.samples} samples of "
-        f"{result.tokens} tokens, weights after {oldest}{result.optimizer_step} optimizer steps, {result.seconds:.1f} s"
+        f"{result.tokens_per_sample} tokens, weights after {oldest}{result.optimizer_step} optimizer steps, "
+        f"{result.seconds:.1f} s"
     )
 
 

@@ -63,6 +63,7 @@ def serve(
     check_installed(log_to)
     check_peer_addresses(node.initial_peers)
     check_own_addresses(node.host_maddrs, node.announce_maddrs)
+    place = None if dashboard is None else parse_place(dashboard)
     resolved = load_and_resolve(config, set_, cache_dir)
 
     from coordinator.checkpoints.writer import plan_checkpoints
@@ -77,7 +78,7 @@ def serve(
         cache_dir=cache_dir,
         min_replicas=min_replicas if rebalance else None,
         standby=standby,
-        dashboard=None if dashboard is None else parse_place(dashboard),
+        dashboard=place,
     )
     run_serve(resolved, node, options, log_to)
 
@@ -112,6 +113,7 @@ def local(
     configure_logging(log_level)
     check_installed(log_to)
     peers_by_stage = _parse_peers(peers) if peers is not None else None
+    place = None if dashboard is None else parse_place(dashboard)
     manifest = load_and_resolve(config, set_, cache_dir, steps).manifest
     output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
@@ -125,7 +127,6 @@ def local(
     choose_device(device)
     validation_samples(manifest, 1, cache_dir)
     plan = plan_checkpoints(manifest, output, checkpoints)
-    place = None if dashboard is None else parse_place(dashboard)
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place)
     service = run_local(
         manifest, peers_by_stage or [2] * manifest.stages.count, device, options, log_to, restart=restart

@@ -41,7 +41,8 @@ class Gpu(Section):
         peak: float | None = getattr(self, precision)
         if peak is None:
             raise UserError(
-                f"gpu {self.name} has no {precision}: choose another model.precision, or leave that GPU out"
+                f"gpu {self.name} has no {precision}: choose another precision, such as --set model.precision=fp16, or "
+                f"leave that GPU out"
             )
         return peak
 

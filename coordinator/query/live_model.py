@@ -63,7 +63,7 @@ class Evaluation:
     loss: float
     perplexity: float
     samples: int
-    tokens: int
+    tokens_per_sample: int
     optimizer_step: int
     oldest_optimizer_step: int
     seconds: float
@@ -141,7 +141,7 @@ class LiveModel:
             loss=loss,
             perplexity=math.exp(min(loss, 700.0)),
             samples=len(samples_NS),
-            tokens=samples_NS.shape[1] - 1,
+            tokens_per_sample=samples_NS.shape[1] - 1,
             optimizer_step=self._optimizer_step_at(max(rounds)),
             oldest_optimizer_step=self._optimizer_step_at(min(rounds)),
             seconds=time.monotonic() - began,

@@ -108,11 +108,11 @@ def sample_run(
         check_tokenizer(model.resolved.manifest.data, data_dir)
         tokenizer = load_tokenizer(model.resolved.manifest.data, model.resolved.vocab_size, cache_dir)
         tokens = tokenizer.encode(prompt) or [tokenizer.separator_id]
-        text = TextStream(tokenizer, tokens)
-        write(prompt)
+        text, unwritten = TextStream(tokenizer, tokens), prompt
         async for token in model.generate(tokens, sampling):
-            write(text.push(token))
-        write(text.rest())
+            write(unwritten + text.push(token))
+            unwritten = ""
+        write(unwritten + text.rest())
 
     _with_live_model(initial_peers, run_id, work)
 

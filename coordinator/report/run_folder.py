@@ -115,6 +115,8 @@ def read_run(folder: Path) -> RecordedRun:
     Raises:
         UserError: there is no metrics.jsonl, no line in it, or it cannot be read
     """
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name that of a run")
     lines, unread_lines = _read(folder / "metrics.jsonl", Line)
     if not lines:
         raise UserError(f"{folder / 'metrics.jsonl'} has no optimizer step: name the folder of a run that has begun")

@@ -39,7 +39,7 @@ def read_known(path: Path) -> list[str]:
     """
     try:
         lines = path.read_text().split()
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}, the addresses of the run's peers: {error}") from error

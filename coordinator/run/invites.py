@@ -91,7 +91,10 @@ class InviteBook:
         """
         path = self._folder / "identity"
         if not path.is_file():
-            raise UserError(f"{self._folder}: the run's key is not there (identity); name the folder of serve")
+            raise UserError(
+                f"{self._folder}: the run's key is not there (identity); name the folder of serve: a run of local is "
+                f"for this machine, and has no invites"
+            )
         return Identity.from_file(path)
 
     def issue(self, run_key: Identity, addresses: Sequence[str], *, label: str, seconds: int, at_once: int) -> Invite:

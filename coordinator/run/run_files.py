@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 
+from coordinator.run.run_options import lock_folder
 from coordinator.watch.contributions import Contributions
+from coordinator.watch.ending import ENDED_BY_OPERATOR
 from coordinator.watch.happenings import EventKind
-from coordinator.watch.journal import Journal
+from coordinator.watch.journal import Journal, read_events
 from coordinator.watch.metrics_file import MetricsFile, MetricsLine
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
 from swarm_peer.runtime.context import Clock
 
 log = logging.getLogger(__name__)
@@ -108,3 +113,11 @@ class RunFiles:
         """Close the files; everything is in them already."""
         self._contributions.save(self._clock.unix_s())
         self._metrics.close()
+
+
+def note_end(folder: Path) -> None:
+    """Write down that the operator has ended a folder's run, if no coordinator is there to do it."""
+    with suppress(UserError, OSError), closing(lock_folder(folder)):
+        events = read_events(folder)
+        if events and events[-1]["kind"] != "ended":
+            Journal(folder).tell("ended", f"The run has ended: {ENDED_BY_OPERATOR}.", time.time())

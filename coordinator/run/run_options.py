@@ -10,7 +10,7 @@ from typing import IO
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.watch.journal import has_ended
 from coordinator.watch.metrics_file import last_step
-from coordinator.watch.run_file import MODEL
+from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 
@@ -30,7 +30,9 @@ def check_output(output: Path, steps: int | None = None) -> None:
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     if (output / MODEL).exists() and (steps is None or not (last_step(output) == steps or has_ended(output))):
-        raise UserError(f"{output / MODEL} is there already: name another --output, or move it away")
+        has_more = (output / CHECKPOINTS).exists()
+        further = f"; with --resume {output}, the run goes on from its last checkpoint" if has_more else ""
+        raise UserError(f"{output / MODEL} is there already: name another --output, or move it away{further}")
 
 
 def lock_folder(output: Path) -> IO[str]:

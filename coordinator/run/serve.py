@@ -12,6 +12,7 @@ import anyio
 from anyio import to_thread
 
 from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.config_files import changed_settings
 from coordinator.run.addresses import PEERS, KnownPeers
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
@@ -40,6 +41,8 @@ from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 
 log = logging.getLogger(__name__)
 
+# Settings that a message names.
+MOST_CHANGED = 4
 # Of a standby, below its output.
 STANDBY_IDENTITY = "standby-identity"
 
@@ -129,7 +132,7 @@ async def _serve_on(
             )
             log.info("metrics_served host=%s port=%d", node.metrics_host, port)
         async with shown(service, options, live.print, join=lambda: way_in.line):
-            await _serve(service, options.plan)
+            await _serve(service, options)
 
 
 def _has_begun(output: Path) -> bool:
@@ -204,9 +207,11 @@ async def _check_known_run(
             f"no run {run_id} is under way there: check --identity-path and --initial-peers, go on from a checkpoint "
             f"with --resume, or name another --output"
         )
-    if known is not None and (other := parse_manifest(known).hash) != manifest.hash:
+    if known is not None and (other := parse_manifest(known)).hash != manifest.hash:
+        changed = [f"{key} is {was} there and {now} here" for key, was, now in changed_settings(other, manifest)]
+        more = f", and {len(changed) - MOST_CHANGED} others" if len(changed) > MOST_CHANGED else ""
         raise UserError(
-            f"run {run_id} is under way with manifest {other}, this configuration makes {manifest.hash}: serve the "
+            f"run {run_id} is under way with other settings ({', '.join(changed[:MOST_CHANGED])}{more}): serve the "
             f"configuration that the run began with, or begin another run with another --identity-path"
         )
     if not resume and (end := await find_end(dht, run_id)) is not None:
@@ -216,19 +221,28 @@ async def _check_known_run(
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
 
 
-async def _serve(service: RunService, plan: CheckpointPlan) -> None:
+def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> str:
+    """Tell what becomes of a run whose coordinator stops, and which command goes on with it."""
+    view, output = service.watch.view, options.output
+    if is_saved:
+        return "The run is over; peers that have not heard of it wait. The same command tells them."
+    if not view.peers:
+        begun = f"the same command with --resume {output} goes on from its last checkpoint, if there is one."
+        return f"The run has no peers; {begun if _has_begun(output) else 'the same command begins it.'}"
+    without = "" if options.plan.resume is None else " without --resume"
+    again = f"the same command{without} coordinates them again."
+    empty = [str(stage) for stage in range(view.num_stages) if not view.serving(stage)]
+    return f"The run's peers {f'wait for a peer of stage {empty[0]}' if empty else 'train on'}; {again}"
+
+
+async def _serve(service: RunService, options: RunOptions) -> None:
     is_saved = False
 
     async def stop_on_signal() -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
-                without = "" if plan.resume is None else " without --resume"
-                if is_saved:
-                    what_now = "The run is over; peers that have not heard of it wait. The same command tells them."
-                else:
-                    what_now = f"The run's peers train on; the same command{without} coordinates them again."
-                print(f"This coordinator stops. {what_now}", flush=True)
+                print(f"This coordinator stops. {_what_now(service, options, is_saved=is_saved)}", flush=True)
                 tasks.cancel_scope.cancel()
                 return
 
@@ -240,7 +254,7 @@ async def _serve(service: RunService, plan: CheckpointPlan) -> None:
             await service.end()
         else:
             print(f"The run has ended: {service.ended}.", flush=True)
-            store = None if service.ended == FINISHED else plan.store
+            store = None if service.ended == FINISHED else options.plan.store
             if store is not None and (newest := await to_thread.run_sync(store.newest, service.manifest)):
                 step, path = newest.optimizer_step, newest.path
                 print(f"Go on from optimizer step {step} with the same command and --resume {path}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -37,6 +38,7 @@ class LiveView:
         self._printed_at = 0.0
         self._printed_step = -1
         self._last_step = 0
+        self._was_empty: list[int] = []
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -58,6 +60,10 @@ class LiveView:
         self._last_step = watch.optimizer_step
         if not self._console.is_terminal:
             self._print_line(watch)
+            empty = _empty_stages(watch) if watch.shown_step else []
+            if empty and empty != self._was_empty:
+                self.print(f"{_waits(empty).capitalize()}.")
+            self._was_empty = empty
             return
         self._progress.update(self._task, completed=watch.shown_step)
         self._live.update(Group(run_table(watch), self._progress))
@@ -97,7 +103,8 @@ def peers_table(watch: RunWatch) -> Table:
     """All peers by stage, each by its name and the end of its id."""
     table = Table(expand=True)
     for column in ("peer", "stage", "state", "tokens/s", "busy", "waits / ends / joins", "queue", "step"):
-        table.add_column(column, justify="left" if column == "peer" else "right")
+        # In a narrow terminal, values go on in the next line, and none is cut off.
+        table.add_column(column, justify="left" if column == "peer" else "right", overflow="fold")
     table.add_column("note")
     manifest = watch.manifest
     for stage in range(manifest.stages.count):
@@ -130,9 +137,8 @@ def _time_percent(peer: PeerView) -> list[str]:
 
 def _coordination(watch: RunWatch) -> str:
     """The stages that the run waits for, the coordinator's last decision, and the moves that are under way."""
-    view = watch.view
-    empty = [str(stage) for stage in range(view.num_stages) if not view.serving(stage)] if view.peers else []
-    lines = [f"the run waits: nobody serves stage {', '.join(empty)}"] if empty else []
+    empty = _empty_stages(watch) if watch.view.peers else []
+    lines = [_waits(empty)] if empty else []
     if watch.coordination is not None:
         _, record = watch.coordination
         lines += [f"rebalancing: {record.reason}"] if record.reason and not empty else []
@@ -141,6 +147,14 @@ def _coordination(watch: RunWatch) -> str:
             for move in record.assignments
         ]
     return "".join(f"\n{line}" for line in lines)
+
+
+def _empty_stages(watch: RunWatch) -> list[int]:
+    return [stage for stage in range(watch.view.num_stages) if not watch.view.serving(stage)]
+
+
+def _waits(empty: Sequence[int]) -> str:
+    return f"the run waits: nobody serves stage {', '.join(map(str, empty))}"
 
 
 def _step(watch: RunWatch) -> str:

@@ -413,12 +413,13 @@ DAMAGES = {
 def test_the_one_before_a_damaged_checkpoint_is_taken(world, damage, reason, caplog):
     world.save(3, 8)
     damage(world)
-    with caplog.at_level(logging.WARNING):
+    is_of_other_run = "it is of manifest" in reason  # which is no damage
+    with caplog.at_level(logging.INFO if is_of_other_run else logging.WARNING, "coordinator"):
         checkpoint = world.store().newest(MANIFEST)
     assert checkpoint.optimizer_step == 3
     assert_same(checkpoint.load_stage(0), state_of(0, 3))
     (message,) = caplog.messages
-    assert message.startswith("checkpoint_damaged path=")
+    assert message.startswith("checkpoint_passed_over path=" if is_of_other_run else "checkpoint_damaged path=")
     assert f" reason={reason}" in message
     assert "\n" not in message
 
@@ -560,6 +561,16 @@ def test_a_checkpoint_is_found_by_its_base_its_step_or_itself(world, monkeypatch
         find_checkpoint(f"{world.url}/step-00000003", 8)
     with pytest.raises(UserError, match=r"has no checkpoint of step 4: name one of those it has \(3, 8\)"):
         find_checkpoint(world.url, 4)
+
+
+def test_a_runs_folder_has_its_checkpoints_below_it(tmp_path):
+    CheckpointStore(str(tmp_path / "checkpoints")).save(8, MANIFEST, states_of(8))
+    assert find_checkpoint(str(tmp_path)).optimizer_step == 8
+    assert find_checkpoint(f"{tmp_path}/", 8).optimizer_step == 8
+    with pytest.raises(UserError, match=r"checkpoints has no checkpoint of step 4: name one of those it has \(8\)"):
+        find_checkpoint(str(tmp_path), 4)
+    with pytest.raises(UserError, match=r"there are no checkpoints in .*nowhere: correct the path"):
+        find_checkpoint(str(tmp_path / "nowhere"))
 
 
 def test_relative_paths(tmp_path, monkeypatch):

@@ -137,7 +137,10 @@ LINK = "upload_mbps: 1, download_mbps: 1"
     ("text", "message"),
     [
         (f"peers: [{{gpu: T5, {LINK}}}]", "gpu 'T5' is not in the table"),
-        (f"peers: [{{gpu: T4, {LINK}}}]", "gpu T4 has no bf16: choose another model.precision, or leave that GPU out"),
+        (
+            f"peers: [{{gpu: T4, {LINK}}}]",
+            "gpu T4 has no bf16: choose another precision, such as --set model.precision=fp16",
+        ),
         (f"peers: [{{tflops: 3, {LINK}}}]", "peers.0: no gpu and no memory_gb: name a gpu of the table, or give both"),
         (
             f"peers: [{{gpu: A100, cuont: 3, {LINK}}}]",

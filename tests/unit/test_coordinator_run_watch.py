@@ -179,6 +179,17 @@ def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
     assert caption(SwarmView(2, ())) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
 
 
+def test_a_log_says_once_that_the_run_waits_for_a_stage(capsys):
+    """Where there is no terminal, a line comes with each step, and none with a run that stands still."""
+    watch, live = make_watch(), LiveView(10)
+    empty = SwarmView(2, (peer("a", 0),))
+    for begun_at, view in ((0, empty), (3, VIEW), (3, empty), (3, empty), (3, VIEW), (3, empty)):
+        watch.begun_at = begun_at
+        watch.observe(view, {}, 0.0)
+        live.update(watch)
+    assert capsys.readouterr().out.count("The run waits: nobody serves stage 1.") == 2
+
+
 def test_who_looks_on_is_told_that_the_run_went_back(capsys):
     watch, live = make_watch(), LiveView(10)
     watch.begun_at = 9

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 
 from coordinator.run import serve
 from coordinator.run.addresses import KnownPeers
+from coordinator.run.run_files import note_end
+from coordinator.run.run_options import lock_folder
+from coordinator.watch.journal import Journal, has_ended, read_events
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.dht import NobodyAnswers
+from swarm_peer.wire.records import ManifestRecord
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWArW69Zs4SPYveMkQdidfyRUAGVyXFVRuwNQqVn964mfZ"
 MANIFEST = RunManifest.model_validate(
@@ -89,3 +94,61 @@ async def test_who_resumes_looks_for_living_peers_first(tmp_path: Path, answers:
         with pytest.raises(UserError, match="nobody answers at the 1 addresses"):
             async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
                 pass
+
+
+async def test_a_run_under_other_settings_is_told_by_them() -> None:
+    """Whoever starts a coordinator again forgets a `--set` easily."""
+
+    class Served(Dht):
+        async def fetch(self, *_: Any) -> dict[str, Any]:
+            return {"run": ManifestRecord(manifest=MANIFEST.canonical_json().decode())}
+
+    other = MANIFEST.model_copy(update={"training": MANIFEST.training.model_copy(update={"steps": 7}), "seed": 9})
+    steps = MANIFEST.training.steps
+    with pytest.raises(
+        UserError, match=rf"other settings \(seed is .* there and 9 here, training.steps is {steps} there"
+    ):
+        await serve._check_known_run(Served(), "run", other, False, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stages", "is_begun", "is_resumed", "told"),
+    [
+        ((0, 1), True, False, "The run's peers train on; the same command coordinates them again."),
+        ((0, 1), True, True, "The run's peers train on; the same command without --resume coordinates them again."),
+        ((1,), True, False, "The run's peers wait for a peer of stage 0; the same command coordinates them again."),
+        (
+            (),
+            True,
+            True,
+            "The run has no peers; the same command with --resume OUTPUT goes on from its last checkpoint",
+        ),
+        ((), False, False, "The run has no peers; the same command begins it."),
+    ],
+)
+def test_who_stops_a_coordinator_learns_what_now(
+    tmp_path: Path, stages: Sequence[int], is_begun: bool, is_resumed: bool, told: str
+) -> None:
+    if is_begun:
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+    peers = tuple(PeerView(peer_id=f"p{stage}", stage=stage, state=PeerState.SERVING) for stage in stages)
+    service: Any = SimpleNamespace(watch=SimpleNamespace(view=SwarmView(2, peers)))
+    options: Any = SimpleNamespace(output=tmp_path, plan=SimpleNamespace(resume=object() if is_resumed else None))
+    what_now = serve._what_now(service, options, is_saved=False)
+    assert what_now.startswith(told.replace("OUTPUT", str(tmp_path)))
+
+
+def test_a_run_that_is_ended_without_a_coordinator_is_over_in_its_folder(tmp_path: Path) -> None:
+    note_end(tmp_path)
+    assert not has_ended(tmp_path), "no run is of this folder"
+    Journal(tmp_path).tell("started", "The run has begun.", 1.0)
+    with closing(lock_folder(tmp_path)):
+        # A process may lock again what it has locked itself.
+        if not (other := os.fork()):
+            note_end(tmp_path)
+            os._exit(0)
+        assert os.waitpid(other, 0) == (other, 0)
+        assert not has_ended(tmp_path), "the coordinator that lives writes it down"
+    for _ in range(2):
+        note_end(tmp_path)
+    assert [event["text"] for event in read_events(tmp_path)][1:] == ["The run has ended: its operator has ended it."]

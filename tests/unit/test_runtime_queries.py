@@ -167,7 +167,7 @@ async def test_answers_are_those_of_the_single_process(family, num_stages):
         result = await run.model.evaluate(samples(5))
         assert result.loss == pytest.approx(run.plain_loss(samples(5)), abs=1e-5)
         assert result.perplexity == pytest.approx(np.exp(result.loss))
-        assert (result.samples, result.tokens) == (5, LENGTH)
+        assert (result.samples, result.tokens_per_sample) == (5, LENGTH)
         assert result.optimizer_step == result.oldest_optimizer_step == UPDATES
 
         for length in (1, 3, LENGTH, LENGTH + 4):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from pydantic import ByteSize
 
 from swarm_peer.errors import UserError
 from swarm_peer.model.costs import stage_costs
@@ -57,8 +58,8 @@ def microbatch_capacity(
     capacity = memory.window(max_memory, limit)
     if not capacity:
         raise UserError(
-            f"--max-memory {max_memory / 2**30:.1f}GiB is too little: stage {spec.index} needs about "
-            f"{memory.peak_bytes(1) / 2**30:.1f} GiB; choose a smaller stage, or let it have more"
+            f"--max-memory {ByteSize(max_memory).human_readable()} is too little: stage {spec.index} needs about "
+            f"{ByteSize(memory.peak_bytes(1)).human_readable()}; let it have more, or a smaller stage, if there is one"
         )
     return capacity
 

@@ -110,6 +110,8 @@ def read_entrance(values: Sequence[str]) -> Entrance:
 
 async def _read_address_file(path: Path) -> list[str]:
     file = anyio.Path(path)
+    if not await file.exists():
+        log.info("addresses_awaited path=%s seconds=%.0f", path, ADDRESS_FILE_WAIT_S)
     with anyio.move_on_after(ADDRESS_FILE_WAIT_S):
         while not await file.exists():  # noqa: ASYNC110  # a file has no event to wait for
             await anyio.sleep(0.2)

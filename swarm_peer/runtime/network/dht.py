@@ -48,6 +48,8 @@ from swarm_peer.wire.records import (
 
 log = logging.getLogger(__name__)
 
+# The daemon says this where no initial peer answers.
+NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 # If a request takes longer, the network is lost.
 REQUEST_TIMEOUT_S = 10.0
 # The start of libp2p itself takes half a second. To dial an address that does not answer takes all the time there is.
@@ -387,9 +389,11 @@ async def _checked(initial_peers: Sequence[str], own: Sequence[str]) -> Sequence
 def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:
     text = " ".join(str(error).split()) or type(error).__name__
     if initial_peers:
+        # The daemon says the same of all of them.
+        details = "" if NO_BOOTSTRAP in text else f" ({text[-160:]})"
         return NobodyAnswers(
             f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
             f"and its port are right, and that no firewall is between. Any peer's address will do, beside an invite if "
-            f"there is one (in the last peer_started line of its log) ({text[-160:]})"
+            f"there is one (in the last peer_started line of its log){details}"
         )
     return UserError(f"the libp2p daemon did not start: {text[-300:]}")
