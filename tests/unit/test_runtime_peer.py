@@ -1,6 +1,7 @@
 import math
 from types import SimpleNamespace
 
+import anyio
 import pytest
 from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
@@ -8,12 +9,14 @@ from tiny_models import LENGTH, LLAMA
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import NotServing, OtherTimeline
 from swarm_peer.policy.recovery import FIRST_TIMELINE
-from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime import peer as peers
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.replica import StageReplica
+from swarm_peer.runtime.stage.rounds import RoundBook
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -101,6 +104,46 @@ async def test_who_leaves_a_timeline_ends_no_round_with_the_stage_mates_on_it(er
     await replica.leave()
     assert left == [error]
     assert told == [{"may_end_round": may_end_round}]
+
+
+async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no_average():
+    """A stage-mate that asks whether this peer is ready learns first that it has left."""
+    phases = []
+
+    async def nothing(*_):
+        pass
+
+    async def run(priority, job):
+        return job()
+
+    async def leave(**terms):
+        await anyio.sleep_forever()
+
+    def give_up():
+        phases.append(rounds.step.phase)
+        return 3
+
+    rounds = RoundBook(Condition())
+    rounds.begin(StepState(round_number=7))
+    rounds.enter(Phase.ENDING)
+    context = make_context(MANIFEST, options=OPTIONS.model_copy(update={"grace_s": 0.01}), clock=MovedClock())
+    replica = object.__new__(StageReplica)
+    replica.leaves_timeline = False
+    replica._trainer = SimpleNamespace(strategy=SimpleNamespace(pending_samples=3))
+    replica._peer = SimpleNamespace(context=context, transport=SimpleNamespace(answered=nothing))
+    replica.parts = SimpleNamespace(
+        core=SimpleNamespace(
+            rounds=rounds,
+            admission=SimpleNamespace(leave=lambda: None, drained=nothing),
+            executor=SimpleNamespace(stop_waiting=lambda: None, give_up=give_up),
+            device_thread=SimpleNamespace(run=run),
+        ),
+        launcher=None,
+        step_loop=SimpleNamespace(leave=leave),
+    )
+    await replica.leave()
+    assert phases == [Phase.LEFT]
+    assert context.metrics.lost_samples._value.get() == 3
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ async def take_own_snapshot(wanted: SnapshotRef, snapshots: SnapshotStore, take:
         return False
     try:
         await take(own)
-    except InvalidMessage as error:  # a peer that gave it as the next stage's own has lied
+    except InvalidMessage as error:  # this peer copied it while it served another stage, and the giver had lied
         text = "snapshot_refused stage=%d optimizer_step=%d reason=%s"
         log.warning(text, wanted.stage, wanted.optimizer_step, error)
         snapshots.forget(wanted)
