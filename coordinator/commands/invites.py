@@ -36,11 +36,13 @@ def invite(
         expires: For how long it holds, in hours, days or weeks, such as 12h, 7d or 4w.
         at_once: How many peers may take part by it at the same time.
     """
-    from coordinator.run.found_runs import folder_of_run
+    from coordinator.run.found_runs import ending_of, folder_of_run
     from coordinator.run.invites import InviteBook
     from coordinator.run.lasting_peers import addresses_to_name
 
     folder = folder_of_run(run)
+    if ending := ending_of(folder):
+        raise UserError(ending)
     addresses = addresses_to_name(folder)
     if not addresses:
         raise UserError(f"{folder}: no address of its run is kept there yet; serve the run first")

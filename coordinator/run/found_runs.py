@@ -45,7 +45,7 @@ def addresses_of_run(
         addresses = _known_in(run)
         if not addresses:
             raise UserError(f"{run}: no addresses of a run are kept there; name the folder that it writes to")
-        if (ending := _ending_of(run)) and not _answering_in(run, answering):
+        if (ending := ending_of(run)) and not _answering_in(run, answering):
             raise UserError(ending)
         return addresses
     folder, addresses = find_live_run(runs)
@@ -81,7 +81,7 @@ def find_live_run(runs: Path, answering: Answering = listening) -> tuple[Path, l
             return folder, [*addresses, *_invites_in(folder)]
     where = f"there is no run in {runs}"
     if folders:
-        where = f"no run in {runs} answers ({_ending_of(folders[0]) or f'the newest, {folders[0]}, may be over'})"
+        where = f"no run in {runs} answers ({ending_of(folders[0]) or f'the newest, {folders[0]}, may be over'})"
     raise UserError(f"{where}: name the folder that a live run writes to, or an address of it with --initial-peers")
 
 
@@ -90,7 +90,7 @@ def _answering_in(folder: Path, answering: Answering) -> list[str]:
     return anyio.run(answering, [text for text in _known_in(folder) if not text.startswith(INVITE_PREFIX)])
 
 
-def _ending_of(folder: Path) -> str | None:
+def ending_of(folder: Path) -> str | None:
     """That the run of a folder is over, as far as its journal knows, and what is left of it; None if it is not."""
     try:
         events = read_events(folder)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from coordinator.commands.invites import invite
 from coordinator.run import found_runs
 from coordinator.run.found_runs import addresses_of_run, find_live_run
 from coordinator.watch.journal import Journal
@@ -82,6 +83,8 @@ def test_a_run_that_is_over_is_named_as_such_with_what_is_left_of_it(runs, kept,
         addresses_of_run(folder, (), answering=listening_at())
     with pytest.raises(UserError, match=rf"no run in \S+ answers \(the run in \S+ended is over{left}\)"):
         find_live_run(runs, listening_at())
+    with pytest.raises(UserError, match=rf"^the run in \S+ended is over{left}$"):
+        invite(folder, label="late")
     assert addresses_of_run(folder, (), answering=listening_at(5)), "some of its peers may not have heard of it"
     journal.tell("coordinator", "A coordinator begins to write this journal again.", 3.0)
     assert addresses_of_run(folder, (), answering=listening_at()), "it has been resumed"
