@@ -25,3 +25,16 @@ def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> No
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or the names in a folder, survive a power failure.
+
+    Raises:
+        OSError: the disk does not take it
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

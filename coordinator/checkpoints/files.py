@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm_peer.errors import UserError
+from swarm_peer.files import sync
 
 READ_BYTES = 4 * 2**20
 # The name of a folder ends so while it is written; a save that was cut off leaves it behind.
@@ -120,9 +121,9 @@ class FileStore:
         if not self.is_local:
             return
         shutil.rmtree(folder, ignore_errors=True)
-        _sync(partial)
+        sync(Path(partial))
         os.rename(partial, folder)
-        _sync(self.base)
+        sync(Path(self.base))
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a subfolder, if it is there, and the file `first` in it before all others."""
@@ -132,15 +133,6 @@ class FileStore:
                 self._fs.rm_file(f"{folder}/{first}")
             if self._fs.exists(folder):
                 self._fs.rm(folder, recursive=True)
-
-
-def _sync(folder: str) -> None:
-    """Have the names in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def describe_file(file: BinaryIO) -> FileEntry:

@@ -9,7 +9,7 @@ again, its new checkpoint is `step-00000123.1` and so on; when that is whole, th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -27,6 +27,8 @@ from swarm_peer.runtime.state.index import StageState
 
 CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
 FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})(?:\.([1-9]\d{0,8}))?")
+# Tells from an optimizer step, and the round that it begins, whether a checkpoint is of use.
+Fits = Callable[[int, int], bool]
 # Size limit of a file of JSON; the sample ledger is the largest part.
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -43,8 +45,8 @@ class CheckpointDamaged(UserError):
         self.reason = reason
 
 
-class CheckpointOfOtherRun(CheckpointDamaged):
-    """It is whole, and of another manifest than the run's."""
+class CheckpointUnfit(CheckpointDamaged):
+    """It is not one that was looked for; its files have not been read."""
 
 
 class CheckpointIncomplete(CheckpointDamaged):
@@ -136,13 +138,17 @@ def write_checkpoint(
     return sum(entry.size for entry in entries.values())
 
 
-def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = None) -> Checkpoint:
+def open_checkpoint(
+    files: FileStore, folder: str, wanted: RunManifest | None = None, fits: Fits = lambda *_: True
+) -> Checkpoint:
     """Compare all files of a checkpoint with their hashes.
 
     Args:
         wanted: refuse a checkpoint of another run
+        fits: refuse one whose optimizer step and round do not fit
 
     Raises:
+        CheckpointUnfit: as these arguments say
         CheckpointDamaged: a file is missing, has changed, or does not belong to it
     """
     name = CONTENTS
@@ -155,7 +161,9 @@ def open_checkpoint(files: FileStore, folder: str, wanted: RunManifest | None = 
         if set(contents.files) != expected or contents.optimizer_step != optimizer_step_of(folder):
             raise CheckpointDamaged(folder, f"{name} does not belong to it")
         if wanted is not None and contents.manifest != wanted.hash:
-            raise CheckpointOfOtherRun(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
+            raise CheckpointUnfit(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
+        if contents.stages and not fits(contents.optimizer_step, contents.stages[0].round_number):
+            raise CheckpointUnfit(folder, "the run has not come to it, or has given it up")
         for name, entry in contents.files.items():
             found = files.describe(f"{folder}/{name}")
             if found.size != entry.size:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio
 
-from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.folder import Checkpoint, Fits, one_line
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.config_files import changed_settings
 from coordinator.run.context import CoordinatorContext
@@ -62,10 +62,19 @@ class CheckpointGiver:
 
         Returns:
             the new timeline
+
+        Raises:
+            UserError: there is no room for its states
         """
         first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
         timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
-        await self._give(checkpoint, timeline)
+        try:
+            await self._give(checkpoint, timeline)
+        except OSError as error:
+            raise UserError(
+                f"the states of {checkpoint.path} do not fit into the temporary folder ({one_line(error)}): make room "
+                f"there, or name another one in TMPDIR"
+            ) from error
         step = timeline.first_optimizer_step
         _tell_changes(checkpoint, self._manifest)
         log.info("resuming optimizer_step=%d round=%d path=%s", step, first_round, checkpoint.path)
@@ -87,9 +96,9 @@ class CheckpointGiver:
             peers_by_stage: how many peers serve each stage
         """
 
-        def fits(checkpoint: Checkpoint) -> bool:
-            is_later = checkpoint.round_number > beginning().first_round
-            return is_later and is_of_run(checkpoint.optimizer_step, checkpoint.round_number - 1)
+        def fits(optimizer_step: int, round_number: int) -> bool:
+            is_later = round_number > beginning().first_round
+            return is_later and is_of_run(optimizer_step, round_number - 1)
 
         patience_s = self._manifest.limits.announcement_s
         while True:
@@ -102,7 +111,7 @@ class CheckpointGiver:
                 has_given = has_given or await self._give_newest(store, fits)
                 await anyio.sleep(LOOK_S if has_given else RETRY_S)
 
-    async def _give_newest(self, store: CheckpointStore, fits: Callable[[Checkpoint], bool]) -> bool:
+    async def _give_newest(self, store: CheckpointStore, fits: Fits) -> bool:
         """Give the newest checkpoint that fits. Returns whether there is one, and it could be read.
 
         It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from safetensors import SafetensorError
@@ -19,7 +19,8 @@ from coordinator.checkpoints.folder import (
     Checkpoint,
     CheckpointDamaged,
     CheckpointIncomplete,
-    CheckpointOfOtherRun,
+    CheckpointUnfit,
+    Fits,
     age_of,
     folder_name,
     one_line,
@@ -108,21 +109,26 @@ class CheckpointStore:
             )
         return newest
 
-    def newest_that(self, fits: Callable[[Checkpoint], bool], manifest: RunManifest) -> Checkpoint | None:
+    def newest_that(self, fits: Fits, manifest: RunManifest) -> Checkpoint | None:
         """The good checkpoint of most optimizer steps that fits; None if there is none.
+
+        Args:
+            fits: tells from an optimizer step and a round; the files of others are not read
 
         Raises:
             UserError: the store does not answer
         """
-        return next(filter(fits, self._good(manifest, [])), None)
+        return next(self._good(manifest, [], fits), None)
 
-    def _good(self, manifest: RunManifest | None, reasons: list[str]) -> Iterator[Checkpoint]:
+    def _good(
+        self, manifest: RunManifest | None, reasons: list[str], fits: Fits = lambda *_: True
+    ) -> Iterator[Checkpoint]:
         """Open one good checkpoint after another; `reasons` gets why others are not good."""
         for folder in self._folders():
             try:
-                yield open_checkpoint(self._files, folder, manifest)
-            except CheckpointOfOtherRun as error:
-                log.info("checkpoint_passed_over path=%s reason=%s", folder, error.reason)
+                yield open_checkpoint(self._files, folder, manifest, fits)
+            except CheckpointUnfit as error:
+                log.debug("checkpoint_passed_over path=%s reason=%s", folder, error.reason)
                 reasons.append(error.reason)
             except CheckpointDamaged as error:
                 log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
@@ -165,7 +171,7 @@ class CheckpointStore:
         latest = {optimizer_step_of(folder): folder for folder in reversed(complete)}
         stay = [*sorted(latest.values(), key=age_of)[-self._keep :], *filter(None, [known_good])]
         surplus = [folder for folder in complete if folder not in stay]
-        if surplus and not any(folder == known_good or self._is_good(folder) for folder in stay):
+        if surplus and known_good is None and not any(self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)
             surplus = [folder for folder in surplus if good not in (folder, None)]
         cut_off = [folder for folder in folders if folder not in complete]

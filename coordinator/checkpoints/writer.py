@@ -179,7 +179,10 @@ class CheckpointWriter:
                     raise CallError("the run has gone back to before it")
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
-                await self._threads.run(self._store.save, optimizer_step, self._manifest, states)
+                # A save that is cut off makes no checkpoint, and must not hold up the run's end.
+                await self._threads.run(
+                    self._store.save, optimizer_step, self._manifest, states, abandon_on_cancel=True
+                )
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._watch.observe_checkpoint(optimizer_step)
                 return
@@ -189,8 +192,8 @@ class CheckpointWriter:
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
                 return
-            if self._watch.optimizer_step >= self._manifest.training.steps:
-                break
+            if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
+                break  # the run stands still after its last step alone
             await anyio.sleep(SNAPSHOT_RETRY_S)
         log.error(
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step

@@ -41,12 +41,20 @@ def export(
         raise UserError(f"--step {step}: a live run gives its newest snapshot only; leave it out, or give --checkpoint")
     check_peer_addresses(initial_peers)
 
+    from coordinator.run.found_runs import addresses_of_run, ending_of
+    from coordinator.watch.run_file import MODEL, RUN_FILE
+
+    folder = output.absolute().parent
+    if output.name == MODEL and (folder / RUN_FILE).exists() and not ending_of(folder):
+        # A coordinator that is started again would take it for the model of the last step, and end the run.
+        raise UserError(
+            f"--output {output}: the run of {folder} saves its own model there at its end; name another one"
+        )
+
     from coordinator.checkpoints.export import export_checkpoint, export_run
 
     if checkpoint is not None:
         optimizer_step = export_checkpoint(checkpoint, step, output, cache_dir)
     else:
-        from coordinator.run.found_runs import addresses_of_run
-
         optimizer_step = export_run(addresses_of_run(run, initial_peers), run_id, output, cache_dir, data_dir)
     print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")

@@ -163,7 +163,9 @@ class PeerWatch:
         story = f"peer {dead.name} of stage {dead.stage} {end}"
         evidence = f"{dead.last_words()} (see {dead.log_file})"
         self._early_deaths[dead.place] = self._early_deaths[dead.place] + 1 if lived_s < EARLY_S else 0
-        if dead.process.returncode == EXIT_CODE_OF_MISTAKES:
+        # Where another one could start, the next one can, too: this one may have found nobody on a busy machine.
+        is_first = dead.name == dead.place
+        if dead.process.returncode == EXIT_CODE_OF_MISTAKES and (is_first or not self._restart):
             raise SwarmError(f"{story}: {evidence}")
         if self._restart and self._early_deaths[dead.place] >= MAX_EARLY_DEATHS:
             count = f"{MAX_EARLY_DEATHS} peers in a row have not lasted {EARLY_S:.0f} s in its place"

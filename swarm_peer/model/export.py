@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import UserError
+from swarm_peer.files import sync
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
@@ -69,7 +70,11 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes a file that nobody else can read.
         shutil.copymode(partial / "config.json", partial / "model.safetensors")
+        # Peers go once the model is saved: from then on it must survive a power failure.
+        for path in (*partial.iterdir(), partial):
+            sync(path)
         partial.replace(folder)
+        sync(folder.absolute().parent)
     except (OSError, SafetensorError) as error:
         raise NotWritten(f"{folder}: cannot be written ({error}); check space and permissions") from error
     finally:

@@ -414,7 +414,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(world, damage, reason, cap
     world.save(3, 8)
     damage(world)
     is_of_other_run = "it is of manifest" in reason  # which is no damage
-    with caplog.at_level(logging.INFO if is_of_other_run else logging.WARNING, "coordinator"):
+    with caplog.at_level(logging.DEBUG if is_of_other_run else logging.WARNING, "coordinator"):
         checkpoint = world.store().newest(MANIFEST)
     assert checkpoint.optimizer_step == 3
     assert_same(checkpoint.load_stage(0), state_of(0, 3))

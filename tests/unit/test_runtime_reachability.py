@@ -173,9 +173,13 @@ async def test_only_a_port_that_stays_is_to_be_forwarded(wanted, warnings, caplo
     assert caplog.text.count("not_reachable") == warnings
 
 
+# No announcement has room for it.
+LONG = f"/ip6/2a00::1%{1500 * 'x'}/tcp/1"
+
+
 def test_a_sight_is_read_as_it_is_written():
     assert parse_sight(msgpack.packb(["/ip4/11.0.0.9/tcp/4001", [7, 8]])) == sees("11.0.0.9", 7, 8)
-    for host in ("/ip4/11.0.0.9/tcp/1/p2p/Q/p2p-circuit", "/dns4/me.example.org/tcp/1", "/ip4/::1", "11.0.0.9"):
+    for host in ("/ip4/11.0.0.9/tcp/1/p2p/Q/p2p-circuit", "/dns4/me.example.org/tcp/1", "/ip4/::1", "11.0.0.9", LONG):
         with pytest.raises(InvalidMessage):
             parse_sight(msgpack.packb([host, []]))
 

@@ -19,9 +19,9 @@ from test_runtime_dht import EVERYBODY, KEY, ME, OTHER, stored
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.runtime.host.machine import SystemClock
-from swarm_peer.runtime.network import record_validator
+from swarm_peer.runtime.network import record_storage, record_validator
 from swarm_peer.runtime.network.guarded_p2p import MOST_KEYS, check_size
-from swarm_peer.runtime.network.record_storage import RecordSerializer, keep_records
+from swarm_peer.runtime.network.record_storage import ASKED_WITHIN_S, MAX_ASKED, RecordSerializer, keep_records
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator
 
 KEY_ID = DHTID.from_bytes(KEY)
@@ -94,6 +94,27 @@ async def test_nodes_take_and_give_records():
     another = await make_node()
     assert await store(another, stored(), tag=b"", value=of_both) == [True]
     assert set(await given(another)) == {ME.peer_id, OTHER.peer_id}
+
+
+async def test_a_peer_that_names_itself_ever_nearer_nodes_is_not_asked_for_ever(monkeypatch):
+    """hivemind's search goes on for as long as it hears of nearer nodes."""
+    node, now_s = await make_node(), 100.0
+    monkeypatch.setattr(record_storage, "anyio", SimpleNamespace(current_time=lambda: now_s))
+    result = dht_pb2.FindResult(
+        type=dht_pb2.NOT_FOUND,
+        nearest_node_ids=[DHTID.generate().to_bytes() for _ in range(50)],
+        nearest_peer_ids=50 * [PEERS[0].to_bytes()],
+    )
+    asked = AsyncMock(return_value=dht_pb2.FindResponse(results=[result]))
+    node.get_stub = lambda peer: SimpleNamespace(rpc_find=asked)
+    answers = [await node.call_find(PEERS[0], [KEY_ID]) for _ in range(MAX_ASKED + 9)]
+    assert asked.await_count == MAX_ASKED
+    assert answers[MAX_ASKED:] == 9 * [None]
+    assert len(answers[0][KEY_ID][1]) == node.bucket_size, "more are not looked at"
+    assert await node.call_find(PEERS[1], [KEY_ID])
+    assert await node.call_find(PEERS[0], [DHTID.generate()])
+    now_s += ASKED_WITHIN_S
+    assert await node.call_find(PEERS[0], [KEY_ID])
 
 
 async def test_a_record_of_a_clock_ahead_hides_nothing_once_the_run_is_known():

@@ -299,7 +299,8 @@ def _host_of(address: str) -> str:
         InvalidMessage: it begins with none
     """
     match address.split("/"):
-        case ["", "ip4" | "ip6" as family, host, *rest] if "p2p-circuit" not in rest:
+        # A scope, as in fe80::1%eth0, means something on its own machine alone, and may be of any length.
+        case ["", "ip4" | "ip6" as family, host, *rest] if "p2p-circuit" not in rest and "%" not in host:
             try:
                 if ip_address(host).version == int(family[2]):
                     return f"/{family}/{ip_address(host)}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import islice
 from typing import Any
 
+import anyio
 import msgpack
 from hivemind.dht import DHTID
 from hivemind.dht.protocol import DHTProtocol
@@ -21,6 +24,8 @@ from swarm_peer.wire.packing import unpack
 DICTIONARY_TYPE = 0x50
 # The first bytes of extension types in msgpack.
 _EXTENSIONS = frozenset(bytes([first]) for first in (0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8))
+# Questions for the records of a key that go to one peer within so many seconds. Polls ask a few times.
+MAX_ASKED, ASKED_WITHIN_S = 64, 10.0
 # A request, or an answer, has half of it at most.
 MAX_DICTIONARY_BYTES = 4 * 2**20
 
@@ -139,11 +144,27 @@ def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> Non
         for author, (value, expiration) in records.items():
             protocol.storage.store_subkey(key_id, author, value, expiration)
     call_find, update_routing_table = protocol.call_find, protocol.update_routing_table
+    asked, window_ends_s = Counter[tuple[PeerID, DHTID]](), 0.0
+
+    def may_ask(peer: PeerID, keys: Collection[DHTID]) -> bool:
+        """Whether a peer has not been asked for these keys all the time.
+
+        A search goes on for as long as it hears of nearer nodes, and a peer may name itself any number of them.
+        """
+        nonlocal window_ends_s
+        if (now_s := anyio.current_time()) >= window_ends_s:
+            asked.clear()
+            window_ends_s = now_s + ASKED_WITHIN_S
+        asked.update((peer, key) for key in keys)
+        return all(asked[peer, key] <= MAX_ASKED for key in keys)
 
     async def find(peer: PeerID, keys: Collection[DHTID]) -> Any:
         """Ask a node for records, and keep them: a newcomer finds the run also where only one member is left."""
-        answer = await call_find(peer, keys)
-        return answer and {key: (given and keep(key, given.value), nearest) for key, (given, nearest) in answer.items()}
+        answer = await call_find(peer, keys) if may_ask(peer, keys) else None
+        return answer and {
+            key: (given and keep(key, given.value), dict(islice(nearest.items(), protocol.bucket_size)))
+            for key, (given, nearest) in answer.items()
+        }
 
     def keep(key_id: DHTID, found: RecordDictionary) -> ValueWithExpiration:
         """Keep records, and have them last as long as they say themselves: what never expires would end a search."""
