@@ -164,6 +164,13 @@ def test_mistakes_of_a_coordinator(words, line, run):
     assert err.startswith(f"swarm-coordinator: {line}")
 
 
+def test_no_model_is_exported_to_where_a_run_will_save_its_own(run, tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    code, out, err = run("swarm-coordinator", "export", "--output", str(tmp_path / "model"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "saves its own model there at its end; name another one" in err
+
+
 def test_runs_that_come_with_swarm_have_names_in_any_folder(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_file(RUNS / "demo.yaml", RUNS).name == "demo.yaml"

@@ -496,6 +496,26 @@ def test_the_newest_are_snapshots(world):
     assert world.names() == ["step-00000005"]
 
 
+def test_no_more_is_read_than_has_to_be(world, monkeypatch):
+    """A store far away gives gigabytes for nothing."""
+    world.save(1, 2, 3)
+    read = []
+    describe = checkpoint_files.FileStore.describe
+
+    def describing(files, path):
+        read.append(path)
+        return describe(files, path)
+
+    monkeypatch.setattr(checkpoint_files.FileStore, "describe", describing)
+    world.save(8, keep=2)
+    assert world.names() == ["step-00000003", "step-00000008"]
+    assert read == [], "what has just been saved is good, so that others may go unread"
+    fits = lambda optimizer_step, round_number: optimizer_step == round_number == 3  # noqa: E731
+    assert world.store().newest_that(fits, MANIFEST).optimizer_step == 3
+    assert {path.split("/")[-2] for path in read} == {"step-00000003"}
+    assert world.store().newest_that(lambda *_: False, MANIFEST) is None
+
+
 def test_what_was_cut_off_goes(world):
     world.save(3, 8, 9)
     remove("checkpoint.json")(world)
@@ -763,6 +783,20 @@ async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(ru
     await run.add("z", 1, 50, FIRST_TIMELINE, tensors={})
     for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved, check)):
         assert_same(state, expected[stage])
+
+
+async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
+    """The run stands still there, and a peer may still be writing its snapshot."""
+    training = run.manifest.training.model_copy(update={"steps": 60})
+    run.manifest = run.manifest.model_copy(update={"training": training})
+    await run.add("a", 0, 60, FIRST_TIMELINE)
+
+    async def sleep(seconds):
+        await run.add("b", 1, 60, FIRST_TIMELINE)
+
+    monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
+    await run.save()
+    assert run.saved == [60]
 
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):

@@ -151,6 +151,15 @@ async def test_a_peer_that_cannot_work_as_it_was_started_ends_the_run_at_once(tm
             machine.end("1.1", 2)
 
 
+async def test_one_that_could_not_start_in_the_place_of_another_is_replaced(tmp_path):
+    """It found nobody on a busy machine."""
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        machine.end("1.1", -signal.SIGKILL, after_s=EARLY_S)
+        machine.end("1.1-2", 2)
+        assert machine.running[-1] == "1.1-3"
+
+
 async def test_without_restart_the_run_goes_on_while_each_stage_has_peers(tmp_path):
     machine = Machine(tmp_path, restart=False)
     async with machine.peers.running():
