@@ -138,6 +138,15 @@ def write_checkpoint(
     return sum(entry.size for entry in entries.values())
 
 
+def round_of(files: FileStore, folder: str, unknown: int) -> int:
+    """The round that a checkpoint's states begin; `unknown` if it cannot be told."""
+    try:
+        stages = Contents.model_validate_json(files.read(f"{folder}/{CONTENTS}", MAX_JSON_BYTES)).stages
+    except (OSError, ValidationError):
+        return unknown
+    return stages[0].round_number if stages else unknown
+
+
 def open_checkpoint(
     files: FileStore, folder: str, wanted: RunManifest | None = None, fits: Fits = lambda *_: True
 ) -> Checkpoint:

@@ -26,11 +26,13 @@ from coordinator.checkpoints.folder import (
     one_line,
     open_checkpoint,
     optimizer_step_of,
+    round_of,
     write_checkpoint,
 )
 from coordinator.watch.run_file import CHECKPOINTS
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ class CheckpointStore:
         return newest
 
     def newest_that(self, fits: Fits, manifest: RunManifest) -> Checkpoint | None:
-        """The good checkpoint of most optimizer steps that fits; None if there is none.
+        """The newest good checkpoint that fits; None if there is none.
 
         Args:
             fits: tells from an optimizer step and a round; the files of others are not read
@@ -124,7 +126,8 @@ class CheckpointStore:
         self, manifest: RunManifest | None, reasons: list[str], fits: Fits = lambda *_: True
     ) -> Iterator[Checkpoint]:
         """Open one good checkpoint after another; `reasons` gets why others are not good."""
-        for folder in self._folders():
+        # Damaged ones come first: it is told which were passed over.
+        for folder in sorted(self._folders(), key=lambda each: self._age_in_run(each, MAX_ROUND), reverse=True):
             try:
                 yield open_checkpoint(self._files, folder, manifest, fits)
             except CheckpointUnfit as error:
@@ -169,7 +172,8 @@ class CheckpointStore:
             return
         # Of each number the one that replaced the others.
         latest = {optimizer_step_of(folder): folder for folder in reversed(complete)}
-        stay = [*sorted(latest.values(), key=age_of)[-self._keep :], *filter(None, [known_good])]
+        by_age = sorted(latest.values(), key=lambda each: self._age_in_run(each, -1))
+        stay = [*by_age[-self._keep :], *filter(None, [known_good])]
         surplus = [folder for folder in complete if folder not in stay]
         if surplus and known_good is None and not any(self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)
@@ -189,6 +193,10 @@ class CheckpointStore:
                 f"cannot list {self._url} ({one_line(error)}): correct the address, or check permissions and network"
             ) from error
         return sorted((path for name, path in found.items() if FOLDER.fullmatch(name)), key=age_of, reverse=True)
+
+    def _age_in_run(self, folder: str, unknown: int) -> tuple[int, tuple[int, int]]:
+        """Sort key of checkpoints. Rounds count on where a run is resumed from an earlier step, and steps do not."""
+        return round_of(self._files, folder, unknown), age_of(folder)
 
     def _free_folder(self, optimizer_step: int) -> str:
         """Where a checkpoint goes: beside complete ones of its number, since no store replaces a folder in one step."""

@@ -106,6 +106,7 @@ class Peer:
         # whoever has left them behind may die before they know, and then theirs is the only state.
         self._min_round, self._holds_out_until_s = 0, 0.0
         self._shunned: Timeline | None = None
+        self._failure: UserError | None = None
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
@@ -152,6 +153,8 @@ class Peer:
                 self._replica = await StageReplica.open(self._parts, stage, self._counted)
                 while (next_stage := await self._stay()) is not None:
                     await self._begin_stay(next_stage)
+                if self._failure is not None:
+                    raise self._failure
                 tasks.cancel_scope.cancel()
         finally:
             self._device_thread.stop()
@@ -232,7 +235,7 @@ class Peer:
             tasks.start_soon(self._mover.rescue, replica)
             if self._options.stage == "auto":
                 tasks.start_soon(self._mover.obey, replica)
-            await replica.serve(start, lambda error: self._join_anew(replica, error))
+            await replica.serve(start, lambda error: self._join_anew(replica, error), self._cannot_read)
 
     async def _join(self, replica: StageReplica) -> Start | None:
         """Have a replica join. Returns where it began; None if stage-mates gave their state."""
@@ -249,6 +252,12 @@ class Peer:
                 self._lifecycle.explain(note)
             await self._directory.announce()
             await anyio.sleep(JOIN_PAUSE_S)
+
+    def _cannot_read(self, error: UserError) -> None:
+        """Leave for good, as upon a signal: what this peer has computed is handed over before the error ends it."""
+        log.error("leaving reason=%s", error)
+        self._failure = error
+        self._lifecycle.end()
 
     def _join_anew(self, replica: StageReplica, error: CallError) -> None:
         """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""

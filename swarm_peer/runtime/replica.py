@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm_peer.config import PeerOptions
-from swarm_peer.errors import CallError, OtherTimeline
+from swarm_peer.errors import CallError, OtherTimeline, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
@@ -22,7 +22,7 @@ from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts
 from swarm_peer.runtime.data.allowed_files import check_data_files
-from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
 from swarm_peer.runtime.data.slices import validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
@@ -161,13 +161,16 @@ class StageReplica:
         choose = partial(self.parts.run_watch.choose_donors, mates, shunned)
         await self.parts.step_loop.catch_up(mates, choose)
 
-    async def serve(self, start: Start | None, left_behind: Callable[[CallError], None]) -> None:
+    async def serve(
+        self, start: Start | None, left_behind: Callable[[CallError], None], unreadable: Callable[[UserError], None]
+    ) -> None:
         """Go from round to round, until cancelled.
 
         Args:
             start: where the replica began
             left_behind: called if stage-mates went on without this peer, and none of them gives its state: the replica
                 has to leave then
+            unreadable: called if the training data cannot be read; the same holds
         """
         parts = self.parts
         async with anyio.create_task_group() as tasks:
@@ -179,12 +182,17 @@ class StageReplica:
             tasks.start_soon(parts.state_server.run)
             tasks.start_soon(self._follow_run, left_behind)
             if parts.launcher is not None:
-                tasks.start_soon(parts.launcher.run)
+                tasks.start_soon(self._launch, parts.launcher, unreadable)
                 tasks.start_soon(self._publish_progress)
             try:
                 await parts.step_loop.run()
             except CallError as error:
                 left_behind(error)
+
+    async def _launch(self, launcher: MicrobatchLauncher, unreadable: Callable[[UserError], None]) -> None:
+        await launcher.run()
+        if launcher.failure is not None:
+            unreadable(launcher.failure)
 
     def _is_on(self, timeline: Timeline) -> bool:
         return self.step.timeline == timeline

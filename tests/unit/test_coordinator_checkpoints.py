@@ -496,6 +496,15 @@ def test_the_newest_are_snapshots(world):
     assert world.names() == ["step-00000005"]
 
 
+def test_a_run_that_was_resumed_from_an_earlier_step_has_its_newest_there(world):
+    """Its rounds count on. What was given up goes as others come."""
+    world.save(20, 30, 40, keep=3)
+    for optimizer_step, round_number in ((22, 50), (24, 52)):
+        world.store(3).save(optimizer_step, MANIFEST, states_of(round_number))
+        assert find_checkpoint(world.url).optimizer_step == optimizer_step
+    assert world.names() == ["step-00000022", "step-00000024", "step-00000040"]
+
+
 def test_no_more_is_read_than_has_to_be(world, monkeypatch):
     """A store far away gives gigabytes for nothing."""
     world.save(1, 2, 3)

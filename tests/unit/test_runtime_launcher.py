@@ -15,7 +15,7 @@ from contexts import begin_round, make_context
 from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, HopFailed, InvalidMessage, RoundClosed
+from swarm_peer.errors import CallError, HopFailed, InvalidMessage, RoundClosed, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.progress_counter import RoundCount
@@ -250,6 +250,28 @@ async def test_as_many_are_in_flight_as_the_window_has_room_for():
         second.succeed()
         third.succeed()
         await succeed(world, 1)
+
+
+async def test_what_is_in_flight_counts_though_the_data_cannot_be_read_any_more():
+    """The peer hands over what it has computed, and ends then."""
+    world = World()
+    draw = world.leases.draw
+
+    async def draw_until_launched(count):
+        if world.executor.running:
+            raise UserError("cannot read the data")
+        return await draw(count)
+
+    world.leases.draw = draw_until_launched
+    async with world:
+        await until(lambda: world.launcher.failure is not None)
+        await settle()
+        assert not world.task.done()
+        num_running = len(world.executor.running)
+        drain(world)
+        await until(world.task.done)
+        assert world.count.samples == num_running * world.manifest.training.microbatch_size > 0
+    assert str(world.launcher.failure) == "cannot read the data"
 
 
 async def test_no_more_are_in_flight_than_fit_into_memory():

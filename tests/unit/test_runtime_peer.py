@@ -1,5 +1,6 @@
 import math
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import anyio
 import pytest
@@ -7,12 +8,13 @@ from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import NotServing, OtherTimeline
+from swarm_peer.errors import NotServing, OtherTimeline, UserError
 from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.replica import StageReplica
@@ -104,6 +106,45 @@ async def test_who_leaves_a_timeline_ends_no_round_with_the_stage_mates_on_it(er
     await replica.leave()
     assert left == [error]
     assert told == [{"may_end_round": may_end_round}]
+
+
+async def test_who_cannot_read_its_data_leaves_as_upon_a_signal():
+    """So what it has computed is handed over; the error ends the process after that."""
+    error = UserError("cannot read the data")
+
+    async def nothing(*_):
+        pass
+
+    async def sleep(*_):
+        await anyio.sleep_forever()
+
+    replica = object.__new__(StageReplica)
+    launcher = SimpleNamespace(run=nothing, failure=error)
+    peer = object.__new__(Peer)
+    peer._context = make_context(MANIFEST, options=OPTIONS, clock=MovedClock())
+    peer._lifecycle, peer._failure = Lifecycle(peer._context.clock), None
+    await replica._launch(launcher, peer._cannot_read)
+    assert peer._lifecycle.stop.is_set()
+    assert peer._lifecycle.has_ended
+
+    async def stay():
+        return None
+
+    peer._transport = SimpleNamespace(serve=nothing)
+    peer._parts = SimpleNamespace(dispatcher=None)
+    peer._directory, peer._members = SimpleNamespace(drop=None), SimpleNamespace(known=None)
+    peer._dht = SimpleNamespace(watch=sleep)
+    peer._device_thread = SimpleNamespace(stop=lambda: None)
+    peer._counted = None
+    for watch in ("_watch_event_loop", "_leave_on_notice", "_look_for_end", "_look_for_revocations", "_keep_dialling"):
+        setattr(peer, watch, sleep)
+    peer._stay = stay
+    with (
+        patch.object(peers.StageReplica, "open", nothing),
+        pytest.raises(UserError, match="cannot read the data"),
+        first_error(),
+    ):
+        await peer.run(0, anyio.Event())
 
 
 async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no_average():

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_peer.errors import CallError, RoundClosed
+from swarm_peer.errors import CallError, RoundClosed, UserError
 from swarm_peer.policy.data.ranges import MAX_RANGES, SampleId
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.progress_counter import RoundCount
@@ -69,7 +69,8 @@ class MicrobatchLauncher:
     Attributes:
         current: the newest progress count of this life of the peer
         validations: this peer's shares of the last validation losses
-        stopping: whether `stop` has been called
+        stopping: whether `stop` has been called, or the data cannot be read
+        failure: why the data cannot be read, if so
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class MicrobatchLauncher:
         self.current = Progress(round_number=0, samples=0, claimed=0, loss_sum=0.0)
         self.validations: deque[Validation] = deque(maxlen=8)
         self.stopping = False
+        self.failure: UserError | None = None
 
     def stop(self) -> None:
         """Launch no more microbatches. `run` returns when those in flight have finished."""
@@ -247,6 +249,10 @@ class MicrobatchLauncher:
             tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
             ids = tuple(sample.id for sample in samples)
             self._waiting.append(_Batch(tokens_BS=tokens_BS, samples=ids, generation=generation))
+        except UserError as error:
+            # This peer can still hand over what it has computed.
+            self.failure = error
+            self.stop()
         finally:
             self._is_drawing = False
             self._context.changed.notify()
