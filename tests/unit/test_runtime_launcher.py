@@ -435,6 +435,28 @@ async def test_what_fails_each_time_gives_its_place_to_another(monkeypatch):
         assert world.count == RoundCount(8, 8, 4.0, (WindowRange(0, 0, 2, 10),)), "the place that it had claimed"
 
 
+async def test_nothing_is_dropped_because_a_stage_has_no_peers(monkeypatch):
+    """It may stay empty overnight."""
+    monkeypatch.setattr(launcher, "MAX_LAUNCHES", 3)
+    async with World() as world:
+        monkeypatch.setattr(SwarmView, "fewest_serving", lambda view: 1)  # for the first round it is waited
+        [failing] = await world.executor.launched()
+        microbatch_id, next_stage = failing.id, world.peers.pop()
+        for _ in range(5):
+            failing.fail(HopFailed("no peer serves the stage"))
+            await until(lambda: any(item.id == microbatch_id for item in world.executor.running))
+            failing = next(item for item in world.executor.running if item.id == microbatch_id)
+            world.executor.running.remove(failing)
+        world.peers.append(next_stage)
+        failing.succeed()
+        await settle()
+        assert world.leases.given_up == []
+        assert world.metrics.lost_samples._value.get() == 0
+        while not world.progress.counter.is_full(0):
+            drain(world)
+            await settle()
+
+
 async def test_what_has_not_failed_is_not_dropped_however_often_its_round_was_closed(monkeypatch):
     monkeypatch.setattr(launcher, "MAX_LAUNCHES", 3)
     async with World() as world:

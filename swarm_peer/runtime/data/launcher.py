@@ -320,7 +320,9 @@ class MicrobatchLauncher:
 
     async def _launch_again(self, batch: _Batch, present: Round, reason: str) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
-        batch.failures += 1
+        view = self._swarm.view()
+        if all(view.serving(stage) for stage in range(1, view.num_stages)):
+            batch.failures += 1  # otherwise the empty stage is to blame, however long it stays so
         log.warning("microbatch_failed failures=%d reason=%s", batch.failures, reason)
         if batch.failures >= MAX_LAUNCHES:
             lost = f"their microbatch has failed {batch.failures} times: {reason}"
