@@ -1,4 +1,4 @@
-"""Where others reach this node: peers that it has dialled tell it what they see of it, and try it.
+"""Where others reach this node: peers that it is connected to tell it what they see of it, and try it.
 
 A node that is asked connects to the host that the asking node's connection comes from, and to no other: nobody can
 have it knock at a stranger's door. It takes whatever greets as libp2p does for the node: peers that dial check the id.
