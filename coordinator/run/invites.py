@@ -115,17 +115,22 @@ class InviteBook:
 
     def standing(self, run_key: Identity, addresses: Sequence[str]) -> Invite:
         """The invite that `serve` prints: the one in the folder, or a new one; it is kept there for other commands."""
-        path = self._folder / INVITE
-        known = None
-        with suppress(OSError, UserError):  # it is not there, or damaged: a new one takes its place
-            known = Invite.parse(path.read_text().strip())
-        if known is None or known.run_id != run_key.peer_id or self._is_over(known):
+        known = self.kept(run_key)
+        if known is None:
             expires = int(time.time()) + STANDING_DAYS * DAY_S
             known = Invite.issue(run_key, addresses, label=STANDING_LABEL, expires=expires, at_once=ANY_NUMBER)
             self._note(known)
         invite = Invite(known.run_id, tuple(addresses), known.ticket, known.key)
-        replace_file(path, invite.text() + "\n", mode=OWNER)
+        replace_file(self._folder / INVITE, invite.text() + "\n", mode=OWNER)
         return invite
+
+    def kept(self, run_key: Identity) -> Invite | None:
+        """The invite in the folder; None if there is none, or it is damaged, or holds no longer."""
+        with suppress(OSError, UserError):
+            known = Invite.parse((self._folder / INVITE).read_text().strip())
+            if known.run_id == run_key.peer_id and not self._is_over(known):
+                return known
+        return None
 
     def _is_over(self, invite: Invite) -> bool:
         ticket = invite.opened_ticket()

@@ -64,15 +64,16 @@ class WayIn:
             peers: addresses of peers that live on while no coordinator does
         """
         told = own, peers = self._dht.addresses, tuple(peers)
-        if told == self._told:
+        book = InviteBook(self._output)
+        # Its operator may have revoked the invite in the line.
+        has_lapsed = self._is_private and bool(self.line) and book.kept(self._run_key) is None
+        if told == self._told and not has_lapsed:
             return
         moved = own != self._printed[0]
         addresses = [*own, *peers]
-        invites = (
-            [InviteBook(self._output).standing(self._run_key, addresses).text()] if self._is_private else addresses
-        )
+        invites = [book.standing(self._run_key, addresses).text()] if self._is_private else addresses
         self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}"
-        if is_worth_printing(told, self._printed):
+        if has_lapsed or is_worth_printing(told, self._printed):
             self._printed = told
             self._say(f"Peers join with{', also while no coordinator lives' if peers else ''}:\n\n  {self.line}\n")
         if moved and not self._is_announced and not any(is_public(address) or is_loopback(address) for address in own):

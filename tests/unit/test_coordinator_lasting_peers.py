@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from coordinator.run.invites import STANDING_LABEL, InviteBook
 from coordinator.run.lasting_peers import MAX_NAMED, LastingPeers, addresses_to_name, choose_lasting
 from coordinator.run.way_in import WayIn
 from swarm_peer.policy.view import PeerState, PeerView
@@ -164,6 +165,29 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
     way_in.tell(public(1, 3, 4))
     assert "This machine has no public address" in said[-1]
     assert (tmp_path / "coordinator").read_text().split() == PRIVATE_OWN
+
+
+def test_a_line_whose_invite_was_revoked_is_told_anew(tmp_path):
+    said = []
+    way_in = WayIn(
+        dht=SimpleNamespace(addresses=OWN),
+        manifest=SimpleNamespace(admission="invite"),
+        run_key=RUN,
+        output=tmp_path,
+        address_file=None,
+        is_announced=True,
+        say=said.append,
+    )
+    way_in.tell(())
+    way_in.tell(())
+    before = way_in.line
+    assert len(said) == 1
+    InviteBook(tmp_path).revoke(RUN, STANDING_LABEL)
+    way_in.tell(())
+    way_in.tell(())
+    assert len(said) == 2
+    assert way_in.line != before
+    assert way_in.line in said[-1]
 
 
 def test_an_invite_stays_short():
