@@ -150,6 +150,7 @@ class CheckpointWriter:
         self._threads = threads
         self._rng = rng
         self._tell = tell
+        self._saving = anyio.Lock()
         self._saved = (
             max(watch.optimizer_step, plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
         )
@@ -160,8 +161,14 @@ class CheckpointWriter:
             due = self._watch.optimizer_step // self._every * self._every
             if due > 0 and due != self._saved and self._acts():
                 self._saved = due
-                await self._save(transport, due)
+                async with self._saving:
+                    await self._save(transport, due)
             await anyio.sleep(SNAPSHOT_RETRY_S)
+
+    async def finish(self) -> None:
+        """Wait until no checkpoint is being written."""
+        async with self._saving:
+            pass
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.

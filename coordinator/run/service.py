@@ -67,6 +67,8 @@ log = logging.getLogger(__name__)
 RUN_LOOK_S = 2.0
 # Each try to save the model downloads it.
 NOT_WRITTEN_PAUSE_S = 30.0
+# Peers wait for as long at the run's end, if the store of checkpoints is slow.
+LAST_CHECKPOINT_S = 30.0
 # Published again and again while the coordinator lives, and kept for a day after it: newcomers need it.
 RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
@@ -127,6 +129,7 @@ class RunService:
         self._run_id = self._run_key.peer_id
         self._rebalancer: Rebalancer | None = None
         self._rebalancer_term: Term | None = None
+        self._writer: CheckpointWriter | None = None
         self._beginning = Beginning(dht, self._run_id, self._context.clock.unix_s())
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
@@ -176,11 +179,19 @@ class RunService:
                     if coordination.acts and (was_saved or self.watch.has_finished):
                         saved = was_saved or await self._export(transport)
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
+                if saved:
+                    await self._finish_checkpoint()
                 files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")
                 tasks.cancel_scope.cancel()
         if not saved and coordination.acts and self.watch.has_finished and self.ended != FINISHED:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
+
+    async def _finish_checkpoint(self) -> None:
+        """Give the last checkpoint some time: the run may go on from it later, and its peers are still there."""
+        if self._writer is not None:
+            with anyio.move_on_after(LAST_CHECKPOINT_S):
+                await self._writer.finish()
 
     def _open_files(self) -> RunFiles:
         return RunFiles(
@@ -221,7 +232,7 @@ class RunService:
         )
         tasks.start_soon(coordination.run)
         if (plan := self._options.plan).store is not None:
-            writer = CheckpointWriter(
+            self._writer = CheckpointWriter(
                 self.resolved,
                 plan,
                 watch=self.watch,
@@ -231,7 +242,7 @@ class RunService:
                 acts=lambda: coordination.acts,
                 tell=partial(files.tell, "checkpoint"),
             )
-            tasks.start_soon(writer.run, transport)
+            tasks.start_soon(self._writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
         tasks.start_soon(self._look_for_end)
         tasks.start_soon(self._directory.keep_revoked_out, RUN_LOOK_S)

@@ -8,6 +8,7 @@ from pathlib import Path
 from coordinator.run.addresses import COORDINATOR, write_addresses
 from coordinator.run.invites import InviteBook
 from swarm_peer.config import RunManifest
+from swarm_peer.errors import InvalidMessage
 from swarm_peer.runtime.network.addresses import is_loopback, is_public, ports_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
@@ -65,8 +66,7 @@ class WayIn:
         """
         told = own, peers = self._dht.addresses, tuple(peers)
         book = InviteBook(self._output)
-        # Its operator may have revoked the invite in the line.
-        has_lapsed = self._is_private and bool(self.line) and book.kept(self._run_key) is None
+        has_lapsed = self._has_lapsed(book)
         if told == self._told and not has_lapsed:
             return
         moved = own != self._printed[0]
@@ -82,6 +82,13 @@ class WayIn:
         if self._address_file is not None:
             write_addresses(self._address_file, invites, is_secret=self._is_private)
         self._told = told  # not earlier: what a full disk has not taken is written at the next look
+
+    def _has_lapsed(self, book: InviteBook) -> bool:
+        """Whether the invite in the line holds no longer: its operator may have revoked it."""
+        try:
+            return self._is_private and bool(self.line) and book.kept(self._run_key) is None
+        except InvalidMessage:  # the coordinator warns of revocations that it cannot read
+            return False
 
 
 def is_worth_printing(told: tuple[list[str], tuple[str, ...]], printed: tuple[list[str], tuple[str, ...]]) -> bool:

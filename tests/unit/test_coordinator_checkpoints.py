@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import struct
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -710,7 +711,7 @@ class Run:
     def view(self):
         return SwarmView(2, tuple(self.peers))
 
-    async def save(self):
+    def writer(self):
         plan = CheckpointPlan(self.store, 10)
         writer = CheckpointWriter(
             ResolvedManifest.of(self.manifest),
@@ -725,7 +726,10 @@ class Run:
             rng=random.Random(0),
         )
         writer._check = self.check
-        await writer._save(self.network.transport("coordinator"), 60)
+        return writer
+
+    async def save(self):
+        await self.writer()._save(self.network.transport("coordinator"), 60)
 
 
 @pytest.mark.parametrize(
@@ -794,6 +798,30 @@ async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(ru
         assert_same(state, expected[stage])
 
 
+async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    writer, may_save = run.writer(), threading.Event()
+    writer._saved, save = 50, run.store.save
+
+    def save_late(*args):
+        may_save.wait(10)
+        return save(*args)
+
+    monkeypatch.setattr(run.store, "save", save_late)
+    async with anyio.create_task_group() as tasks:
+        await writer.finish()
+        tasks.start_soon(writer.run, run.network.transport("coordinator"))
+        await anyio.wait_all_tasks_blocked()
+        with anyio.move_on_after(0.05) as waited:
+            await writer.finish()
+        assert waited.cancelled_caught
+        may_save.set()
+        await writer.finish()
+        assert run.saved == [60]
+        tasks.cancel_scope.cancel()
+
+
 async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
     """The run stands still there, and a peer may still be writing its snapshot."""
     training = run.manifest.training.model_copy(update={"steps": 60})
@@ -803,7 +831,9 @@ async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
     async def sleep(seconds):
         await run.add("b", 1, 60, FIRST_TIMELINE)
 
-    monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     assert run.saved == [60]
 
@@ -817,7 +847,9 @@ async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypat
     async def sleep(seconds):
         expected.append(await run.add("b", 1, 60, FIRST_TIMELINE))
 
-    monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     [state] = expected
     assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
@@ -844,7 +876,9 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
         assert not run.saved
         await run.add("b", 1, 60, FIRST_TIMELINE, tensors[1])
 
-    monkeypatch.setattr(checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread))
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     assert reason in caplog.text
     loaded = run.store.newest().load_stage(1).tensors
