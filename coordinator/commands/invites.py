@@ -54,7 +54,7 @@ def invite(
 def _seconds(text: str) -> int:
     match = re.fullmatch(r"([1-9][0-9]{0,4})([hdw])", text)
     if match is None:
-        raise UserError(f"--expires {text}: expected a number of hours, days or weeks from 1 on, such as 12h, 7d or 4w")
+        raise UserError(f"--expires {text}: expected one or more hours, days or weeks, such as 12h, 7d or 4w")
     return int(match[1]) * SECONDS[match[2]]
 
 

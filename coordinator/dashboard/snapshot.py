@@ -177,7 +177,7 @@ def _limit(watch: RunWatch, stage: int, supply: Sequence[float], is_bottleneck: 
 
 def _emptied(view: SwarmView) -> str:
     """The first stage that no peer serves, as people call it; empty if there is none."""
-    return next((f"stage {stage}" for stage in range(view.num_stages) if not view.serving(stage)), "")
+    return next((f"stage {stage}" for stage in view.empty_stages()), "")
 
 
 def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:

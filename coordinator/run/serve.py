@@ -231,7 +231,7 @@ def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> st
         return f"The run has no peers; {begun if _has_begun(output) else 'the same command begins it.'}"
     without = "" if options.plan.resume is None else " without --resume"
     again = f"the same command{without} coordinates them again."
-    empty = [str(stage) for stage in range(view.num_stages) if not view.serving(stage)]
+    empty = view.empty_stages()
     return f"The run's peers {f'wait for a peer of stage {empty[0]}' if empty else 'train on'}; {again}"
 
 

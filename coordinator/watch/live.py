@@ -60,7 +60,7 @@ class LiveView:
         self._last_step = watch.optimizer_step
         if not self._console.is_terminal:
             self._print_line(watch)
-            empty = _empty_stages(watch) if watch.shown_step else []
+            empty = watch.view.empty_stages() if watch.shown_step else []
             if empty and empty != self._was_empty:
                 self.print(f"{_waits(empty).capitalize()}.")
             self._was_empty = empty
@@ -137,7 +137,7 @@ def _time_percent(peer: PeerView) -> list[str]:
 
 def _coordination(watch: RunWatch) -> str:
     """The stages that the run waits for, the coordinator's last decision, and the moves that are under way."""
-    empty = _empty_stages(watch) if watch.view.peers else []
+    empty = watch.view.empty_stages() if watch.view.peers else []
     lines = [_waits(empty)] if empty else []
     if watch.coordination is not None:
         _, record = watch.coordination
@@ -147,10 +147,6 @@ def _coordination(watch: RunWatch) -> str:
             for move in record.assignments
         ]
     return "".join(f"\n{line}" for line in lines)
-
-
-def _empty_stages(watch: RunWatch) -> list[int]:
-    return [stage for stage in range(watch.view.num_stages) if not watch.view.serving(stage)]
 
 
 def _waits(empty: Sequence[int]) -> str:

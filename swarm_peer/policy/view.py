@@ -151,6 +151,10 @@ class SwarmView:
         """The number of serving peers in the stage that has the fewest."""
         return min(len(self.serving(stage)) for stage in range(self.num_stages))
 
+    def empty_stages(self) -> list[int]:
+        """The stages that no peer serves."""
+        return [stage for stage in range(self.num_stages) if not self.serving(stage)]
+
     def mean_time_shares(self, stage: int) -> tuple[float, float, float] | None:
         """The means of the `TimeShares` of a stage's peers, as fractions; None if no peer there tells its own."""
         known = [peer.time_shares for peer in self.in_stage(stage) if peer.time_shares is not None]

@@ -148,7 +148,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ("end", "name the folder of the run to end, such as runs/demo, or its key with --identity-path"),
         ("end runs/x --identity-path KEY", "runs/x and --identity-path: both name a run; leave one of them out"),
         ("end /nowhere", "there is no folder /nowhere: name that of a run"),
-        ("end /tmp", "/tmp/identity is not there: only the run's key ends it"),
+        ("end /usr", "/usr/identity is not there: only the run's key ends it"),
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
         ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
         (

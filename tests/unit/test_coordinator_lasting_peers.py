@@ -100,20 +100,24 @@ def test_a_peer_that_newcomers_may_be_sent_to(tmp_path, state, is_reachable, own
     assert named == ([address] if is_named else [])
 
 
+def make_way_in(folder, said, admission, address_file=None):
+    return WayIn(
+        dht=SimpleNamespace(addresses=OWN),
+        manifest=SimpleNamespace(admission=admission),
+        run_key=RUN,
+        output=folder,
+        address_file=address_file,
+        is_announced=False,
+        say=said.append,
+    )
+
+
 def test_what_a_full_disk_has_not_taken_is_written_at_the_next_look(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError("no space")
 
     said = []
-    way_in = WayIn(
-        dht=SimpleNamespace(addresses=OWN),
-        manifest=SimpleNamespace(admission="open"),
-        run_key=RUN,
-        output=tmp_path,
-        address_file=None,
-        is_announced=False,
-        say=said.append,
-    )
+    way_in = make_way_in(tmp_path, said, "open")
     lasting = LastingPeers(tmp_path)
     with monkeypatch.context() as disk:
         disk.setattr("coordinator.run.way_in.write_addresses", full)
@@ -132,15 +136,7 @@ def test_what_a_full_disk_has_not_taken_is_written_at_the_next_look(tmp_path, mo
 @pytest.mark.parametrize("admission", ["invite", "open"])
 def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admission):
     said = []
-    way_in = WayIn(
-        dht=SimpleNamespace(addresses=OWN),
-        manifest=SimpleNamespace(admission=admission),
-        run_key=RUN,
-        output=tmp_path,
-        address_file=tmp_path / "line",
-        is_announced=False,
-        say=said.append,
-    )
+    way_in = make_way_in(tmp_path, said, admission, tmp_path / "line")
 
     def tell(*numbers):
         del said[:]
@@ -169,15 +165,7 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
 
 def test_a_line_whose_invite_was_revoked_is_told_anew(tmp_path):
     said = []
-    way_in = WayIn(
-        dht=SimpleNamespace(addresses=OWN),
-        manifest=SimpleNamespace(admission="invite"),
-        run_key=RUN,
-        output=tmp_path,
-        address_file=None,
-        is_announced=True,
-        say=said.append,
-    )
+    way_in = make_way_in(tmp_path, said, "invite")
     way_in.tell(())
     way_in.tell(())
     before = way_in.line

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,13 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.dht import NobodyAnswers
 from swarm_peer.wire.records import ManifestRecord
 
+HOLDS_LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWArW69Zs4SPYveMkQdidfyRUAGVyXFVRuwNQqVn964mfZ"
 MANIFEST = RunManifest.model_validate(
     {
@@ -142,13 +150,16 @@ def test_a_run_that_is_ended_without_a_coordinator_is_over_in_its_folder(tmp_pat
     note_end(tmp_path)
     assert not has_ended(tmp_path), "no run is of this folder"
     Journal(tmp_path).tell("started", "The run has begun.", 1.0)
-    with closing(lock_folder(tmp_path)):
-        # A process may lock again what it has locked itself.
-        if not (other := os.fork()):
-            note_end(tmp_path)
-            os._exit(0)
-        assert os.waitpid(other, 0) == (other, 0)
+    lock_folder(tmp_path).close()
+    # Another process, since one may lock again what it has locked itself.
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_LOCK, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as coordinator:
+        assert coordinator.stdout is not None
+        assert coordinator.stdout.readline() == b"locked\n"
+        note_end(tmp_path)
         assert not has_ended(tmp_path), "the coordinator that lives writes it down"
+        coordinator.communicate()
     for _ in range(2):
         note_end(tmp_path)
     assert [event["text"] for event in read_events(tmp_path)][1:] == ["The run has ended: its operator has ended it."]

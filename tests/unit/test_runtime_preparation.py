@@ -33,7 +33,7 @@ def test_a_peer_takes_as_many_microbatches_as_fit_its_memory(device: str) -> Non
         assert costs.memory.peak_bytes(capacity(enough - 1)) < enough
         least = costs.memory.peak_bytes(1)
         with pytest.raises(
-            UserError, match=rf"stage {spec.index} needs about {least / 2**30:.1f}GiB; let it have more"
+            UserError, match=rf"stage {spec.index} needs about {least / 2**30:.1f}GiB; raise it, or serve a"
         ):
             capacity(least - 1)
 

@@ -59,7 +59,7 @@ def microbatch_capacity(
     if not capacity:
         raise UserError(
             f"--max-memory {ByteSize(max_memory).human_readable()} is too little: stage {spec.index} needs about "
-            f"{ByteSize(memory.peak_bytes(1)).human_readable()}; let it have more, or a smaller stage, if there is one"
+            f"{ByteSize(memory.peak_bytes(1)).human_readable()}; raise it, or serve a smaller stage"
         )
     return capacity
 

@@ -373,7 +373,7 @@ class Recovery:
             # This peer polls some of the stages for its work anyway.
             view = await self._swarm.look(range(self._context.resolved.num_stages), max_age_s=patience_s / 4)
             now = self._context.clock.monotonic_s()
-            empty = [stage for stage in range(view.num_stages) if not view.serving(stage)]
+            empty = view.empty_stages()
             empty_since = {stage: empty_since.get(stage, now) for stage in empty}
             reported = {stage: reason for stage, reason in reported.items() if stage in empty}
             joining = [peer.peer_id for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]

@@ -10,7 +10,9 @@ import logging
 from functools import partial
 
 import anyio
+from pydantic import ValidationError
 
+from swarm_peer.config_errors import describe
 from swarm_peer.errors import CallError
 from swarm_peer.policy.recovery import SnapshotRef
 from swarm_peer.policy.step_state import StepState
@@ -91,8 +93,8 @@ class SnapshotKeeper:
         except OSError as error:
             text += ": make room in the temporary folder, or name another one in TMPDIR"
             log.error(text, stage, state.optimizer_step, error)
-        except ValueError as error:  # a member may count so that the ledger becomes too long for any message
-            log.error(text, stage, state.optimizer_step, error)
+        except ValidationError as error:  # a member may count so that the ledger becomes too long for an index
+            log.error(text, stage, state.optimizer_step, describe(error))
 
     def _snapshot_is_due(self) -> bool:
         step = self._state_server.step

@@ -76,7 +76,7 @@ class Rewinds:
             self.target = timeline
             self._changed.notify()
 
-    def came_to(self, round_number: int) -> None:
-        """Drop the target if the replica has come to its first round or beyond, and keep a newer one."""
+    def drop_until(self, round_number: int) -> None:
+        """Drop the target if its timeline begins in this round or earlier, and keep a newer one."""
         if self.target is not None and self.target.first_round <= round_number:
             self.target = None

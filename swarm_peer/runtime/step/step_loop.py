@@ -240,7 +240,7 @@ class StepLoop:
             # There is none if a stage-mate's state has brought this peer to that round or beyond at that very moment.
             while (target := self.rewinds.target) is not None:
                 if self.step.phase is Phase.LEFT:
-                    self.rewinds.target = None
+                    self.rewinds.drop_until(target.first_round)
                     return
                 text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
                 log.warning(
@@ -298,7 +298,7 @@ class StepLoop:
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
     def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
-        self.rewinds.came_to(number)
+        self.rewinds.drop_until(number)
         step = StepState(
             round_number=number,
             timeline=timeline,
