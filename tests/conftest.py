@@ -10,6 +10,8 @@ from programs import Processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported, so not from a fixture
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Two hundred libp2p daemons live for seconds: a third of what each costs would be collecting garbage as it starts.
+os.environ |= {"GOGC": "off", "GOMEMLIMIT": "128MiB"}
 
 # A busy machine is no failure, and what fails once must fail again.
 settings.register_profile("swarm", deadline=None, derandomize=True, max_examples=60)

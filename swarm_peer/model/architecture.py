@@ -159,4 +159,5 @@ def _check_sizes(family: Family) -> None:
 
 
 def _own_name(config: PretrainedConfig, key: str) -> str:
-    return config.attribute_map.get(key, key)
+    name: str = config.attribute_map.get(key, key)
+    return name

@@ -357,7 +357,7 @@ def test_flow_and_microbatches_agree_where_windows_are_ample(num_stages):
 
 
 def test_flow_and_microbatches_agree_while_peers_come_and_go():
-    chosen = make_scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
+    chosen = make_scenario(num_stages=3, num_peers=12, hours=0.4, mean_lifetime_s=1200.0, seed=5)
     result = simulate_microbatches(chosen, "events", MicrobatchOptions(window=30))
     assert result["share_of_flow"] == pytest.approx(1.0, abs=0.06)
     assert result["retries"] > 0
@@ -365,7 +365,7 @@ def test_flow_and_microbatches_agree_while_peers_come_and_go():
 
 def test_routing_by_speed_beats_routing_at_random():
     chosen = make_scenario(
-        num_stages=2, num_peers=8, hours=0.1, mean_lifetime_s=1e9, seed=2,
+        num_stages=2, num_peers=8, hours=0.05, mean_lifetime_s=1e9, seed=2,
         population=Population(speed=Distribution("choice", (1.0, 4.0))),
     )  # fmt: skip
     done = {
@@ -429,7 +429,7 @@ def test_a_fast_peer_of_stage_0_does_more_of_the_global_batch_and_waits_at_its_e
 
 
 def test_rounds_go_on_while_peers_come_and_go():
-    chosen = make_scenario(num_stages=3, num_peers=12, hours=0.7, mean_lifetime_s=2400.0, seed=5)
+    chosen = make_scenario(num_stages=3, num_peers=12, hours=0.4, mean_lifetime_s=1200.0, seed=5)
     options = MicrobatchOptions(window=8, capacity=8, global_batch=50, averaging_s=1.0)
     first, again = (simulate_microbatches(chosen, "events", options) for _ in range(2))
     first.pop("wall_s"), again.pop("wall_s")

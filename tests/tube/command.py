@@ -104,8 +104,9 @@ def seeds(
             has changed
     """
     kept = _read(results)
-    wanted = numbered(range(first, first + count), mode)
-    wanted += [seed for other in WATCHES for seed in numbered(range(first, first + each_mode), other)]
+    # The longest first, so that no process is left alone with one at the end.
+    wanted = [seed for other in reversed(WATCHES) for seed in numbered(range(first, first + each_mode), other)]
+    wanted += numbered(range(first, first + count), mode)
     outcomes = [kept[seed] for seed in wanted if seed in kept]
     todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):
@@ -119,11 +120,11 @@ def seeds(
 
 
 def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
-    spawn = multiprocessing.get_context("spawn")  # a fork would go on with the parent's caches
+    fork = multiprocessing.get_context("fork")  # imports take long, and this process runs no schedules of its own
     size = SEEDS_PER_PROCESS * processes
     for batch in (todo[begin : begin + size] for begin in range(0, len(todo), size)):
         # New processes for each batch: the executor's own max_tasks_per_child may hang in Python 3.11.
-        with ProcessPoolExecutor(processes, spawn, initializer=_end_with_parent) as pool:
+        with ProcessPoolExecutor(processes, fork, initializer=_end_with_parent) as pool:
             again = pool.submit(run_seed, batch[0])
             for future in as_completed([pool.submit(run_seed, seed) for seed in batch]):
                 outcome = future.result()

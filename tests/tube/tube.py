@@ -43,7 +43,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.step_state import StepState
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
-STEPS_AFTER = 3
+STEPS_AFTER = 10
 BOUND_S = 400.0
 # Of two stage-mates, one may have ended so many rounds that the other has still to end.
 ROUNDS_APART = 2
@@ -51,6 +51,8 @@ ROUNDS_APART = 2
 ENDING_S = 90.0
 # Virtual time between collections of garbage.
 COLLECT_S = 30.0
+# A fault that has not ended so long after the last ones began is cut off.
+MOST_LONGER_S = 60.0
 
 CONFIG: dict[str, Any] = {
     "model_type": "gpt2",
@@ -338,15 +340,9 @@ class Tube:
             self.start_peer(rng)
             await anyio.sleep(rng.choice([0.0, 0.3, 2.0]))
         async with anyio.create_task_group() as tasks:
-            self._faults = tasks.cancel_scope
             tasks.start_soon(self._collect_garbage)
-            for event in self.schedule.events:
-                tasks.start_soon(self._strike, event)
-            await anyio.sleep(FIRST_S + FAULTS_S - self.world.loop.time())
-            for _, future in self._callees:
-                if not future.done():
-                    future.set_exception(Unstruck())
-            tasks.cancel_scope.deadline = self.world.loop.time() + 60.0
+            await self._strike_all()
+            tasks.cancel_scope.cancel()
         self._faults_are_over = True
         self._calm()
         if not (self.world.violations or self._operator):
@@ -368,6 +364,18 @@ class Tube:
                 self._callees.remove(entry)
                 if not entry[1].done():
                     entry[1].set_result(callee)
+
+    async def _strike_all(self) -> None:
+        """Have all faults strike and end, or be cut off."""
+        async with anyio.create_task_group() as faults:
+            self._faults = faults.cancel_scope
+            for event in self.schedule.events:
+                faults.start_soon(self._strike, event)
+            await anyio.sleep(FIRST_S + FAULTS_S - self.world.loop.time())
+            for _, future in self._callees:
+                if not future.done():
+                    future.set_exception(Unstruck())
+            faults.cancel_scope.deadline = self.world.loop.time() + MOST_LONGER_S
 
     async def _strike(self, event: Event) -> None:
         await anyio.sleep(max(event.at_s - self.world.loop.time(), 0.0))  # many peers take a while to start

@@ -57,9 +57,8 @@ class GPT2Family(Family):
         MLP's inner ones: nearly half of what a layer keeps in all.
         """
         layer = super().build_layer(index)
-        assert isinstance(layer, GPT2Block)
         if self.config.activation_function == "gelu_new":
-            layer.mlp.act = nn.GELU(approximate="tanh")
+            layer.get_submodule("mlp").act = nn.GELU(approximate="tanh")
         return layer
 
     def embed(self, body: nn.Module, tokens_BT: Tensor) -> Tensor:
