@@ -68,6 +68,16 @@ class CheckpointGiver:
         """
         first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
         timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
+        await self.give(checkpoint, timeline)
+        _tell_changes(checkpoint, self._manifest)
+        return timeline
+
+    async def give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
+        """Give the states of a checkpoint as those that a timeline begins with.
+
+        Raises:
+            UserError: there is no room for them
+        """
         try:
             await self._give(checkpoint, timeline)
         except OSError as error:
@@ -75,10 +85,8 @@ class CheckpointGiver:
                 f"the states of {checkpoint.path} do not fit into the temporary folder ({one_line(error)}): make room "
                 f"there, or name another one in TMPDIR"
             ) from error
-        step = timeline.first_optimizer_step
-        _tell_changes(checkpoint, self._manifest)
+        step, first_round = timeline.first_optimizer_step, timeline.first_round
         log.info("resuming optimizer_step=%d round=%d path=%s", step, first_round, checkpoint.path)
-        return timeline
 
     async def give_when_lost(
         self,

@@ -138,6 +138,17 @@ class CheckpointStore:
                 if not isinstance(error, CheckpointIncomplete):
                     reasons.append(error.reason)
 
+    def named(self, name: str) -> Checkpoint:
+        """The checkpoint in the folder of this name, or the one of the same optimizer step that has replaced it.
+
+        Raises:
+            UserError: there is none, or it is damaged
+        """
+        for folder in self._folders():
+            if folder.rpartition("/")[2] == name:
+                return open_checkpoint(self._files, folder)
+        return self.at(optimizer_step_of(name))
+
     def at(self, optimizer_step: int) -> Checkpoint:
         """The checkpoint of an optimizer step.
 
@@ -232,7 +243,7 @@ def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
         base, own = url.rstrip("/").removesuffix(name) or ".", int(match[1])
         if optimizer_step not in (None, own):
             raise UserError(f"--step {optimizer_step}: {url} is the checkpoint of step {own}; leave one of them out")
-        return CheckpointStore(base).at(own)
+        return CheckpointStore(base).named(name)
     store, below = CheckpointStore(url), CheckpointStore(f"{url.rstrip('/')}/{CHECKPOINTS}")
     if store.is_empty and not below.is_empty:
         store = below

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.giver import CheckpointGiver
+from coordinator.checkpoints.resumed import find_resumed, note_resumed
 from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.writer import CheckpointWriter
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
@@ -209,15 +210,24 @@ class RunService:
         plan, giver = self._options.plan, CheckpointGiver(self.manifest, self._context, scratch)
         if plan.resume is not None:
             self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
+            note_resumed(self._options.output, plan.resume, self._beginning.timeline)
         else:
             await self._beginning.find()
             self.watch.begun_at = max(self._beginning.reached[1], files.optimizer_step)
+            if files.round_number < self._beginning.timeline.first_round:
+                await self._give_again(giver)
         self.watch.begun_at = max(self.watch.begun_at, self._beginning.timeline.first_optimizer_step)
-        if plan.resume is not None or plan.store is not None:
-            await transport.serve(giver.dispatcher)
+        await transport.serve(giver.dispatcher)
         if plan.store is not None:
             give = partial(giver.give_when_lost, peers_by_stage=self.watch.peers_by_stage)
             tasks.start_soon(give, plan.store, files.has_made, lambda: self._beginning.timeline)
+
+    async def _give_again(self, giver: CheckpointGiver) -> None:
+        """Give what the run was resumed from: the coordinator that did so may have died before all peers had it."""
+        timeline = self._beginning.timeline
+        checkpoint = await self._context.threads.run(find_resumed, self._options.output, timeline)
+        if checkpoint is not None:
+            await giver.give(checkpoint, timeline)
 
     async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""

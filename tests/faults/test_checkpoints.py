@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.checkpoints.folder import optimizer_step_of
 from coordinator.checkpoints.store import find_checkpoint
+from coordinator.run.addresses import PEERS
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger
@@ -107,11 +108,18 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
         file.seek(-10, os.SEEK_END)
         file.write(b"damaged")
 
-    resumed = start("resumed", [1, 2], "--resume", str(output / "checkpoints"))
-    assert resumed.wait(200) == 0, processes.log("resumed")[-3000:]
+    known = (output / PEERS).read_text()
+    resumed = start("resumed", [1, 0], "--resume", str(output / "checkpoints"))
+    wait_for(lambda: " serving stage=0" in processes.log("resumed.0.0"), "a peer that has the state of stage 0")
+    wait_for(lambda: (output / PEERS).read_text() != known, "its address, kept for the next coordinator")
+    resumed.kill()  # before anybody has the state of stage 1
+    resumed.wait()
+    again = start("again", [0, 2])
+    assert again.wait(200) == 0, processes.log("again")[-3000:]
     assert "checkpoint_damaged" in processes.log("resumed")
     optimizer_step = optimizer_step_of(good.name)
-    assert f"resuming optimizer_step={optimizer_step} " in processes.log("resumed")
+    for life in ("resumed", "again"):
+        assert f"resuming optimizer_step={optimizer_step} " in processes.log(life)
     lines = lines_of(output)
     assert [line["optimizer_step"] for line in lines] == list(range(1, steps + 1))
     later = [line for line in lines if line["optimizer_step"] > optimizer_step]

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import struct
 import threading
 from pathlib import Path
@@ -25,6 +26,7 @@ from coordinator.checkpoints import giver
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.giver import CheckpointGiver
+from coordinator.checkpoints.resumed import RESUMED, find_resumed, note_resumed
 from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, plan_checkpoints
@@ -207,6 +209,14 @@ def test_a_checkpoint_of_the_same_number_is_replaced(world):
         for checkpoint in (world.store().newest(), find_checkpoint(path), former):
             assert_same(checkpoint.load_stage(1), state_of(1, 5 + version))
         assert world.names() == [f"step-00000005.{version}"]
+
+
+def test_a_folder_that_is_named_is_the_one_that_is_opened(world, tmp_path):
+    """One that a kill has left beside its replacement, or that somebody has put there."""
+    world.save(5)
+    world.fs.cp(f"{world.path}/step-00000005", f"{world.path}/step-00000005.1", recursive=True)
+    assert find_checkpoint(world.url, 5).path.endswith("/step-00000005.1")
+    assert find_checkpoint(f"{world.url}/step-00000005").path.endswith("/step-00000005")
 
 
 class Killed(BaseException):
@@ -1018,6 +1028,26 @@ async def test_what_has_changed_since_a_checkpoint_is_told(lost, caplog):
     await lost.giver.resume(checkpoint, 3)
     [told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
     assert told == f"setting_changed setting=training.steps checkpoint={lost.manifest.training.steps} now=999"
+
+
+async def test_what_a_run_was_resumed_from_is_found_again(lost, tmp_path, monkeypatch, caplog):
+    lost.save(3, 3)
+    checkpoint = lost.store.newest(lost.manifest)
+    timeline = await lost.giver.resume(checkpoint, 3)
+    assert find_resumed(tmp_path, timeline) is None, "nobody has noted anything"
+    monkeypatch.chdir(tmp_path)
+    note_resumed(tmp_path, find_checkpoint("checkpoints/step-00000003"), timeline)
+    monkeypatch.chdir("/")
+    assert find_resumed(tmp_path, timeline).path == checkpoint.path
+    assert find_resumed(tmp_path, dataclasses.replace(timeline, first_round=99)) is None
+    lost.store.save(3, lost.manifest, states_of(12))
+    assert find_resumed(tmp_path, timeline) is None, "another checkpoint of that step has taken its place"
+    assert not caplog.text
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert find_resumed(tmp_path, timeline) is None
+    (tmp_path / RESUMED).write_text('{"path": 5')
+    assert find_resumed(tmp_path, timeline) is None
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["checkpoint_not_given"] * 2
 
 
 async def test_what_a_resumed_run_begins_with_stays_while_the_store_does_not_answer(lost, monkeypatch):

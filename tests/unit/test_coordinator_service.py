@@ -4,7 +4,11 @@ from types import SimpleNamespace
 
 import anyio
 import pytest
+import torch
+from memory_transport import MemoryNetwork
 
+from coordinator.checkpoints.resumed import note_resumed
+from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run import service
 from coordinator.run.beginning import Beginning
 from coordinator.run.events import RunEvents
@@ -20,6 +24,7 @@ from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import Assignment, TimelineRecord, timeline_key
@@ -135,6 +140,24 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
         await standby._keep_published()
     assert board.held[key] == resumed
     assert standby.begun_s == resumed.begun
+
+
+@pytest.mark.parametrize(("last_round", "is_given"), [(-1, True), (102, True), (103, False)])
+async def test_what_a_run_was_resumed_from_is_given_again_until_it_has_made_a_step(tmp_path, last_round, is_given):
+    """The coordinator that resumed it may have died before a peer of each stage had its state."""
+    store = CheckpointStore(str(tmp_path / "checkpoints"))
+    store.save(2, MANIFEST, [StageState(2, "x", {"weight": torch.ones(2)})])
+    begun = Timeline(103, 2, 103)
+    note_resumed(tmp_path, store.newest(), begun)
+    board = Board(tmp_path, {})
+    board.held[timeline_key(board.identity.peer_id)] = TimelineRecord(first_round=103, first_optimizer_step=2, begun=1)
+    run = RunService(RESOLVED, board, RunOptions(output=tmp_path, resume=True))
+    files = SimpleNamespace(round_number=last_round, optimizer_step=0)
+    (tmp_path / "scratch").mkdir()
+    async with MemoryNetwork() as network:
+        await run._find_beginning(network.transport("coordinator"), None, files, tmp_path / "scratch")
+        replies = await list_snapshots(MANIFEST.hash, network.transport("peer"), ["coordinator"])
+    assert [tuple(known) for known in replies["coordinator"].snapshots] == ([(0, 103, 2)] if is_given else [])
 
 
 async def published(run):
