@@ -80,6 +80,10 @@ class RunFiles:
         endings = (event["time"] for event in self._journal.newest if event["kind"] == "ended")
         return max(self._metrics.written_s, *endings, 0.0)
 
+    def lines_since(self, first_round: int) -> list[MetricsLine]:
+        """The lines of metrics.jsonl of this round and later ones."""
+        return self._metrics.lines_since(first_round)
+
     def has_made(self, optimizer_step: int, round_number: int) -> bool:
         """Whether metrics.jsonl has the line of an optimizer step, made in this round."""
         return self._metrics.has_made(optimizer_step, round_number)

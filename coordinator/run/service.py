@@ -214,8 +214,9 @@ class RunService:
         else:
             await self._beginning.find()
             self.watch.begun_at = max(self._beginning.reached[1], files.optimizer_step)
-            if files.round_number < self._beginning.timeline.first_round:
+            if not (known := files.lines_since(self._beginning.timeline.first_round)):
                 await self._give_again(giver)
+            self.watch.recall(known)
         self.watch.begun_at = max(self.watch.begun_at, self._beginning.timeline.first_optimizer_step)
         await transport.serve(giver.dispatcher)
         if plan.store is not None:

@@ -142,6 +142,10 @@ class MetricsFile:
         """When the last line was written, in Unix seconds; 0 if there is none."""
         return self._lines[-1].get("time", 0.0) if self._lines else 0.0
 
+    def lines_since(self, first_round: int) -> list[MetricsLine]:
+        """The lines of this round and later ones."""
+        return [line for line in self._lines if line["round"] >= first_round]
+
     def has_made(self, optimizer_step: int, round_number: int) -> bool:
         """Whether the run has come to an optimizer step in this round, and has not gone back to before it since."""
         return any(

@@ -64,6 +64,12 @@ class RunWatch:
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
 
+    def recall(self, lines: Sequence[MetricsLine]) -> None:
+        """Go on from the lines that an earlier process has written. The run may have gone back from them meanwhile."""
+        for old in lines[:-LINES_KEPT]:
+            self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
+        self.lines = list(lines[-LINES_KEPT:])
+
     @property
     def last_line(self) -> MetricsLine | None:
         """The line of the last finished step."""

@@ -371,6 +371,17 @@ def test_who_looks_once_does_not_wait_and_has_the_last_loss_that_peers_tell():
     assert before.validation_loss == 1.0
 
 
+def test_the_lines_of_an_earlier_process_are_gone_on_from():
+    watch, longer = make_watch(), make_watch(validation_every=2)
+    lines = [metrics_line(**report(step).model_dump(), sequence_length=LENGTH, peers=[2, 1]) for step in range(1, 1101)]
+    lines[9]["validation_loss"] = 2.5
+    longer.recall(lines)
+    assert (longer.optimizer_step, len(longer.lines), longer.validation_loss) == (1100, LINES_KEPT, 2.5)
+    watch.recall(lines[:2])
+    assert steps_of(watch.observe(VIEW, {"a": record(report(1), report(2), report(3))}, 0.0)) == [3]
+    assert steps_of(watch.lines) == [1, 2, 3]
+
+
 def test_no_validation_is_waited_for_where_there_is_none():
     watch = make_watch(validation_every=0, steps=1)
     assert steps_of(watch.observe(VIEW, {"a": record(report(1))}, 0.0)) == [1]
@@ -411,19 +422,28 @@ def rewinds(happenings, watch, now_s):
     return [event["text"] for event in happenings.look(watch, now_s) if event["kind"] == "rewound"]
 
 
-def test_a_run_that_goes_on_with_an_older_timeline_is_followed(tmp_path):
-    """Otherwise no step would be seen until it has come to the rounds of the newer one; near its end, for ever."""
-    watch, happenings, history = after_a_cut(), Happenings(lifetime_s=9, begun_s=0), History()
-    files = RunFiles(
-        folder=tmp_path,
-        manifest=watch.manifest,
-        resume=False,
-        journal=Journal(tmp_path),
-        contributions=Contributions(tmp_path),
+def open_files(folder, manifest):
+    return RunFiles(
+        folder=folder,
+        manifest=manifest,
+        resume=True,
+        journal=Journal(folder),
+        contributions=Contributions(folder),
         clock=SystemClock(),
         on_line=lambda line: None,
     )
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_run_that_goes_on_with_an_older_timeline_is_followed(tmp_path, is_restarted):
+    """Otherwise no step would be seen until it has come to the rounds of the newer one; near its end, for ever."""
+    watch, happenings, history = after_a_cut(), Happenings(lifetime_s=9, begun_s=0), History()
+    files = open_files(tmp_path, watch.manifest)
     files.write_lines(watch.lines, watch.returns)
+    if is_restarted:
+        files.close()
+        watch, files = make_watch(steps=40), open_files(tmp_path, watch.manifest)
+        watch.recall(files.lines_since(0))
     happenings.look(watch, 1.0)
     history.add(watch.lines, watch.returns)
     reports = {"a": record(*map(report, range(3, 11)))}

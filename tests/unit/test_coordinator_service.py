@@ -1,5 +1,7 @@
 """What the coordinator of a run does when the run's peers or its DHT do not give what they should."""
 
+import json
+from contextlib import closing
 from types import SimpleNamespace
 
 import anyio
@@ -15,6 +17,7 @@ from coordinator.run.events import RunEvents
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
 from coordinator.watch.ending import Farewell
+from coordinator.watch.metrics_file import METRICS, metrics_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.export import NotWritten
@@ -142,7 +145,7 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
     assert standby.begun_s == resumed.begun
 
 
-@pytest.mark.parametrize(("last_round", "is_given"), [(-1, True), (102, True), (103, False)])
+@pytest.mark.parametrize(("last_round", "is_given"), [(0, True), (102, True), (103, False)])
 async def test_what_a_run_was_resumed_from_is_given_again_until_it_has_made_a_step(tmp_path, last_round, is_given):
     """The coordinator that resumed it may have died before a peer of each stage had its state."""
     store = CheckpointStore(str(tmp_path / "checkpoints"))
@@ -152,12 +155,17 @@ async def test_what_a_run_was_resumed_from_is_given_again_until_it_has_made_a_st
     board = Board(tmp_path, {})
     board.held[timeline_key(board.identity.peer_id)] = TimelineRecord(first_round=103, first_optimizer_step=2, begun=1)
     run = RunService(RESOLVED, board, RunOptions(output=tmp_path, resume=True))
-    files = SimpleNamespace(round_number=last_round, optimizer_step=0)
+    step = metrics_line(
+        optimizer_step=3, round_number=last_round, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
+    )
+    (tmp_path / METRICS).write_text(json.dumps(step) + "\n")
     (tmp_path / "scratch").mkdir()
     async with MemoryNetwork() as network:
-        await run._find_beginning(network.transport("coordinator"), None, files, tmp_path / "scratch")
+        with closing(run._open_files()) as files:
+            await run._find_beginning(network.transport("coordinator"), None, files, tmp_path / "scratch")
         replies = await list_snapshots(MANIFEST.hash, network.transport("peer"), ["coordinator"])
     assert [tuple(known) for known in replies["coordinator"].snapshots] == ([(0, 103, 2)] if is_given else [])
+    assert run.watch.optimizer_step == (0 if is_given else 3), "what was before the run was resumed is void"
 
 
 async def published(run):
