@@ -81,6 +81,7 @@ class Journal:
         self._path = None if folder is None else folder / EVENTS
         self._happenings: Happenings | None = None
         self._has_failed = False
+        self._is_cut = False  # the last line may be there in part
         self.newest: deque[Event] = deque(maxlen=NEWEST_KEPT)
         self.num_events = 0
 
@@ -136,8 +137,11 @@ class Journal:
             return
         try:
             with self._path.open("a") as file:
+                if self._is_cut:
+                    file.write("\n")
                 file.writelines(json.dumps(event) + "\n" for event in events)
                 num_bytes = file.tell()
+            self._is_cut = False
             if num_bytes > MAX_BYTES:
                 self._shorten()
         except OSError as error:
@@ -159,6 +163,7 @@ class Journal:
         replace_file(self._path, "".join(json.dumps(event) + "\n" for event in events))
 
     def _fail(self, error: OSError) -> None:
+        self._is_cut = True
         if not self._has_failed:  # a full disk would fail at each look
             self._has_failed = True
             log.warning("events_not_written path=%s reason=%s", self._path, error.strerror)

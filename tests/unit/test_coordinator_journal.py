@@ -1,4 +1,5 @@
 import json
+import resource
 from dataclasses import replace
 
 import pytest
@@ -261,6 +262,21 @@ def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     journal.look(run.watch, 4.0)
     assert len(journal.newest) == 2
     assert len([record for record in caplog.records if "events_not_written" in record.message]) == 1
+
+
+def test_an_event_that_a_full_disk_has_cut_off_spoils_no_other(tmp_path):
+    journal, _ = begun(tmp_path)
+    journal.tell("checkpoint", "5", 1.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / EVENTS).stat().st_size + 20, limits[1]))
+    try:
+        journal.tell("checkpoint", "10", 2.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / EVENTS).read_text().endswith("\n")
+    for number in (15, 20):
+        journal.tell("checkpoint", str(number), 3.0)
+    assert [event["text"] for event in read_events(tmp_path)] == ["5", "15", "20"]
 
 
 def test_a_journal_without_a_folder_is_in_memory():
