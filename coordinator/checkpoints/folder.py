@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -90,6 +91,11 @@ class Checkpoint:
     manifest: RunManifest
     _files: FileStore
     _contents: Contents
+
+    @property
+    def address(self) -> str:
+        """Where it can be opened from any folder; `path` lacks the protocol of a store that is not a disk."""
+        return str(Path(self.path).absolute()) if self._files.is_local else self._files.address(self.path)
 
     @property
     def round_number(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 
 from coordinator.checkpoints.folder import Checkpoint, Fits, one_line
+from coordinator.checkpoints.resumed import find_resumed
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.config_files import changed_settings
 from coordinator.run.context import CoordinatorContext
@@ -88,26 +89,38 @@ class CheckpointGiver:
         step, first_round = timeline.first_optimizer_step, timeline.first_round
         log.info("resuming optimizer_step=%d round=%d path=%s", step, first_round, checkpoint.path)
 
+    async def give_again(self, output: Path, timeline: Timeline, store: CheckpointStore | None, fits: Fits) -> None:
+        """Give what the run was resumed from: the coordinator that did so may have died before all peers had it.
+
+        Args:
+            output: folder of the run
+            timeline: the run's first one
+            store: where there may be newer checkpoints, which are given when a stage is lost
+            fits: whether a checkpoint is of the run
+        """
+
+        def find() -> Checkpoint | None:
+            checkpoint = find_resumed(output, timeline)
+            has_newer = checkpoint is not None and store is not None and store.newest_that(fits, self._manifest)
+            return None if has_newer else checkpoint
+
+        try:
+            checkpoint = await self._threads.run(find, abandon_on_cancel=True)
+            if checkpoint is not None:
+                await self.give(checkpoint, timeline)
+        except UserError as error:  # its peers may all have what they need
+            log.warning("checkpoint_not_given reason=%s", error)
+
     async def give_when_lost(
-        self,
-        store: CheckpointStore,
-        is_of_run: Callable[[int, int], bool],
-        beginning: Callable[[], Timeline],
-        peers_by_stage: Callable[[], Sequence[int]],
+        self, store: CheckpointStore, fits: Fits, peers_by_stage: Callable[[], Sequence[int]]
     ) -> None:
         """Give the newest checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
 
         Args:
-            is_of_run: whether the run has come to an optimizer step in a round, and has not gone back since. The store
-                may hold checkpoints of other runs of the same manifest, and of parts that were given up.
-            beginning: the run's first timeline; checkpoints from before it are those of a run that was given up
+            fits: whether a checkpoint is of the run. The store may hold those of other runs of the same manifest, and
+                of parts that were given up.
             peers_by_stage: how many peers serve each stage
         """
-
-        def fits(optimizer_step: int, round_number: int) -> bool:
-            is_later = round_number > beginning().first_round
-            return is_later and is_of_run(optimizer_step, round_number - 1)
-
         patience_s = self._manifest.limits.announcement_s
         while True:
             waited_s = 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from coordinator.checkpoints.folder import Checkpoint, one_line
 from coordinator.checkpoints.store import find_checkpoint
@@ -27,15 +27,15 @@ class Resumed(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str
+    address: str
     optimizer_step: int
     first_round: int
 
 
 def note_resumed(output: Path, checkpoint: Checkpoint, timeline: Timeline) -> None:
     """Write down in a run's folder what it goes on from. The run goes on without that note."""
-    path = checkpoint.path if "://" in checkpoint.path else str(Path(checkpoint.path).absolute())
-    note = Resumed(path=path, optimizer_step=checkpoint.optimizer_step, first_round=timeline.first_round)
+    step = checkpoint.optimizer_step
+    note = Resumed(address=checkpoint.address, optimizer_step=step, first_round=timeline.first_round)
     try:
         replace_file(output / RESUMED, note.model_dump_json() + "\n")
     except OSError as error:
@@ -52,11 +52,10 @@ def find_resumed(output: Path, timeline: Timeline) -> Checkpoint | None:
         note = Resumed.model_validate_json(path.read_text())
         if (note.optimizer_step, note.first_round) != (timeline.first_optimizer_step, timeline.first_round):
             return None
-        checkpoint = find_checkpoint(note.path)
+        checkpoint = find_checkpoint(note.address)
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError, UserError) as error:
+    except (OSError, ValueError, UserError) as error:
         log.warning("checkpoint_not_given path=%s reason=%s", path, one_line(error))
         return None
-    is_same = checkpoint.path.rpartition("/")[2] == note.path.rpartition("/")[2]
-    return checkpoint if is_same else None  # another one may have taken its place
+    return checkpoint if checkpoint.address == note.address else None  # another one may have taken its place

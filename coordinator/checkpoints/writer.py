@@ -151,9 +151,7 @@ class CheckpointWriter:
         self._rng = rng
         self._tell = tell
         self._saving = anyio.Lock()
-        self._saved = (
-            max(watch.optimizer_step, plan.resume.optimizer_step if plan.resume else 0) // plan.every * plan.every
-        )
+        self._saved = plan.resume.optimizer_step // plan.every * plan.every if plan.resume else 0
 
     async def run(self, transport: Transport) -> None:
         """Write checkpoints for ever."""

@@ -25,6 +25,7 @@ class Beginning:
     Attributes:
         timeline: the run's first timeline
         begun_s: Unix seconds at which the run began, or was resumed
+        is_known: whether some coordinator's record of it, maybe an own one, was found in the DHT
         reached: the latest round that a coordinator has seen the run in, and the optimizer step of its weights
     """
 
@@ -33,7 +34,7 @@ class Beginning:
         self._run_id = run_id
         self.timeline = FIRST_TIMELINE
         self.begun_s = int(now_s)
-        self._is_known = False
+        self.is_known = False
         self.reached = 0, 0
         self._void = 0, 0  # what was seen up to here was before the run was resumed
 
@@ -52,7 +53,7 @@ class Beginning:
         except CallError:
             return False
         known = records.get(self._run_id)
-        self._is_known |= known is not None
+        self.is_known |= known is not None
         if known is not None and self._is_better(known.timeline(), known.begun):
             if known.timeline() != self.timeline:  # the run was resumed: what it had come to before is void
                 self._void, self.reached = max(self._void, self.reached), (0, 0)
@@ -63,7 +64,7 @@ class Beginning:
 
     def has_begun_after(self, unix_s: float) -> bool:
         """Whether somebody is known to have begun or resumed the run after this time."""
-        return self._is_known and self.begun_s > unix_s
+        return self.is_known and self.begun_s > unix_s
 
     def _is_better(self, timeline: Timeline, begun_s: int) -> bool:
         if timeline == self.timeline:

@@ -256,6 +256,6 @@ async def _serve(service: RunService, options: RunOptions) -> None:
             print(f"The run has ended: {service.ended}.", flush=True)
             store = None if service.ended == FINISHED else options.plan.store
             if store is not None and (newest := await to_thread.run_sync(store.newest, service.manifest)):
-                step, path = newest.optimizer_step, newest.path
+                step, path = newest.optimizer_step, newest.address
                 print(f"Go on from optimizer step {step} with the same command and --resume {path}", flush=True)
         tasks.cancel_scope.cancel()

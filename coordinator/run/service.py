@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.giver import CheckpointGiver
-from coordinator.checkpoints.resumed import find_resumed, note_resumed
+from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.writer import CheckpointWriter
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
@@ -213,22 +213,27 @@ class RunService:
             note_resumed(self._options.output, plan.resume, self._beginning.timeline)
         else:
             await self._beginning.find()
-            self.watch.begun_at = max(self._beginning.reached[1], files.optimizer_step)
-            if not (known := files.lines_since(self._beginning.timeline.first_round)):
-                await self._give_again(giver)
+            # Where nobody knows of the run, it may begin anew.
+            known = files.lines_since(self._beginning.timeline.first_round) if self._beginning.is_known else []
             self.watch.recall(known)
+            self.watch.begun_at = max(self._beginning.reached[1], known[-1]["optimizer_step"] if known else 0)
+            tasks.start_soon(self._give_again, giver, files)
         self.watch.begun_at = max(self.watch.begun_at, self._beginning.timeline.first_optimizer_step)
         await transport.serve(giver.dispatcher)
         if plan.store is not None:
-            give = partial(giver.give_when_lost, peers_by_stage=self.watch.peers_by_stage)
-            tasks.start_soon(give, plan.store, files.has_made, lambda: self._beginning.timeline)
+            fits = partial(self._is_of_run, files)
+            tasks.start_soon(giver.give_when_lost, plan.store, fits, self.watch.peers_by_stage)
 
-    async def _give_again(self, giver: CheckpointGiver) -> None:
-        """Give what the run was resumed from: the coordinator that did so may have died before all peers had it."""
-        timeline = self._beginning.timeline
-        checkpoint = await self._context.threads.run(find_resumed, self._options.output, timeline)
-        if checkpoint is not None:
-            await giver.give(checkpoint, timeline)
+    async def _give_again(self, giver: CheckpointGiver, files: RunFiles) -> None:
+        while not self._beginning.is_known:  # noqa: ASYNC110 (nobody tells when the DHT has its record again)
+            await anyio.sleep(RUN_LOOK_S)
+        fits = partial(self._is_of_run, files)
+        await giver.give_again(self._options.output, self._beginning.timeline, self._options.plan.store, fits)
+
+    def _is_of_run(self, files: RunFiles, optimizer_step: int, round_number: int) -> bool:
+        """Whether the run has come to a step in a round since it was begun or resumed, and has not gone back since."""
+        is_later = round_number > self._beginning.timeline.first_round
+        return is_later and files.has_made(optimizer_step, round_number - 1)
 
     async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""

@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 # Without these, no run can be gone on with and no curve be drawn.
-NEEDED = frozenset({"optimizer_step", "round", "loss", "seconds", "tokens_per_s"})
+COUNTS = ("optimizer_step", "round", "samples")
+NEEDED = frozenset({*COUNTS, "loss", "seconds", "tokens_per_s"})
 
 
 class MetricsLine(TypedDict):
@@ -215,7 +216,8 @@ def whole_lines(path: Path) -> list[MetricsLine]:
             fields = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(fields, dict) or not fields.keys() >= NEEDED:
+        is_line = isinstance(fields, dict) and fields.keys() >= NEEDED
+        if not (is_line and all(isinstance(fields[name], int) for name in COUNTS)):
             raise UserError(f"{path} was written by another version of swarm: move it away, or name another --output")
         lines.append(cast(MetricsLine, fields))
     return lines

@@ -63,12 +63,17 @@ class RunWatch:
         self._validations: dict[tuple[int, str], tuple[int, float]] = {}  # by round and author
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
+        self._recalled: Sequence[MetricsLine] = ()
 
     def recall(self, lines: Sequence[MetricsLine]) -> None:
-        """Go on from the lines that an earlier process has written. The run may have gone back from them meanwhile."""
-        for old in lines[:-LINES_KEPT]:
+        """Go on from the lines that an earlier process has written, once there is a peer that tells of later ones."""
+        self._recalled = lines
+
+    def _go_on_from_recalled(self) -> None:
+        """Put the recalled lines before those to come. The run may have gone on meanwhile, or back."""
+        for old in self._recalled[:-LINES_KEPT]:
             self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
-        self.lines = list(lines[-LINES_KEPT:])
+        self.lines, self._recalled = list(self._recalled[-LINES_KEPT:]), ()
 
     @property
     def last_line(self) -> MetricsLine | None:
@@ -120,6 +125,8 @@ class RunWatch:
     def observe(self, view: SwarmView, progress: Mapping[str, ProgressRecord], now: float) -> list[MetricsLine]:
         """Take in the records of the DHT, and return the lines of steps that are complete now."""
         self.view = view
+        if self._recalled and view.peers:
+            self._go_on_from_recalled()
         authors = sorted(peer.peer_id for peer in view.in_stage(0) if peer.state is not PeerState.JOINING)
         known = {author: progress[author] for author in authors if author in progress}
         if known:

@@ -10,6 +10,7 @@ import random
 import shutil
 import struct
 import threading
+from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -917,8 +918,8 @@ class Lost:
         self.store.save(optimizer_step, self.manifest, states_of(round_number))
         self.lines.add((optimizer_step, round_number - 1))
 
-    def is_of_run(self, *line):
-        return line in self.lines
+    def is_of_run(self, optimizer_step, round_number):
+        return round_number > self.beginning.first_round and (optimizer_step, round_number - 1) in self.lines
 
     def peers_by_stage(self):
         self.num_looks += 1
@@ -952,7 +953,7 @@ async def lost(tmp_path, monkeypatch):
     lost = Lost(tmp_path, monkeypatch)
     async with lost.network:
         await lost.network.transport("coordinator").serve(lost.giver.dispatcher)
-        giving = lost.giver.give_when_lost(lost.store, lost.is_of_run, lambda: lost.beginning, lost.peers_by_stage)
+        giving = lost.giver.give_when_lost(lost.store, lost.is_of_run, lost.peers_by_stage)
         task = asyncio.ensure_future(giving)
         yield lost
         task.cancel()
@@ -1047,7 +1048,46 @@ async def test_what_a_run_was_resumed_from_is_found_again(lost, tmp_path, monkey
     assert find_resumed(tmp_path, timeline) is None
     (tmp_path / RESUMED).write_text('{"path": 5')
     assert find_resumed(tmp_path, timeline) is None
-    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["checkpoint_not_given"] * 2
+    (tmp_path / RESUMED).write_bytes(b"\xff")
+    assert find_resumed(tmp_path, timeline) is None
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["checkpoint_not_given"] * 3
+
+
+def test_a_store_that_is_no_disk_is_found_again(world, tmp_path):
+    world.save(3)
+    timeline = Timeline(53, 3, 53)
+    note_resumed(tmp_path, world.store().newest(), timeline)
+    assert find_resumed(tmp_path, timeline).load_stage(0).round_number == 3
+
+
+async def test_what_a_run_was_resumed_from_is_given_again_until_there_is_a_newer_checkpoint(lost, tmp_path):
+    lost.save(3, 3)
+    checkpoint = lost.store.newest(lost.manifest)
+    lost.beginning = Timeline(53, 3, 53)
+    note_resumed(tmp_path, checkpoint, lost.beginning)
+    lost.save(5, 53)  # of before, or of another run
+    await lost.giver.give_again(tmp_path, lost.beginning, lost.store, lost.is_of_run)
+    await lost.gives((53, 3))
+    lost.giver._snapshots.give_up(-1, 99)
+    await lost.giver.give_again(tmp_path, lost.beginning, None, lost.is_of_run)
+    await lost.gives((53, 3))
+    lost.giver._snapshots.give_up(-1, 99)
+    lost.save(6, 56)
+    await lost.giver.give_again(tmp_path, lost.beginning, lost.store, lost.is_of_run)
+    await lost.gives()
+
+
+async def test_a_coordinator_whose_disk_is_full_runs_on_without_giving_again(lost, tmp_path, monkeypatch, caplog):
+    lost.save(3, 3)
+    note_resumed(tmp_path, lost.store.newest(lost.manifest), Timeline(53, 3, 53))
+
+    async def full(*_):
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lost.giver._snapshots, "store_snapshot", full)
+    await lost.giver.give_again(tmp_path, Timeline(53, 3, 53), None, lost.is_of_run)
+    assert "checkpoint_not_given" in caplog.text
+    assert "do not fit into the temporary folder" in caplog.text
 
 
 async def test_what_a_resumed_run_begins_with_stays_while_the_store_does_not_answer(lost, monkeypatch):

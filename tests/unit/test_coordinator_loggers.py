@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 import pytest
 import yaml
+from memory_transport import MemoryNetwork
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS
 from coordinator.cli import app
@@ -486,7 +487,8 @@ async def serve_three_steps(folder, monkeypatch, *, resume=False, told=None, on_
 
     @contextlib.asynccontextmanager
     async def open_transport(*_):
-        yield None
+        async with MemoryNetwork() as network:
+            yield network.transport("coordinator")
 
     monkeypatch.setattr(service, "observe", observe)
     monkeypatch.setattr(service, "RUN_LOOK_S", 0.0)

@@ -376,6 +376,9 @@ def test_the_lines_of_an_earlier_process_are_gone_on_from():
     lines = [metrics_line(**report(step).model_dump(), sequence_length=LENGTH, peers=[2, 1]) for step in range(1, 1101)]
     lines[9]["validation_loss"] = 2.5
     longer.recall(lines)
+    assert longer.observe(SwarmView(2), {}, 0.0) == []
+    assert longer.optimizer_step == 0, "nobody is there who could tell whether the run has gone on"
+    assert longer.observe(VIEW, {}, 0.0) == []
     assert (longer.optimizer_step, len(longer.lines), longer.validation_loss) == (1100, LINES_KEPT, 2.5)
     watch.recall(lines[:2])
     assert steps_of(watch.observe(VIEW, {"a": record(report(1), report(2), report(3))}, 0.0)) == [3]
@@ -444,6 +447,10 @@ def test_a_run_that_goes_on_with_an_older_timeline_is_followed(tmp_path, is_rest
         files.close()
         watch, files = make_watch(steps=40), open_files(tmp_path, watch.manifest)
         watch.recall(files.lines_since(0))
+        history = read_history(tmp_path)
+        happenings = Happenings(
+            lifetime_s=9, begun_s=0, optimizer_step=files.optimizer_step, round_number=files.round_number
+        )
     happenings.look(watch, 1.0)
     history.add(watch.lines, watch.returns)
     reports = {"a": record(*map(report, range(3, 11)))}

@@ -24,6 +24,7 @@ from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
@@ -52,6 +53,7 @@ MANIFEST = RunManifest.model_validate(
 )
 
 RESOLVED = ResolvedManifest.of(MANIFEST)
+PEER = PeerView(peer_id="a", stage=0, state=PeerState.SERVING, round_number=0, samples_per_s=1.0, queue=0)
 
 
 class FakeDHT:
@@ -145,27 +147,45 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
     assert standby.begun_s == resumed.begun
 
 
-@pytest.mark.parametrize(("last_round", "is_given"), [(0, True), (102, True), (103, False)])
-async def test_what_a_run_was_resumed_from_is_given_again_until_it_has_made_a_step(tmp_path, last_round, is_given):
+@pytest.mark.parametrize(("last_round", "is_void"), [(102, True), (103, False)])
+async def test_a_successor_goes_on_with_what_is_of_the_run_since_it_was_resumed(tmp_path, last_round, is_void):
     """The coordinator that resumed it may have died before a peer of each stage had its state."""
     store = CheckpointStore(str(tmp_path / "checkpoints"))
     store.save(2, MANIFEST, [StageState(2, "x", {"weight": torch.ones(2)})])
-    begun = Timeline(103, 2, 103)
-    note_resumed(tmp_path, store.newest(), begun)
-    board = Board(tmp_path, {})
-    board.held[timeline_key(board.identity.peer_id)] = TimelineRecord(first_round=103, first_optimizer_step=2, begun=1)
-    run = RunService(RESOLVED, board, RunOptions(output=tmp_path, resume=True))
+    note_resumed(tmp_path, store.newest(), Timeline(103, 2, 103))
+    run, given = await begun(tmp_path, last_round, TimelineRecord(first_round=103, first_optimizer_step=2, begun=1))
+    assert given == [(0, 103, 2)]
+    assert run.watch.optimizer_step == 0, "no peer has told anything yet"
+    run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
+    assert run.watch.optimizer_step == (0 if is_void else 3)
+    assert run.watch.begun_at == (2 if is_void else 3)
+
+
+async def test_a_run_that_nobody_knows_may_begin_anew_in_its_folder(tmp_path):
+    run, _ = await begun(tmp_path, 103, None)
+    run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
+    assert (run.watch.optimizer_step, run.watch.begun_at) == (0, 0)
+
+
+async def begun(folder, last_round, record):
+    """A coordinator of a folder with one line of metrics.jsonl, and the snapshots that it gives."""
+    board = Board(folder, {})
+    if record is not None:
+        board.held[timeline_key(board.identity.peer_id)] = record
+    run = RunService(RESOLVED, board, RunOptions(output=folder, resume=True))
     step = metrics_line(
         optimizer_step=3, round_number=last_round, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
     )
-    (tmp_path / METRICS).write_text(json.dumps(step) + "\n")
-    (tmp_path / "scratch").mkdir()
+    (folder / METRICS).write_text(json.dumps(step) + "\n")
+    (folder / "scratch").mkdir()
     async with MemoryNetwork() as network:
         with closing(run._open_files()) as files:
-            await run._find_beginning(network.transport("coordinator"), None, files, tmp_path / "scratch")
+            async with anyio.create_task_group() as tasks:
+                await run._find_beginning(network.transport("coordinator"), tasks, files, folder / "scratch")
+                if record is None:
+                    tasks.cancel_scope.cancel()
         replies = await list_snapshots(MANIFEST.hash, network.transport("peer"), ["coordinator"])
-    assert [tuple(known) for known in replies["coordinator"].snapshots] == ([(0, 103, 2)] if is_given else [])
-    assert run.watch.optimizer_step == (0 if is_given else 3), "what was before the run was resumed is void"
+    return run, [tuple(known) for known in replies["coordinator"].snapshots]
 
 
 async def published(run):
