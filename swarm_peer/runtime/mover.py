@@ -50,8 +50,12 @@ class Mover:
         prepared, self._prepared = self._prepared, None
         return prepared
 
-    async def obey(self, replica: StageReplica) -> None:
-        """Move when the run's coordinator says so. Returns once this peer moves, or may not move any more."""
+    async def obey(self, replica: StageReplica, since: int) -> None:
+        """Move when the run's coordinator says so. Returns once this peer moves, or may not move any more.
+
+        Args:
+            since: serial number of the announcement that this peer serves its stage
+        """
 
         async def assigned() -> int:
             assignment = await wait_for_assignment(
@@ -60,6 +64,7 @@ class Mover:
                 fetch=lambda: self._parts.dht.fetch_coordination(self._context.run_id),
                 newest_term=self._newest_term,
                 view=lambda: self._directory.view,
+                since=since,
                 serial=lambda: self._directory.serial,
             )
             log.warning("assigned stage=%d reason=%s", assignment.to_stage, assignment.reason)

@@ -215,13 +215,25 @@ class Peer:
         start = None
         if not replica.has_weights:
             await self._directory.announce()
-            start = await self._join(replica)
+            # It may take many lifetimes of an announcement to download a state.
+            async with self._directory.kept_fresh(range(self._manifest.stages.count)):
+                start = await self._join(replica)
         # Announced first, looked up second: of two peers that begin at the same time, at least one sees the other.
         if self._lifecycle.stop.is_set():
             return
         self._lifecycle.enter(PeerState.SERVING)
+        since = self._directory.serial + 1
         await self._directory.announce()
         await self._directory.refresh_surely(replica.stages_of_interest)
+        async with self._directory.kept_fresh(replica.stages_of_interest):
+            await self._serve(replica, start, since)
+
+    async def _serve(self, replica: StageReplica, start: Start | None, since: int) -> None:
+        """Serve the stage that has been joined, as `_work` says.
+
+        Args:
+            since: serial number of the announcement that this peer serves it
+        """
         try:
             await replica.catch_up(self._shunned)
         except CallError as error:
@@ -230,11 +242,10 @@ class Peer:
         step = replica.step
         log.info("serving stage=%d round=%d optimizer_step=%d", replica.stage, step.round_number, step.optimizer_step)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._directory.run_announcing)
-            tasks.start_soon(self._directory.run_polling, replica.stages_of_interest)
+            tasks.start_soon(self._directory.announce)  # the round that it has caught up to
             tasks.start_soon(self._mover.rescue, replica)
             if self._options.stage == "auto":
-                tasks.start_soon(self._mover.obey, replica)
+                tasks.start_soon(self._mover.obey, replica, since)
             await replica.serve(start, lambda error: self._join_anew(replica, error), self._cannot_read)
 
     async def _join(self, replica: StageReplica) -> Start | None:

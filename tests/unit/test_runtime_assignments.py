@@ -22,6 +22,7 @@ ASSIGNMENT = Assignment(peer="me", announced=10, from_stage=0, to_stage=1, reaso
 class World:
     said: dict[Term, CoordinationRecord] = field(default_factory=dict)
     mates: list[PeerView] = field(default_factory=lambda: [PeerView(peer_id="mate", stage=0, state=PeerState.SERVING)])
+    since: int = 10
     serial: int = 10
     looks: int = 0
     hidden_after: int = 100  # looks after which the newest term is not found any more
@@ -43,6 +44,7 @@ class World:
             fetch=self.fetch,
             newest_term=self.newest_term,
             view=lambda: view,
+            since=self.since,
             serial=lambda: self.serial,
         )
 
@@ -68,6 +70,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 async def test_the_runs_assignment_is_followed(world: World) -> None:
     world.assign(ASSIGNMENT.model_copy(update={"peer": "another"}), ASSIGNMENT)
+    assert await world.wait() == ASSIGNMENT
+
+
+async def test_an_assignment_upon_the_first_announcement_of_a_stay_is_followed(world: World) -> None:
+    """The peer may have announced itself again before it listened."""
+    world.serial = 15
+    world.assign(ASSIGNMENT)
     assert await world.wait() == ASSIGNMENT
 
 

@@ -2,6 +2,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import anyio
+import anyio.lowlevel
 import pytest
 from contexts import MovedClock
 from test_wire_records import ANNOUNCEMENT
@@ -11,6 +13,7 @@ from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network import directory as directory_module
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import stage_key
@@ -246,6 +249,21 @@ async def test_a_peer_announces_which_life_it_is_in(dht):
     [(key, announcement)] = dht.stored
     assert (key, announcement.incarnation) == (stage_key(MANIFEST.hash, 1), 5)
     assert directory.view.peer(dht.identity.peer_id).incarnation == 5
+
+
+async def test_a_peer_is_announced_and_others_are_looked_for_meanwhile(dht, monkeypatch):
+    clock = MovedClock(now=2.0)
+    directory = own_directory(dht, clock)
+    monkeypatch.setattr(directory_module, "ANNOUNCEMENTS_PER_LIFETIME", 1e6)
+    monkeypatch.setattr(directory_module, "FAST_POLL_S", 0.0)
+    monkeypatch.setattr(directory_module, "SLOW_POLL_S", 0.0)
+    with anyio.fail_after(5):
+        async with directory.kept_fresh([1]):
+            while len(dht.stored) < 3 or set(seen(directory)) != {"a", "b", dht.identity.peer_id}:
+                await anyio.lowlevel.checkpoint()
+    num_stored = len(dht.stored)
+    await anyio.sleep(0.01)
+    assert len(dht.stored) == num_stored
 
 
 async def test_serial_numbers_grow_whatever_the_clock_says(dht):

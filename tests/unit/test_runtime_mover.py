@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -145,7 +146,7 @@ async def test_what_was_prepared_in_vain_is_out_of_memory_before_the_peer_looks_
     monkeypatch.setattr(movers.log, "disabled", True)  # pytest keeps what is logged, and so the error with its frames
     mover = Failing(stays=True)
     mover.replica.parts = SimpleNamespace(recovery=SimpleNamespace(watch_stages=next_stage))
-    wait = mover.obey if moves_when == "told" else mover.rescue
+    wait = partial(mover.obey, since=0) if moves_when == "told" else mover.rescue
     gc.disable()
     try:
         with pytest.raises(CallError, match="enough"):

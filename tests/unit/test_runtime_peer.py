@@ -1,4 +1,5 @@
 import math
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -69,6 +70,39 @@ async def test_a_peer_that_was_left_behind_does_not_wait_for_ever_for_others_tha
     await peer._join(replica)
     held_out = math.ceil(peers.LEFT_BEHIND_PATIENCE * MANIFEST.limits.announcement_s / 100.0)
     assert asked == [terms] * held_out + [(0, None)]
+
+
+async def test_a_peer_stays_in_the_view_of_others_while_it_joins():
+    """A large state takes many lifetimes of an announcement over a slow link. Others would come in its place."""
+    told = []
+
+    class Told(SimpleNamespace):
+        """Notes the calls of all that it is asked for."""
+
+        def __getattr__(self, name):
+            async def note(*_, **__):
+                told.append(name)
+
+            return note
+
+        @asynccontextmanager
+        async def kept_fresh(self, stages):
+            told.append(f"[{list(stages)}")
+            yield
+            told.append("]")
+
+    peer = object.__new__(Peer)
+    peer._context = make_context(MANIFEST, options=OPTIONS, clock=MovedClock())
+    peer._manifest, peer._options = MANIFEST, OPTIONS
+    peer._directory, peer._mover = Told(serial=4), Told()
+    peer._lifecycle = Lifecycle(peer._context.clock)
+    peer._holds_out_until_s, peer._min_round, peer._shunned = 0.0, 0, None
+    step = SimpleNamespace(round_number=7, optimizer_step=7)
+    await peer._work(Told(has_weights=False, stage=1, stages_of_interest=(1,), step=step))
+    joining, serving = told.index("[[0, 1]"), told.index("[[1]")
+    assert joining < told.index("join") < serving < told.index("catch_up") < told.index("serve")
+    assert told[0] == "announce", "before it looks for others"
+    assert told[-1] == "]"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ async def wait_for_assignment(
     fetch: Callable[[], Awaitable[Mapping[Term, CoordinationRecord]]],
     newest_term: NewestTerm,
     view: Callable[[], SwarmView],
+    since: int,
     serial: Callable[[], int],
 ) -> Assignment:
     """Wait until the run's coordinator assigns this peer to another stage.
@@ -62,9 +63,10 @@ async def wait_for_assignment(
         fetch: fetches the records of all coordinators; may raise CallError
         newest_term: of this peer, for as long as its process lives
         view: the swarm as this peer knows it now
-        serial: serial number of this peer's last announcement
+        since: serial number of the announcement that it serves this stage
+        serial: that of its last announcement
     """
-    began, refused = serial(), None
+    refused = None
     while True:
         await anyio.sleep(POLL_S)
         try:
@@ -73,7 +75,7 @@ async def wait_for_assignment(
             continue
         record = newest_term.record(known)
         for assignment in record.assignments if record is not None else ():
-            if (assignment.peer, assignment.from_stage) != (me, stage) or not began <= assignment.announced <= serial():
+            if (assignment.peer, assignment.from_stage) != (me, stage) or not since <= assignment.announced <= serial():
                 continue
             others = [peer for peer in view().serving(stage) if peer.peer_id != me]
             if others and assignment.to_stage != stage and assignment.to_stage < view().num_stages:

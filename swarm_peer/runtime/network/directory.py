@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -259,11 +260,19 @@ class Directory:
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()
 
-    async def run_announcing(self) -> None:
-        """Announce this peer again and again, until cancelled."""
+    @asynccontextmanager
+    async def kept_fresh(self, stages: Sequence[int]) -> AsyncIterator[None]:
+        """Meanwhile, announce this peer again and again, and keep the view of these stages fresh."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run_announcing)
+            tasks.start_soon(self.run_polling, stages)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _run_announcing(self) -> None:
         while True:
-            await self.announce()
             await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
+            await self.announce()
 
     def is_author(self, peer_id: str) -> bool:
         """Whether a peer announces stage 0 or has announced it: its counts are valid after it is gone, too."""
