@@ -10,6 +10,8 @@ from programs import Processes
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is imported, so not from a fixture
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests share the cores, and threads that wait for each other spin: a third of the time of those that compute.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Two hundred libp2p daemons live for seconds: a third of what each costs would be collecting garbage as it starts.
 os.environ |= {"GOGC": "off", "GOMEMLIMIT": "128MiB"}
 

@@ -1,4 +1,4 @@
-"""Norms of gradients: how large one may be that travels between stages, so that nobody makes others overflow."""
+"""How large hidden states and gradients may be that travel between layers and stages, so that nobody overflows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarm_peer.config import Precision
 from swarm_peer.errors import InvalidMessage
 
 # The largest norm of a gradient between stages (1e15), for each sample and without the loss scale. Most are below 10;
@@ -14,9 +15,43 @@ from swarm_peer.errors import InvalidMessage
 # it. The sum that a stage makes of such gradients in a round is still far from where fp32 ends (3e38), where it would
 # have to skip its update.
 MAX_GRADIENT_NORM = 2.0**50
+# In fp16, a backward pass was seen to overflow between 100 and 1000.
+MAX_FP16_GRADIENT_NORM = 2.0**6
+# The largest value of a gradient between two layers, with the loss scale. A layer may make a millionfold of it, where
+# hidden states are zeros.
+MAX_LAYER_GRADIENT = 2.0**58
+MAX_FP16_LAYER_GRADIENT = 2.0**13
+# The largest value of a hidden state that travels. With 1e38, the backward pass of an RMS norm makes NaNs; the largest
+# of trained models are some ten thousand.
+MAX_HIDDEN = 2.0**40
 # Codecs round, so a gradient may arrive larger than it was sent. int4_hadamard makes the most of a gradient that has
 # nothing but one block, of which, transformed, one number is 8 steps and all others just over half a step: 1.27.
 ROUNDING = 1.3
+
+
+def max_gradient_norm(precision: Precision) -> float:
+    """The largest norm of a gradient between stages, for each sample and without the loss scale."""
+    return MAX_FP16_GRADIENT_NORM if precision == "fp16" else MAX_GRADIENT_NORM
+
+
+def limit_layer_gradient(gradient: Tensor, precision: Precision) -> Tensor:
+    """The gradient of what a layer has computed, with no value beyond what the layers before it can take.
+
+    One that is within that stays the same, bit by bit; and a GPU does not wait for the CPU to look.
+    """
+    largest = MAX_FP16_LAYER_GRADIENT if precision == "fp16" else MAX_LAYER_GRADIENT
+    return gradient.clamp(-largest, largest)
+
+
+def check_hidden(hidden_BTD: Tensor) -> None:
+    """Hidden states of which no value is too large for another stage.
+
+    Raises:
+        InvalidMessage: one is
+    """
+    largest = float(hidden_BTD.abs().max())
+    if not largest <= MAX_HIDDEN:
+        raise InvalidMessage(f"hidden states go up to {largest:.3g}; at most {MAX_HIDDEN:.3g} is allowed")
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from swarm_peer.config import ModelSection
 from swarm_peer.model.families import family_of
 from swarm_peer.model.families.base import shapes_only
+from swarm_peer.model.gradient_norm import limit_layer_gradient
 from swarm_peer.model.partition import StageSpec
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +44,7 @@ class StageModule(nn.Module):
         self.spec = spec
         self.family = family_of(config)
         self.section = section
+        self._limit_gradient = partial(limit_layer_gradient, precision=section.precision)
         self.layer_names = [str(spec.first_layer if section.share_layers else index) for index in spec.layers]
         with shapes_only():
             body = nn.Module()
@@ -84,6 +87,8 @@ class StageModule(nn.Module):
                     hidden_BTD = checkpoint(layer, hidden_BTD, use_reentrant=False, **arguments[kind])
                 else:
                     hidden_BTD = layer(hidden_BTD, **arguments[kind])
+                if hidden_BTD.requires_grad:
+                    hidden_BTD.register_hook(self._limit_gradient)
             if not self.spec.is_last:
                 return hidden_BTD
             if last_token:

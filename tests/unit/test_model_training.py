@@ -16,6 +16,10 @@ from swarm_peer.model.training import FP16_LOSS_SCALE, StageTrainer
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
+# What is not scaled down anywhere goes beyond fp32.
+DEEP_AND_LARGE = {"num_hidden_layers": 28, "initializer_range": 0.3}
+
+
 def make_manifest(config=LLAMA, num_stages=2, **sections):
     defaults = {
         "model": {"config": config},
@@ -415,6 +419,38 @@ def test_a_gradient_that_is_too_large_is_refused_and_the_pass_goes_on(share, fit
     assert first.num_samples == 0
     go_backward([first, last], passes)
     assert first.apply(first.mean_gradients()).skipped is False
+
+
+@pytest.mark.parametrize("zeros", ["token", "sample"])
+@pytest.mark.parametrize("config", [GPT2 | {"n_layer": 28}, LLAMA | DEEP_AND_LARGE], ids=["gpt2", "llama"])
+def test_hidden_states_of_zeros_make_no_gradient_that_is_not_finite(config, zeros):
+    """Each RMS norm makes a thousandfold of it, also inside one stage. An embedding may be zeros, or a hidden state."""
+    trainers = make_trainers(make_manifest(config))
+    hidden_BTD = trainers[0].forward(tokens(0)).output
+    hidden_BTD[0, 0 if zeros == "token" else slice(None)] = 0.0
+    last = trainers[1].forward(tokens(0), hidden_BTD)
+    gradient = trainers[1].backward(last)
+    assert bool(gradient.isfinite().all())
+    assert trainers[1].apply(trainers[1].mean_gradients()).skipped is False
+
+
+@pytest.mark.parametrize("value", [2e12, 2.5e38])
+def test_a_hidden_state_that_is_too_large_is_refused_before_anything_is_computed(value):
+    """A peer that sends such a one would have the next stage lose what it has computed in the round."""
+    first, last = make_trainers(make_manifest())
+    hidden_BTD = first.forward(tokens(0)).output
+    hidden_BTD[1, 2, 3] = -value
+    with pytest.raises(InvalidMessage, match="hidden states go up to"):
+        last.forward(tokens(0), hidden_BTD)
+    assert last.num_samples == 0
+
+
+def test_what_may_travel_in_fp16_is_what_a_backward_pass_can_take():
+    first, _ = make_trainers(make_manifest(model={"config": GPT2, "precision": "fp16"}))
+    forward_pass = first.forward(tokens(0))
+    large = torch.full_like(forward_pass.output, 2.0**6 * first.loss_scale)
+    with pytest.raises(InvalidMessage, match="gradient has norm"):
+        first.backward(forward_pass, large)
 
 
 def test_a_gradient_that_has_exploded_is_handed_on_at_the_largest_norm():

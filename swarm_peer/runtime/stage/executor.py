@@ -17,6 +17,7 @@ import torch
 from swarm_peer.config import Codec
 from swarm_peer.errors import HopFailed, InvalidMessage, NotServing, RoundClosed, first_line
 from swarm_peer.model.forward_pass import ForwardPass
+from swarm_peer.model.gradient_norm import check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
@@ -222,6 +223,7 @@ class StageExecutor:
             else:
                 output = trainer.evaluate(tokens_BS, hidden_BTD)
             if not trainer.spec.is_last:
+                self._check_output(output)
                 return _Pass(graph, self._encode(output, wire.activations))
             if microbatch.mode == "predict":
                 return _Pass(logits=self._encode(output, "none"))
@@ -276,6 +278,14 @@ class StageExecutor:
         self._trainer.discard_gradients()
         entered.forget_counted()
         self._metrics.lose(num_samples, first_line(error), round_number=entered.number)
+
+    @staticmethod
+    def _check_output(hidden_BTD: torch.Tensor) -> None:
+        """Raise HopFailed if the next stage would refuse it, and take this peer for one that sends nonsense."""
+        try:
+            check_hidden(hidden_BTD)
+        except InvalidMessage as error:
+            raise HopFailed(f"what this stage computed cannot be sent: {error}") from error
 
     @staticmethod
     def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:
