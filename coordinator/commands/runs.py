@@ -19,6 +19,7 @@ from coordinator.commands.options import (
     Flat,
     LogLevel,
     LogTo,
+    NotNegative,
     Overrides,
     Positive,
     load_and_resolve,
@@ -91,7 +92,7 @@ def local(
     output: Annotated[Path | None, RUN] = None,
     steps: Annotated[Count | None, RUN, Positive] = None,
     set_: Overrides = (),
-    sample: Annotated[int, RUN] = 0,
+    sample: Annotated[Count, RUN, NotNegative] = 0,
     restart: Annotated[bool, RUN] = True,
     checkpoints: Annotated[LocalCheckpointOptions, Flat] = LocalCheckpointOptions(),  # noqa: B008 (frozen)
     device: Annotated[str, MACHINE] = "cpu",

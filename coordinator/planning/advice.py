@@ -64,7 +64,7 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
             f"more than limits.max_in_flight={manifest.limits.max_in_flight} microbatches in flight would hide round "
             f"trips: raise it, if memory allows"
         )
-    if not all(isfinite(group.link_bytes_per_s) for group in made.groups):
+    if not all(isfinite(max(group.upload_bytes_per_s, group.download_bytes_per_s)) for group in made.groups):
         notes.append("links of live peers are not known and taken for unlimited: give --upload-mbps, --download-mbps")
     if not all(isfinite(group.memory_bytes) for group in made.groups):
         notes.append("memory of live peers is not known and taken for sufficient: give --memory-gb")

@@ -101,12 +101,8 @@ class RecordedRun:
 
     @property
     def peer_hours(self) -> float:
-        """The hours of all peers that served, while the run made steps, together."""
-        before = [self.begin, *self.ends]
-        held = (
-            sum(line.peers) * (end - begin) for line, begin, end in zip(self.lines, before, self.ends, strict=False)
-        )
-        return sum(held) / HOUR_S
+        """The hours of all peers that served, while the run made steps, together; not those in which it was stopped."""
+        return sum(sum(line.peers) * line.seconds for line in self.lines) / HOUR_S
 
 
 def read_run(folder: Path) -> RecordedRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import Counter, deque
@@ -155,6 +156,14 @@ def _from_table(rows: list[list[str]]) -> Places:
         a, b = names.index(row[0]), names.index(row[1])
         latencies[a][b] = latencies[b][a] = float(row[2]) / 1000
         bandwidths[a][b] = bandwidths[b][a] = float(row[3]) * 1e9 / 8
+        if not (0 <= latencies[a][b] < math.inf and bandwidths[a][b] > 0):
+            raise ValueError(f"a delay of {row[2]} ms and a bandwidth of {row[3]} Gb/s")
+    if not rows:
+        raise ValueError("no rows below the header")
+    known = {frozenset(row[:2]) for row in rows}
+    missing = [pair for pair in itertools.combinations(names, 2) if frozenset(pair) not in known]
+    if missing:
+        raise ValueError(f"no row for {' and '.join(missing[0])}")
     return latencies, bandwidths
 
 

@@ -450,7 +450,9 @@ def test_places_of_a_table_and_of_a_matrix(tmp_path):
     assert bandwidths[0][1] == bandwidths[1][0] == 1e7
     path.write_text("0 0.2 0\n0.4 0 0.6\n0 0.6 0\n")
     assert read_places(path)[0] == [[0.1, 0.1, 0.3], [0.2, 0.1, 0.3], [0.3, 0.3, 0.1]]
-    for text in ("1 2\n3\n", "a,b,c,d\nX,Y,no,1\n", ""):
+    header = "a,b,c,d\n"
+    no_tables = [f"{header}{rows}" for rows in ("", "X,Y,5,0\n", "X,Y,-5,1\n", "X,Y,5,nan\n", "X,Y,5,1\nY,Z,5,1\n")]
+    for text in ("1 2\n3\n", f"{header}X,Y,no,1\n", "", *no_tables):
         path.write_text(text)
         with pytest.raises(UserError, match="--network"):
             read_places(path)

@@ -121,12 +121,17 @@ def seeds(
 
 def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:
     fork = multiprocessing.get_context("fork")  # imports take long, and this process runs no schedules of its own
+    spawn = multiprocessing.get_context("spawn")  # what is run again has other addresses in memory
     size = SEEDS_PER_PROCESS * processes
     for batch in (todo[begin : begin + size] for begin in range(0, len(todo), size)):
         # New processes for each batch: the executor's own max_tasks_per_child may hang in Python 3.11.
-        with ProcessPoolExecutor(processes, fork, initializer=_end_with_parent) as pool:
-            again = pool.submit(run_seed, batch[0])
-            for future in as_completed([pool.submit(run_seed, seed) for seed in batch]):
+        with (
+            ProcessPoolExecutor(processes, fork, initializer=_end_with_parent) as pool,
+            ProcessPoolExecutor(1, spawn, initializer=_end_with_parent) as other_pool,
+        ):
+            futures = [pool.submit(run_seed, seed) for seed in batch]
+            again = other_pool.submit(run_seed, batch[0])
+            for future in as_completed(futures):
                 outcome = future.result()
                 if outcome.seed == batch[0]:
                     hashes = {outcome.trace_hash, again.result().trace_hash}

@@ -53,6 +53,8 @@ ENDING_S = 90.0
 COLLECT_S = 30.0
 # A fault that has not ended so long after the last ones began is cut off.
 MOST_LONGER_S = 60.0
+# What faults have led to may show late: in this share of schedules the swarm is left alone as it is for a while.
+QUIET_SHARE, QUIET_S = 0.25, 60.0
 
 CONFIG: dict[str, Any] = {
     "model_type": "gpt2",
@@ -342,6 +344,8 @@ class Tube:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._collect_garbage)
             await self._strike_all()
+            if self.world.rng("quiet").random() < QUIET_SHARE:
+                await anyio.sleep(QUIET_S)
             tasks.cancel_scope.cancel()
         self._faults_are_over = True
         self._calm()

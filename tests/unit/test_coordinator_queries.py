@@ -56,12 +56,19 @@ def test_text_streams_in_whole_characters(text):
 
 @pytest.mark.parametrize(
     "ids",
-    [[0xFF, 0x41, 0xE6, 0x97, 0x41, 0xF0, 0x9F], [0xFF, 0xFF, *"🎉".encode()], [0x80] * 9, [0xF0, 0x9F, 0x8E, 0x41]],
+    [
+        [0xFF, 0x41, 0xE6, 0x97, 0x41, 0xF0, 0x9F],
+        [0xFF, 0xFF, *"🎉".encode()],
+        [0x80] * 9,
+        [0xF0, 0x9F, 0x8E, 0x41],
+        [65, 300, 50_303, 66],  # of a vocabulary with more than bytes
+    ],
 )
 def test_text_that_is_no_text_streams_all_the_same(ids):
     stream = TextStream(BytesTokenizer())
     written = "".join(stream.push(token) for token in ids) + stream.rest()
     assert written == BytesTokenizer().decode(ids)
+    assert written
 
 
 def test_samples_are_the_runs_held_out_ones():

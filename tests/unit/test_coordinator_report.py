@@ -69,6 +69,16 @@ def facts_of(page):
     return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
 
 
+def test_peers_cost_nothing_while_a_run_is_stopped(tmp_path):
+    write_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[15:]:
+        line["time"] += 60 * 3600.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert facts_of(write_report(tmp_path).read_text())["Peer-hours"] == "0.10"
+
+
 def test_the_page_has_the_figures_and_needs_nothing_else(tmp_path):
     write_run(tmp_path, events=[event("joined", stage=0, name="vol"), event("unheard of", 5)])
     page = write_report(tmp_path, price_per_peer_hour=0.5, pngs=True).read_text()
