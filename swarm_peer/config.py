@@ -16,7 +16,6 @@ from cyclopts import Group, Parameter
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import assert_never
 
-Precision = Literal["fp32", "bf16", "fp16"]
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int4_hadamard"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
@@ -72,7 +71,7 @@ class ModelSection(Section):
     """all transformer layers of a stage share their weights"""
     activation_checkpointing: bool = False
     """keep only a stage's input, recompute the rest in the backward pass"""
-    precision: Precision = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """autocast type on GPUs; weights are always fp32, and CPUs compute in fp32"""
 
     @model_validator(mode="after")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm_peer.config import Precision
 from swarm_peer.errors import InvalidMessage
 
 # The largest norm of a gradient between stages (1e15), for each sample and without the loss scale. Most are below 10;
@@ -29,12 +28,12 @@ MAX_HIDDEN = 2.0**40
 ROUNDING = 1.3
 
 
-def max_gradient_norm(precision: Precision) -> float:
+def max_gradient_norm(precision: str) -> float:
     """The largest norm of a gradient between stages, for each sample and without the loss scale."""
     return MAX_FP16_GRADIENT_NORM if precision == "fp16" else MAX_GRADIENT_NORM
 
 
-def limit_layer_gradient(gradient: Tensor, precision: Precision) -> Tensor:
+def limit_layer_gradient(gradient: Tensor, precision: str) -> Tensor:
     """The gradient of what a layer has computed, with no value beyond what the layers before it can take.
 
     One that is within that stays the same, bit by bit; and a GPU does not wait for the CPU to look.
