@@ -865,12 +865,15 @@ async def test_a_failure_behind_a_peer_is_not_blamed_on_it():
         assert [peer.trainer.num_samples for peer in swarm.peers] == [0, 0, 0]
 
 
-async def test_activations_that_are_not_finite_are_a_failed_hop():
-    async with Swarm(make_manifest(wire={"activations": "fp16"})) as swarm:
+@pytest.mark.parametrize(("codec", "value"), [("fp16", float("inf")), ("none", float("nan")), ("none", 1e30)])
+async def test_activations_that_nobody_could_use_are_a_failed_hop(codec, value):
+    """Were they sent, the next stage would take this peer for one that sends nonsense."""
+    async with Swarm(make_manifest(wire={"activations": codec})) as swarm:
         first, _ = await swarm.add("a", 0), await swarm.add("b", 1)
         with torch.no_grad():
-            for parameter in first.trainer.module.parameters():
-                parameter.fill_(float("inf"))
+            for module in first.trainer.module.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    module.weight.fill_(value)
         with pytest.raises(HopFailed, match="what this stage computed cannot be sent"):
             await first.run(make_microbatch())
         assert first.trainer.num_samples == 0
