@@ -113,7 +113,8 @@ async def test_where_no_node_answers_any_more_all_have_gone() -> None:
 
 def folder_of(path: Path, optimizer_step: int) -> Path:
     (path / MODEL).mkdir()
-    line = {"optimizer_step": optimizer_step, "round": 40, "loss": 1.0, "seconds": 1.0, "tokens_per_s": 1.0}
+    step = {"optimizer_step": optimizer_step, "round": 40, "samples": 8}
+    line = step | {"loss": 1.0, "seconds": 1.0, "tokens_per_s": 1.0}
     (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     return path
 
