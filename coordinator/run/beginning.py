@@ -25,7 +25,7 @@ class Beginning:
     Attributes:
         timeline: the run's first timeline
         begun_s: Unix seconds at which the run began, or was resumed
-        is_known: whether some coordinator's record of it, maybe an own one, was found in the DHT
+        is_known: whether a record of it, another coordinator's or an own one, has been found in the DHT
         reached: the latest round that a coordinator has seen the run in, and the optimizer step of its weights
     """
 

@@ -71,9 +71,13 @@ class RunWatch:
 
     def _go_on_from_recalled(self) -> None:
         """Put the recalled lines before those to come. The run may have gone on meanwhile, or back."""
-        for old in self._recalled[:-LINES_KEPT]:
+        self.lines, self._recalled = list(self._recalled), ()
+        self._forget_older_lines()
+
+    def _forget_older_lines(self) -> None:
+        for old in self.lines[:-LINES_KEPT]:
             self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
-        self.lines, self._recalled = list(self._recalled[-LINES_KEPT:]), ()
+        del self.lines[:-LINES_KEPT]
 
     @property
     def last_line(self) -> MetricsLine | None:
@@ -153,9 +157,7 @@ class RunWatch:
                 self.begun_at = 0
             self.lines = [known for known in self.lines if known["optimizer_step"] < line["optimizer_step"]]
             self.lines.append(line)
-            for old in self.lines[:-LINES_KEPT]:
-                self._older_validation_loss = old.get("validation_loss", self._older_validation_loss)
-            del self.lines[:-LINES_KEPT]
+            self._forget_older_lines()
         last = self.round_number
         self._reports = {number: known for number, known in self._reports.items() if number > last}
         self._look_for_end(now)

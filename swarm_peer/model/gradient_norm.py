@@ -20,9 +20,10 @@ MAX_FP16_GRADIENT_NORM = 2.0**6
 # hidden states are zeros.
 MAX_LAYER_GRADIENT = 2.0**58
 MAX_FP16_LAYER_GRADIENT = 2.0**13
-# The largest value of a hidden state that travels. With 1e38, the backward pass of an RMS norm makes NaNs; the largest
-# of trained models are some ten thousand.
+# The largest value of a hidden state that is accepted, and that is sent: codecs round, and an honest peer must not be
+# refused for that. With 1e38, the backward pass of an RMS norm makes NaNs; trained models have some ten thousand.
 MAX_HIDDEN = 2.0**40
+MAX_SENT_HIDDEN = 2.0**36
 # Codecs round, so a gradient may arrive larger than it was sent. int4_hadamard makes the most of a gradient that has
 # nothing but one block, of which, transformed, one number is 8 steps and all others just over half a step: 1.27.
 ROUNDING = 1.3
@@ -42,15 +43,15 @@ def limit_layer_gradient(gradient: Tensor, precision: str) -> Tensor:
     return gradient.clamp(-largest, largest)
 
 
-def check_hidden(hidden_BTD: Tensor) -> None:
-    """Hidden states of which no value is too large for another stage. That they are numbers is for the wire to check.
+def check_hidden(hidden_BTD: Tensor, most: float) -> None:
+    """Hidden states of which no value is beyond `most`. That they are numbers is for the wire to check.
 
     Raises:
         InvalidMessage: one is
     """
     largest = float(hidden_BTD.abs().max())
-    if largest > MAX_HIDDEN:
-        raise InvalidMessage(f"hidden states go up to {largest:.3g}; at most {MAX_HIDDEN:.3g} is allowed")
+    if largest > most:
+        raise InvalidMessage(f"hidden states go up to {largest:.3g}; at most {most:.3g} is allowed")
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

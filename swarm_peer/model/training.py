@@ -17,7 +17,14 @@ from torch import Tensor
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
 from swarm_peer.model.forward_pass import ForwardPass
-from swarm_peer.model.gradient_norm import check_hidden, check_norm, limit_norm, max_gradient_norm, total_norm
+from swarm_peer.model.gradient_norm import (
+    MAX_HIDDEN,
+    check_hidden,
+    check_norm,
+    limit_norm,
+    max_gradient_norm,
+    total_norm,
+)
 from swarm_peer.model.optimizer import (
     learning_rate,
     load_optimizer_state,
@@ -382,7 +389,7 @@ class StageTrainer:
         if hidden_BTD is None:
             return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT
         check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
-        check_hidden(hidden_BTD)
+        check_hidden(hidden_BTD, MAX_HIDDEN)
         return hidden_BTD.detach().to(self.device, torch.float32), targets_BT
 
 

@@ -67,7 +67,7 @@ class TubeNode:
     async def _ask(self, hosts: Sequence[Host], answer: Callable[[Host, TubeNode], None]) -> None:
         """Ask nodes all at once, for as long as that takes.
 
-        Timers cost a tenth of tasks, and there are many requests.
+        By timers, which are cheaper than a task for each of many requests.
 
         Args:
             answer: called with each one that answers, when its answer comes

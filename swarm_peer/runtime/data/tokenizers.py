@@ -44,7 +44,7 @@ class BytesTokenizer:
         return list(text.encode(errors="replace"))  # scraped text may hold lone surrogates
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some bytes, also of ones that are not valid UTF-8; ids beyond bytes, as a model may have, go."""
+        """The text of some bytes, also if they are not valid UTF-8. A model may have other ids: those are left out."""
         return bytes(id_ for id_ in ids if id_ < self.vocab_size).decode(errors="replace")
 
 

@@ -17,7 +17,7 @@ import torch
 from swarm_peer.config import Codec
 from swarm_peer.errors import HopFailed, InvalidMessage, NotServing, RoundClosed, first_line
 from swarm_peer.model.forward_pass import ForwardPass
-from swarm_peer.model.gradient_norm import check_hidden
+from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
@@ -283,7 +283,7 @@ class StageExecutor:
     def _check_output(hidden_BTD: torch.Tensor) -> None:
         """Raise HopFailed if the next stage would refuse it, and take this peer for one that sends nonsense."""
         try:
-            check_hidden(hidden_BTD)
+            check_hidden(hidden_BTD, MAX_SENT_HIDDEN)
         except InvalidMessage as error:
             raise HopFailed(f"what this stage computed cannot be sent: {error}") from error
 
