@@ -6,6 +6,7 @@ To add a defect, write one more function: it returns what patches the mistake in
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -64,6 +65,8 @@ def defect(plant: Defect) -> Defect:
 def _wrapped(owner: Any, name: str, call: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Have `call(original, *args)` in place of a method or function."""
     original = getattr(owner, name)
+    # A coroutine that nobody awaits would plant another defect than the one described.
+    assert inspect.iscoroutinefunction(call) == inspect.iscoroutinefunction(original), name
 
     @functools.wraps(original)
     def wrapped(*args: Any, **options: Any) -> Any:
@@ -165,9 +168,9 @@ def ledger_forgets_a_count() -> Any:
 def samples_survive_rewind() -> Any:
     """Samples that were drawn before a rewind are trained on after it: the generation of the leases stays."""
 
-    async def begin(original: Any, leases: Any, *args: Any) -> None:
+    def begin(original: Any, leases: Any, *args: Any) -> None:
         generation = leases.generation
-        await original(leases, *args)
+        original(leases, *args)
         leases.generation = generation
 
     return _wrapped(SliceLeases, "begin", begin)
