@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from swarm_peer.model.costs import forward_flops, safe_stage_memory
+from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
@@ -41,7 +41,6 @@ class Rebalancer:
         params = RebalancingParameters(
             stage_costs=tuple(forward_flops(resolved)),
             state_bytes=tuple(float(max_state_bytes(resolved, stage)) for stage in stages),
-            stage_memory_bytes=tuple(safe_stage_memory(resolved)),
             min_replicas=tuple(min_replicas for _ in stages),
             overhead_s=MOVE_OVERHEAD_S,
         )

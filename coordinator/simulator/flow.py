@@ -135,13 +135,12 @@ class FlowSwarm:
             stage=UNDECIDED,
             state=PeerState.JOINING,
             movable=name not in self._pinned,
-            memory_bytes=int(machine.memory_bytes),
+            too_large=machine.too_large,
             bandwidth_bytes_per_s=machine.bandwidth_bytes_per_s,
         )
         stage = self._pinned.get(name)
         if stage is None:
-            memory_bytes = self.params.stage_memory_bytes
-            stage = choose_stage(self.view(), self.params.stage_costs, peer_id, stage_memory_bytes=memory_bytes).stage
+            stage = choose_stage(self.view(), self.params.stage_costs, peer_id).stage
         self.num_joined += 1
         self._set(replace(peer, stage=stage, since_s=self.env.now))
         if self._begun:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from coordinator.simulator.announcements import ANNOUNCEMENT_S, LOOK_S, Announcements
-from swarm_peer.policy.placement.capacity import fits, serving_capacity, work_per_s
+from swarm_peer.policy.placement.capacity import serving_capacity, work_per_s
 from swarm_peer.policy.placement.churn import ChurnMeter
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
@@ -59,7 +59,7 @@ class PeriodicRebalancing:
         for peer in serving if len(serving) > 1 else ():
             done = work[peer.peer_id]
             lesser = min(capacity[idle] - done / costs[idle], capacity[loaded] + done / costs[loaded])
-            if peer.movable and lesser > capacity[loaded] and fits(peer, loaded, self.params.stage_memory_bytes):
+            if peer.movable and lesser > capacity[loaded] and loaded not in peer.too_large:
                 reason = f"stage {idle} is the least loaded, stage {loaded} the most"
                 return Rebalancing((Move(peer.peer_id, idle, loaded, reason),), reason)
         return Rebalancing((), f"no peer of stage {idle} would lift stage {loaded}")

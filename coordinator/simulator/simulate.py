@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.simulator.flow import FlowSwarm
@@ -78,7 +78,11 @@ class Scenario:
 
     def machine(self, name: str) -> Machine:
         """The machine of this name; always the same."""
-        return self.population.machine(name, self.seed)
+        machine = self.population.machine(name, self.seed)
+        needed = [gigabytes * 1e9 for gigabytes in self.stages.stage_memory_gb]
+        return replace(
+            machine, too_large=tuple(k for k, bytes_ in enumerate(needed) if 0 < machine.memory_bytes < bytes_)
+        )
 
     def parameters(self) -> RebalancingParameters:
         """Parameters of the live policies in this scenario."""
@@ -86,7 +90,6 @@ class Scenario:
         return RebalancingParameters(
             stage_costs=stages.stage_costs or (1.0,) * stages.num_stages,
             state_bytes=(stages.state_gb * 1e9,) * stages.num_stages,
-            stage_memory_bytes=tuple(gigabytes * 1e9 for gigabytes in stages.stage_memory_gb),
             min_replicas=(stages.min_replicas,) * stages.num_stages,
             bandwidth_bytes_per_s=min(self.population.bandwidth_mbps.values) * 1e6 / 8,
             overhead_s=stages.overhead_s,

@@ -59,12 +59,17 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device and the link of a peer."""
+    """The device and the link of a peer.
+
+    Attributes:
+        too_large: the stages that it has no memory for
+    """
 
     work_per_s: float
     bandwidth_bytes_per_s: float
     memory_bytes: float = 0.0
     latency_s: float = 0.0
+    too_large: tuple[int, ...] = ()
 
 
 def _typed(_: type, tokens: Sequence[Token]) -> Distribution:

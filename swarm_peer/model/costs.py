@@ -58,16 +58,6 @@ def stage_costs(resolved: ResolvedManifest, device_type: str) -> tuple[StageCost
     return tuple(_stage_costs(_Stage(resolved, spec, device_type)) for spec in resolved.specs)
 
 
-def safe_stage_memory(resolved: ResolvedManifest) -> list[float]:
-    """Bytes that each stage takes with one microbatch, on whichever kind of device it takes more.
-
-    All peers come to the same numbers, so that they place each other alike; and a peer that is moved by them to another
-    stage has room for it.
-    """
-    tables = [stage_costs(resolved, device_type) for device_type in ("cpu", "cuda")]
-    return [max(stage.memory.peak_bytes(1) for stage in stages) for stages in zip(*tables, strict=True)]
-
-
 def forward_flops(resolved: ResolvedManifest) -> list[float]:
     """Compute of one token's forward pass in each stage, by which stages are compared."""
     return [float(resolved.costs.of(spec).forward_flops) for spec in resolved.specs]

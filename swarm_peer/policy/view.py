@@ -71,10 +71,12 @@ class PeerView:
         note: why the peer does not serve, in words
         work_per_s: the speed that it expects of itself as long as `samples_per_s` is not measured, in units of a
             stage's cost; 0 if not known
-        memory_bytes: memory that it has for a stage; 0 if not known, which counts as enough
+        memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
+        too_large: the stages that it has no memory for
         bandwidth_bytes_per_s: how fast it has downloaded its state; 0 if not measured
         since_s: when it entered its state, on the clock of `now_s`; None if not known
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
+        moving_to: the stage that it prepares to move to, while it still serves this one; UNDECIDED if none
         announced: serial number of the announcement
         is_reachable: whether others can dial it; None if that is not known
         incarnation: which life of the peer this is (see Life)
@@ -96,10 +98,12 @@ class PeerView:
     note: str = ""
     work_per_s: float = 0.0
     memory_bytes: int = 0
+    too_large: tuple[int, ...] = ()
     bandwidth_bytes_per_s: float = 0.0
     since_s: float | None = None
     is_reachable: bool | None = None
     moved_from: int = UNDECIDED
+    moving_to: int = UNDECIDED
     announced: int = 0
     incarnation: int = 0
     name: str = ""
@@ -117,8 +121,11 @@ class PeerView:
 def fault_of(peer: PeerView, num_stages: int) -> str | None:
     """Why no peer of a run with so many stages can be as this one announces itself; None if one can."""
     stages = range(UNDECIDED, num_stages)
-    if peer.stage not in stages or peer.moved_from not in stages:
-        return f"stage {peer.stage}, moved from {peer.moved_from}; the run has stages 0 to {num_stages - 1}"
+    if not {peer.stage, peer.moved_from, peer.moving_to} <= set(stages):
+        named = f"stage {peer.stage}, moved from {peer.moved_from}, moving to {peer.moving_to}"
+        return f"{named}; the run has stages 0 to {num_stages - 1}"
+    if peer.moving_to != UNDECIDED and peer.stage in (UNDECIDED, peer.moving_to):
+        return f"a move from stage {peer.stage} to {peer.moving_to}"
     if peer.stage == UNDECIDED and peer.state in (PeerState.SERVING, PeerState.DRAINING):
         return f"{peer.state.value}, and no stage"
     return None

@@ -90,6 +90,7 @@ class PeerContext:
         run_id: the run's public key, by which it is found in the DHT
         resolved: the run's manifest, with its hash, model config and stages
         identity: this peer's key, whose public half is its id
+        too_large: the stages that this peer's device has no memory for
         changed: notified whenever something has changed that a part of this peer may wait for
     """
 
@@ -103,3 +104,4 @@ class PeerContext:
     storage: Storage
     metrics: PeerMetrics
     changed: Condition
+    too_large: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import torch
 
 from swarm_peer.errors import CallError, UserError, first_line
-from swarm_peer.policy.view import PeerState
+from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.preparation import free_device_memory, has_room_beside, microbatch_capacity
@@ -28,6 +28,7 @@ class Mover:
 
     Attributes:
         movable: whether the coordinator may move this peer
+        moving_to: the stage that it prepares to move to, while it serves another one; UNDECIDED if none
     """
 
     def __init__(self, *, parts: PeerParts, lifecycle: Lifecycle, counted: CountedHook | None):
@@ -44,6 +45,7 @@ class Mover:
         self._prepared: StageReplica | None = None
         self._newest_term = NewestTerm()
         self.movable = parts.context.options.stage == "auto"
+        self.moving_to = UNDECIDED
 
     def take_prepared(self) -> StageReplica | None:
         """Give the replica of the stage that this peer moves to, if it has been prepared."""
@@ -79,7 +81,15 @@ class Mover:
     async def _move_to(
         self, replica: StageReplica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]
     ) -> None:
-        while may_go() and not await self._move(replica, await next_stage()):
+        while may_go():
+            self.moving_to = stage = await next_stage()
+            try:
+                # The coordinator waits for as long as it sees that this peer prepares: a download may take long.
+                await self._directory.announce()
+                if await self._move(replica, stage):
+                    return
+            finally:
+                self.moving_to = UNDECIDED
             # A replica that was prepared in vain holds memory until the garbage collector comes.
             await self._context.threads.run(free_device_memory, self._parts.device)
 

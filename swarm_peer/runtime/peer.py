@@ -119,8 +119,10 @@ class Peer:
             movable=self._mover.movable,
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
+            too_large=self._context.too_large,
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
+            moving_to=self._mover.moving_to,
             is_reachable=self._dht.is_reachable,
             metrics_address=metrics_address(
                 self._options.metrics_host, self._options.metrics_port, self._dht.addresses

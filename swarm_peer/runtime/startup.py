@@ -11,7 +11,7 @@ import torch
 
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import SwarmError, UserError, first_line
-from swarm_peer.model.costs import forward_flops, safe_stage_memory
+from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.placement.rebalancing import choose_stage
@@ -23,7 +23,7 @@ from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_fo
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
-from swarm_peer.runtime.host.preparation import choose_device
+from swarm_peer.runtime.host.preparation import choose_device, stages_too_large
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
@@ -116,6 +116,7 @@ async def _run(
             storage=FolderStorage(folder / "snapshots"),
             metrics=metrics,
             changed=Condition(),
+            too_large=await threads.run(stages_too_large, resolved, device, options.max_memory),
         )
         stage = await choose_first_stage(context, dht)
         await threads.run(check_pretrained, manifest, options.data_dir)
@@ -127,13 +128,12 @@ async def _run(
             ) as transport,
             signals_set(ended),
         ):
-            device_thread = DeviceThread(clock=context.clock, threads=threads, metrics=metrics)
             peer = Peer(
                 context=context,
                 dht=dht,
                 transport=transport,
                 device=device,
-                device_thread=device_thread,
+                device_thread=DeviceThread(clock=context.clock, threads=threads, metrics=metrics),
                 counted=counted,
             )
             await peer.run(stage, ended)
@@ -159,7 +159,7 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT) -> int:
             raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
         return int(options.stage)
     me = dht.identity.peer_id
-    myself = PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING, memory_bytes=options.max_memory or 0)
+    myself = PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING, too_large=context.too_large)
     directory = Directory(
         manifest=resolved.manifest,
         dht=dht,
@@ -172,6 +172,6 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT) -> int:
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
     view = await directory.refresh_surely([*range(count), UNDECIDED])
-    choice = choose_stage(view, forward_flops(resolved), me, stage_memory_bytes=safe_stage_memory(resolved))
+    choice = choose_stage(view, forward_flops(resolved), me)
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return choice.stage

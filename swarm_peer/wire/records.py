@@ -117,9 +117,11 @@ class Announcement(Record):
         movable: whether the coordinator may move the peer to another stage
         note: why the peer does not serve, in words
         state_s: for how long it has been in this state
-        memory_bytes: memory that it has for a stage; 0 for no limit
+        memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
+        too_large: the stages that it has no memory for
         bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
+        moving_to: the stage that it prepares to move to, while it still serves this one; UNDECIDED if none
         addresses: where others may dial it, by its own account, the best one first
         is_reachable: whether others have found that they can dial it; None if none of them has tried
         incarnation: which life of the peer this is (see policy/view.py: Life)
@@ -142,8 +144,10 @@ class Announcement(Record):
     device: str = Field(max_length=64)
     state_s: NonNegativeFloat = 0.0
     memory_bytes: int = Field(0, ge=0, lt=2**60)
+    too_large: tuple[Annotated[int, Field(ge=0, lt=256)], ...] = Field((), max_length=256, fail_fast=True)
     bandwidth_bytes_per_s: Measured = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
+    moving_to: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES, fail_fast=True)
     is_reachable: bool | None = None
     incarnation: Incarnation = 0

@@ -17,7 +17,7 @@ from swarm_peer.policy.placement.live_rebalancer import (
     REST_S,
     SETTLING_S,
 )
-from swarm_peer.policy.placement.movers import REFUSAL_S, OpenMove
+from swarm_peer.policy.placement.movers import PREPARING_PATIENCE, REFUSAL_S, OpenMove
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Assignment
 
@@ -388,6 +388,46 @@ def test_who_does_not_obey_is_not_asked_again_for_a_while() -> None:
         asked += run.look(patience_s + 1)
     assert sorted(asked) == list("abcde"), "each once"
     assert run.look(patience_s + 1) == [] or run.now_s > 100 + REFUSAL_S
+
+
+def test_who_prepares_its_move_is_waited_for_and_nobody_is_sent_in_its_place() -> None:
+    run = Run()
+    [mover] = run.look(60)
+    patience_s = run.open[mover].patience_s
+    run.peers[mover] = replace(run.peers[mover], moving_to=1)
+    for _ in range(8):
+        assert [other for other in run.look(patience_s / 2) if other == mover] == []
+        assert mover in run.open
+    run.peers[mover] = replace(run.peers[mover], moving_to=UNDECIDED, state=PeerState.DRAINING)
+    run.look(patience_s - 1)
+    assert mover in run.open, "it has as long from then on as one that closes its stage first"
+    run.look(2)
+    assert mover not in run.open
+
+
+def test_who_prepares_for_ever_is_given_up() -> None:
+    run = Run()
+    [mover] = run.look(60)
+    run.peers[mover] = replace(run.peers[mover], moving_to=1)
+    patience_s = run.open[mover].patience_s
+    run.look(PREPARING_PATIENCE * patience_s)
+    assert mover in run.open
+    run.look(patience_s + 1)
+    assert mover not in run.open
+    assert run.policy.movers.placed(SwarmView(2, tuple(run.peers.values())), (1.0, 1.0), bool).peer(mover).stage == 0
+
+
+def test_the_next_coordinator_counts_who_prepares_its_move_where_it_goes_to() -> None:
+    run = Run()
+    for name in "cd":
+        del run.peers[name]
+    assert len(run.look(60)) == 1, "three and one"
+    run = Run()
+    for name in "cd":
+        del run.peers[name]
+    run.peers["e"] = replace(run.peers["e"], moving_to=1)
+    for _ in range(10):
+        assert run.look(60) == []
 
 
 def test_one_odd_measurement_moves_nobody() -> None:

@@ -447,7 +447,6 @@ def read_tensor(rng: Chance) -> Iterator[Callable[[], Any]]:
 PARAMS = RebalancingParameters(
     stage_costs=(1e9, 3e15),
     state_bytes=(1e9, 2e9),
-    stage_memory_bytes=(1e9, 2e9),
     min_replicas=(1, 1),
     overhead_s=20.0,
 )

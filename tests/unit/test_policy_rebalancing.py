@@ -84,14 +84,14 @@ def situations(draw):
             peer(
                 f"p{n:02d}", stage, draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.7, 4.0])), state,
                 movable=draw(st.sampled_from([True, True, True, False])), moved_from=moved_from,
-                since_s=draw(st.sampled_from([None, 0.0, 80.0])), memory_bytes=draw(st.sampled_from([0, 8, 16])),
+                since_s=draw(st.sampled_from([None, 0.0, 80.0])),
+                too_large=draw(st.sampled_from([(), (), (num_stages - 1,)])),
                 bandwidth_bytes_per_s=draw(st.sampled_from([0.0, 1e7, 1e8])),
             )
         )  # fmt: skip
     params = parameters(
         num_stages,
         min_replicas=tuple(draw(st.lists(st.integers(0, 3), min_size=num_stages, max_size=num_stages))),
-        stage_memory_bytes=draw(st.sampled_from([(), (10.0,) * num_stages])),
         payback=draw(st.sampled_from([0.0, 1.0, 12.0])),
     )
     return SwarmView(num_stages, tuple(peers)), params
@@ -110,7 +110,7 @@ def test_no_stage_is_emptied_and_one_peer_at_a_time_moves(situation):
         assert mover.movable
         assert mover.state is PeerState.SERVING
         assert mover.stage == move.from_stage != move.to_stage
-        assert not params.stage_memory_bytes or not mover.memory_bytes or mover.memory_bytes >= 10
+        assert move.to_stage not in mover.too_large
         assert leaving.count(move.from_stage) == 1, "one leaves a stage at a time"
         assert coming.count(move.to_stage) == 1, "and one comes"
         assert len(view.serving(move.from_stage)) - 1 >= max(1, params.min_replicas[move.from_stage])
@@ -302,9 +302,9 @@ def test_a_pinned_peer_and_one_that_does_not_fit_stay():
     view = swarm([1.0] * 4, [1.0] * 2)
     pinned = {"p00", "p01"}
     peers = [
-        replace(p, movable=p.peer_id not in pinned, memory_bytes=10 if p.peer_id == "p02" else 100) for p in view.peers
+        replace(p, movable=p.peer_id not in pinned, too_large=(1,) if p.peer_id == "p02" else ()) for p in view.peers
     ]
-    decision = rebalance(SwarmView(2, tuple(peers)), parameters(stage_memory_bytes=(5.0, 50.0)), 0.0)
+    decision = rebalance(SwarmView(2, tuple(peers)), parameters(), 0.0)
     assert who(decision) == [("p03", 0, 1)]
 
 
@@ -358,14 +358,21 @@ def test_the_future_is_discounted():
 
 def test_a_newcomer_goes_where_it_fits():
     view = swarm([1.0], [0.5])
-    me = replace(peer("new", UNDECIDED, 0.0, PeerState.JOINING), memory_bytes=10)
-    view = SwarmView(2, (*view.peers, me))
-    choice = choose_stage(view, [1.0, 1.0], "new", stage_memory_bytes=[5.0, 50.0])
+    me = peer("new", UNDECIDED, 0.0, PeerState.JOINING)
+    assert choose_stage(SwarmView(2, (*view.peers, me)), [1.0, 1.0], "new").stage == 1
+    view = SwarmView(2, (*view.peers, replace(me, too_large=(1,))))
+    choice = choose_stage(view, [1.0, 1.0], "new")
     assert choice.stage == 0
     assert "of those that fit" in choice.reason
-    choice = choose_stage(view, [1.0, 1.0], "new", stage_memory_bytes=[20.0, 50.0])
-    assert choice == type(choice)(0, "none fits; stage 0 takes the least memory")
-    assert choose_stage(view, [1.0, 1.0], "new").stage == 1
+
+
+def test_newcomers_place_each_other_where_they_fit():
+    view = swarm([1.0] * 2, [1.0] * 2)
+    small = [replace(peer(f"a-{n}", UNDECIDED, 0.0, PeerState.JOINING), too_large=(0,)) for n in range(2)]
+    large = peer("b", UNDECIDED, 0.0, PeerState.JOINING)
+    assert choose_stage(SwarmView(2, (*view.peers, small[0], large)), [1.0, 1.0], "b").stage == 0
+    hopeless = replace(small[0], too_large=(0, 1))
+    assert choose_stage(SwarmView(2, (*view.peers, hopeless, large)), [1.0, 1.0], "b").stage == 0, "it takes no place"
 
 
 def test_newcomers_that_know_their_speed_are_counted_with_it():

@@ -11,7 +11,7 @@ from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import CallError, UserError
-from swarm_peer.policy.view import PeerState
+from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime import mover as movers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
@@ -108,6 +108,31 @@ async def test_the_last_peer_of_a_stage_stays_and_gives_up_what_it_has_prepared(
     assert not await mover._move(mover.replica, 0)
     assert mover.take_prepared() is None
     assert not mover._lifecycle.stop.is_set()
+
+
+async def test_a_peer_announces_which_stage_it_prepares_for_as_long_as_it_does():
+    seen = []
+
+    class Watched(ScriptedMover):
+        async def _announce(self):
+            seen.append(self.moving_to)
+
+        async def _prepare(self, replica, stage):
+            seen.append(self.moving_to)
+            if len(seen) == 2:
+                raise CallError("its last donor has gone")
+            return "the next replica"
+
+    async def next_stage():
+        seen.append(mover.moving_to) if seen else None
+        return 0
+
+    mover = Watched()
+    mover._parts.device = torch.device("cpu")
+    await mover._move_to(mover.replica, next_stage, lambda: True)
+    assert seen == [0, 0, UNDECIDED, 0, 0]
+    assert mover.moving_to == UNDECIDED
+    assert mover.take_prepared() == "the next replica"
 
 
 class Prepared:

@@ -13,7 +13,12 @@ from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime import startup
-from swarm_peer.runtime.host.preparation import UNCHECKED_IN_FLIGHT, has_room_beside, microbatch_capacity
+from swarm_peer.runtime.host.preparation import (
+    UNCHECKED_IN_FLIGHT,
+    has_room_beside,
+    microbatch_capacity,
+    stages_too_large,
+)
 from swarm_peer.wire.identity import Identity
 
 
@@ -45,15 +50,34 @@ def test_a_peer_that_is_not_told_its_memory_takes_more_microbatches_where_more_a
     resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", overrides))
     memory = stage_costs(resolved, "cuda")[0].memory
     device = torch.device("cuda:0")
-    for free_bytes, fit in (
-        (1e12, 12),
-        (memory.peak_bytes(12) + 1, 12),
-        (memory.peak_bytes(12) - 1, 11),
-        (memory.peak_bytes(5), UNCHECKED_IN_FLIGHT),
-        (0, UNCHECKED_IN_FLIGHT),
+    for free_bytes, all_bytes, fit in (
+        (1e12, 1e12, 12),
+        (memory.peak_bytes(12) + 1, 1e12, 12),
+        (memory.peak_bytes(12) - 1, 1e12, 11),
+        (memory.peak_bytes(5), 1e12, UNCHECKED_IN_FLIGHT),
+        (0, 1e12, UNCHECKED_IN_FLIGHT),
+        (0, memory.peak_bytes(3) + 1, 3),
+        (0, memory.peak_bytes(1) - 1, 1),
     ):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (int(free_bytes), 10**12)}.__getitem__)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (int(free_bytes), int(all_bytes))}.__getitem__)
         assert microbatch_capacity(resolved, resolved.specs[0], device, None) == fit
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_stages_are_too_large_for_a_device_by_its_own_needs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
+    chosen = torch.device(device)
+    needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, chosen.type)]
+    order = sorted(range(len(needed)), key=needed.__getitem__)
+    room = int(needed[order[1]]) + 1  # the two smallest fit
+    assert stages_too_large(resolved, chosen, int(max(needed)) + 1) == ()
+    assert stages_too_large(resolved, chosen, room) == tuple(sorted(order[2:]))
+    pages = {"SC_AVPHYS_PAGES": 0, "SC_PHYS_PAGES": room, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr("swarm_peer.runtime.host.preparation.os.sysconf", pages.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {chosen: (0, room)}.__getitem__)
+    assert stages_too_large(resolved, chosen, None) == tuple(sorted(order[2:])), "what is free now does not count"
+    with pytest.raises(UserError, match=r"no stage of this run fits into 1\.0GiB of memory: the smallest needs about"):
+        stages_too_large(resolved, chosen, 2**30)
 
 
 def test_a_second_replica_needs_the_memory_that_both_take() -> None:
@@ -67,7 +91,7 @@ def test_a_second_replica_needs_the_memory_that_both_take() -> None:
 
 def test_without_a_limit_a_second_replica_needs_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
-    pages = {"SC_AVPHYS_PAGES": 10**9, "SC_PAGE_SIZE": 4096}
+    pages = {"SC_AVPHYS_PAGES": 10**9, "SC_PHYS_PAGES": 10**9, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("swarm_peer.runtime.host.preparation.os.sysconf", pages.__getitem__)
     assert has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
     pages["SC_AVPHYS_PAGES"] = 10

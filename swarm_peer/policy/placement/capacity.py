@@ -38,11 +38,6 @@ def work_per_s(peers: Iterable[PeerView], stage_costs: Sequence[float]) -> dict[
     return work
 
 
-def fits(peer: PeerView, stage: int, stage_memory_bytes: Sequence[float]) -> bool:
-    """Whether the stage fits into the peer's memory; true if either size is unknown."""
-    return not stage_memory_bytes or not peer.memory_bytes or peer.memory_bytes >= stage_memory_bytes[stage]
-
-
 def serving_capacity(view: SwarmView, work: Mapping[str, float], stage_costs: Sequence[float]) -> list[float]:
     """The capacity of each stage's serving peers."""
     capacity = [0.0] * view.num_stages

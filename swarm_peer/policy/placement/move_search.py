@@ -19,7 +19,6 @@ import numpy.typing as npt
 from swarm_peer.policy.placement.capacity import (
     Shift,
     discounted_samples,
-    fits,
     ideal_capacity,
     serving_capacity,
     work_per_s,
@@ -50,7 +49,6 @@ class RebalancingParameters:
     Attributes:
         stage_costs: compute of one sample in each stage, in any one unit
         state_bytes: size of each stage's state, which a peer downloads when it joins the stage
-        stage_memory_bytes: memory that each stage takes; empty if memory is no limit
         min_replicas: peers that go on serving each stage while one of them moves; at least 1
         bandwidth_bytes_per_s: assumed for peers whose own bandwidth has not been measured
         overhead_s: time of a move besides the download: the peer leaves its stage and builds the new module
@@ -63,7 +61,6 @@ class RebalancingParameters:
 
     stage_costs: tuple[float, ...]
     state_bytes: tuple[float, ...]
-    stage_memory_bytes: tuple[float, ...] = ()
     min_replicas: tuple[int, ...] = ()
     bandwidth_bytes_per_s: float = 25e6
     overhead_s: float = 5.0
@@ -210,9 +207,9 @@ class MoveSearch:
     @cached_property
     def _fits(self) -> npt.NDArray[np.bool_]:
         """Whether each mover can move to each stage; nobody fits everywhere."""
-        stages, memory_bytes = range(len(self._now)), self._params.stage_memory_bytes
+        stages = range(len(self._now))
         return np.array(
-            [[peer.stage != stage and fits(peer, stage, memory_bytes) for stage in stages] for peer in self.movers]
+            [[stage not in (peer.stage, *peer.too_large) for stage in stages] for peer in self.movers]
             + [[True for _ in stages] for _ in stages]
         )
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarm_peer.policy.placement.rebalancing import Move
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # A peer that did not follow its assignment is not asked again for this long.
 REFUSAL_S = 600.0
+# A mover that announces that it prepares its move is waited for so many times as long as one that says nothing.
+PREPARING_PATIENCE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,9 @@ class OpenMove:
 
     Attributes:
         peer: the mover as it was
+        patience_s: how long it may take since it was given, or since it was last seen to prepare
         is_obeyed: whether it was seen to drain, or to have left its stage
+        prepared_s: how long after it was given the peer was last seen to prepare it
     """
 
     move: Move
@@ -38,6 +42,11 @@ class OpenMove:
     given_s: float
     patience_s: float
     is_obeyed: bool = False
+    prepared_s: float = 0.0
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether the peer has not come, and does not say any more that it will."""
+        return now_s - self.given_s > self.patience_s + min(self.prepared_s, PREPARING_PATIENCE * self.patience_s)
 
 
 class Movers:
@@ -67,11 +76,13 @@ class Movers:
         self.refused_s = {peer_id: at_s for peer_id, at_s in self.refused_s.items() if now_s - at_s < REFUSAL_S}
         for peer_id, assigned in list(self.open.items()):
             is_here = peer_id in seen
+            if is_here and seen[peer_id].moving_to == assigned.move.to_stage:
+                assigned.prepared_s = now_s - assigned.given_s
             assigned.is_obeyed |= peer_id in view.left or (is_here and seen[peer_id].state is PeerState.DRAINING)
             if not is_here and not assigned.is_obeyed:
                 del self.open[peer_id]
                 notes.append(Note(f"assignment_void peer={peer_id} reason=it is gone", is_warning=True))
-            elif now_s - assigned.given_s > assigned.patience_s:
+            elif assigned.is_overdue(now_s):
                 del self.open[peer_id]
                 self.refused_s[peer_id] = now_s
                 text = f"assignment_given_up peer={peer_id} to={assigned.move.to_stage} reason=it did not come"
@@ -81,18 +92,27 @@ class Movers:
     def placed(self, view: SwarmView, stage_costs: tuple[float, ...], is_measured: Callable[[str], bool]) -> SwarmView:
         """The view with each mover once, in the stage that it goes to and at the speed that it had where it was."""
         peers = {peer.peer_id: peer for peer in view.peers}
+        for peer in view.peers:
+            # Assigned by another coordinator: where this one has lost patience, it knows better.
+            if peer.moving_to != UNDECIDED and peer.peer_id not in self.refused_s:
+                work = peer.samples_per_s * stage_costs[peer.stage]
+                peers[peer.peer_id] = _on_its_way(peer, peer.moving_to, work, None)
         for peer_id, assigned in self.open.items():
-            peers[peer_id] = replace(
-                assigned.peer,
-                stage=assigned.move.to_stage,
-                state=PeerState.JOINING,
-                samples_per_s=0.0,
-                work_per_s=assigned.work_per_s,
-                since_s=assigned.given_s,
-                moved_from=assigned.move.from_stage,
-            )
+            peers[peer_id] = _on_its_way(assigned.peer, assigned.move.to_stage, assigned.work_per_s, assigned.given_s)
         for peer_id, assigned in self.arrived.items():
             if not is_measured(peer_id) and peer_id not in self.open:
                 samples_per_s = assigned.work_per_s / stage_costs[peers[peer_id].stage]
                 peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s)
         return SwarmView(view.num_stages, tuple(peers.values()))
+
+
+def _on_its_way(peer: PeerView, to_stage: int, work_per_s: float, since_s: float | None) -> PeerView:
+    return replace(
+        peer,
+        stage=to_stage,
+        state=PeerState.JOINING,
+        samples_per_s=0.0,
+        work_per_s=work_per_s,
+        since_s=since_s,
+        moved_from=peer.stage,
+    )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_peer.policy.placement.capacity import fits, work_per_s
+from swarm_peer.policy.placement.capacity import work_per_s
 from swarm_peer.policy.placement.move_search import MoveSearch, RebalancingParameters
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -20,10 +20,8 @@ class StageChoice:
     reason: str
 
 
-def choose_stage(
-    view: SwarmView, stage_costs: Sequence[float], me: str, *, stage_memory_bytes: Sequence[float] = ()
-) -> StageChoice:
-    """The stage where one more peer helps the swarm most: the one with the least capacity.
+def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> StageChoice:
+    """The stage where one more peer helps the swarm most: of those that fit it, the one with the least capacity.
 
     Peers may choose at the same time. Each of them places all undecided peers, in the order of their ids, on top of the
     peers that have a stage. So all come to the same plan, and no two fill the same gap.
@@ -31,7 +29,6 @@ def choose_stage(
     Args:
         stage_costs: compute of one sample in each stage, in any one unit
         me: this peer's id; it need not be in the view
-        stage_memory_bytes: memory that each stage takes. Only stages that fit are chosen; if none fits, the smallest.
     """
     stages = range(view.num_stages)
     others = [peer for peer in view.peers if peer.peer_id != me]
@@ -46,15 +43,16 @@ def choose_stage(
 
     undecided = [peer for peer in others if peer.stage == UNDECIDED]
     for peer in sorted([*undecided, myself], key=lambda peer: peer.peer_id):
-        fitting = [k for k in stages if fits(peer, k, stage_memory_bytes)]
-        smallest = min(stages, key=lambda k: stage_memory_bytes[k]) if not fitting else 0
-        stage = min(fitting or [smallest], key=lambda k: (capacity[k], num_peers[k], k))
+        fitting = [k for k in stages if k not in peer.too_large]
+        if not fitting and peer.peer_id != me:
+            continue  # it cannot take part
+        stage = min(fitting or stages, key=lambda k: (capacity[k], num_peers[k], k))
         if peer.peer_id == me:
             which = "the least capacity" if len(fitting) == len(stages) else "the least capacity of those that fit"
             is_known = any(other.samples_per_s > 0 for other in others)
             amount = f"{capacity[stage]:.3g} samples/s" if is_known else "as far as is known before anybody computes"
             reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {amount}"
-            return StageChoice(stage, reason if fitting else f"none fits; stage {stage} takes the least memory")
+            return StageChoice(stage, reason)
         capacity[stage] += work[peer.peer_id] / stage_costs[stage]
         num_peers[stage] += 1
     raise AssertionError("unreachable: this peer is among the undecided")

@@ -13,8 +13,9 @@ from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.processes import free_memory
 
-# A peer that is not told its memory holds so many microbatches whatever it has free, and more only if they fit. Weights
-# that are there already are counted twice then, and what others use now may be free later.
+# A peer that is not told its memory holds so many microbatches whatever its device has free, as long as the device is
+# large enough, and more only if they fit. Weights that are there already are counted twice then, and what others use
+# now may be free later.
 UNCHECKED_IN_FLIGHT = 8
 
 
@@ -54,7 +55,9 @@ def microbatch_capacity(
     limit = resolved.manifest.limits.max_in_flight
     memory = stage_costs(resolved, device.type)[spec.index].memory
     if max_memory is None:
-        return max(memory.window(_free_bytes(device), limit), min(UNCHECKED_IN_FLIGHT, limit))
+        free_bytes, all_bytes = _memory_bytes(device)
+        unchecked = max(1, memory.window(all_bytes, min(UNCHECKED_IN_FLIGHT, limit)))
+        return max(memory.window(free_bytes, limit), unchecked)
     capacity = memory.window(max_memory, limit)
     if not capacity:
         raise UserError(
@@ -62,6 +65,25 @@ def microbatch_capacity(
             f"{ByteSize(memory.peak_bytes(1)).human_readable()}; raise it, or serve a smaller stage"
         )
     return capacity
+
+
+def stages_too_large(resolved: ResolvedManifest, device: torch.device, max_memory: int | None) -> tuple[int, ...]:
+    """The stages that a peer has no memory for, even with one microbatch and nothing else on its device.
+
+    Args:
+        max_memory: that the peer may use, in bytes; None for all that the device has
+
+    Raises:
+        UserError: it has memory for no stage
+    """
+    room = _memory_bytes(device)[1] if max_memory is None else max_memory
+    needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, device.type)]
+    if room < min(needed):
+        raise UserError(
+            f"no stage of this run fits into {ByteSize(room).human_readable()} of memory: the smallest needs about "
+            f"{ByteSize(min(needed)).human_readable()}; take a device with more, or raise --max-memory"
+        )
+    return tuple(stage for stage, bytes_ in enumerate(needed) if bytes_ > room)
 
 
 def has_room_beside(
@@ -77,7 +99,7 @@ def has_room_beside(
     if max_memory is not None:
         in_flight = microbatch_capacity(resolved, resolved.specs[serving], device, max_memory)
         return costs[serving].memory.peak_bytes(in_flight) + joining_bytes <= max_memory
-    return joining_bytes <= _free_bytes(device)
+    return joining_bytes <= _memory_bytes(device)[0]
 
 
 def free_device_memory(device: torch.device) -> None:
@@ -87,7 +109,9 @@ def free_device_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _free_bytes(device: torch.device) -> int:
+def _memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device's memory that are free, and all of them."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.cuda.mem_get_info(device)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
