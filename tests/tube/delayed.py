@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from invariants import TOLERANCE, Beginning, Invariants, Place, State, after, before, train
+from invariants import Beginning, Invariants, Place, State, after, before
 from loop import HOST
 
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX
@@ -152,10 +152,7 @@ class DelayedInvariants(Invariants):
         """The first round of a timeline ends with the average that came with the snapshot."""
         assert beginning.parent is not None
         begun = self.records.beginnings[beginning.parent]
-        trainer = self._reference[place[0]]
-        trainer.load_state(begun.state | self._nothing_expected(begun.state), begun.optimizer_step)
-        trainer.apply(average)
-        self._compare(place, trainer, beginning)
+        self._compare(place, average, beginning, self._nothing_expected(begun.state))
 
     def _check_update(self, place: Place, beginning: Beginning) -> None:
         """An update is the one that a single process makes of the same microbatches a round before."""
@@ -166,28 +163,7 @@ class DelayedInvariants(Invariants):
         if any(known is None for known in stages):
             self.records.forks += 1
             return
-        for trainer, known in zip(self._reference, stages, strict=True):
-            assert known is not None
-            trainer.load_state(known.state, known.optimizer_step)
-        if batches := [self.records.microbatches[each][0] for each in beginning.ids]:
-            train(self._reference, torch.cat(batches))
-        trainer = self._reference[stage]
-        average = trainer.mean_gradients()
-        begun = self.records.beginnings[beginning.parent]
-        trainer.load_state(begun.state, begun.optimizer_step)
-        trainer.apply(average)
-        self._compare(place, trainer, beginning)
+        self._compare(place, self._gradients(stages, beginning.ids)[stage], beginning)
 
     def _nothing_expected(self, state: State) -> State:
         return {name: torch.zeros_like(value) for name, value in state.items() if name.startswith(STRATEGY_PREFIX)}
-
-    def _compare(self, place: Place, trainer: StageTrainer, beginning: Beginning) -> None:
-        self.records.checked += 1
-        for name, value in self.shared(trainer.state()).items():
-            error = float((value - beginning.state[name]).abs().max()) if value.numel() else 0.0
-            if not error <= TOLERANCE:
-                self._tube.violation(
-                    f"the update of round {place[2] - 1} of stage {place[0]} ({len(beginning.ids or ())} microbatches) "
-                    f"is not that of one process: {name} differs by {error:.2g}"
-                )
-                return

@@ -53,8 +53,4 @@ class EagerInvariants(DelayedInvariants):
             torch.stack([tensor * (samples / total) for tensor, (_, samples) in zip(same, brought, strict=True)]).sum(0)
             for same in zip(*(tensors for tensors, _ in brought), strict=True)
         ]
-        trainer = self._reference[place[0]]
-        begun = self.records.beginnings[beginning.parent]
-        trainer.load_state(begun.state, begun.optimizer_step)
-        trainer.apply(average)
-        self._compare(place, trainer, beginning)
+        self._compare(place, average, beginning)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tube import Tube
 
 TOLERANCE = 1e-5
+# Gradients that are kept: those of the newest rounds of a few timelines.
+MOST_COMPUTED = 4
 # A stage-mate that died, or left to join anew, so long ago may still have been counted upon.
 LOOKED_S = 25.0
 
@@ -134,6 +136,7 @@ class Invariants:
         # By the ledger's id: with the ledger, so that the id stays its own, the samples counted on its grounds.
         self._of_ledger: dict[int, tuple[Any, set[SampleId]]] = {}
         self._reference = [StageTrainer(resolved, spec, blank=True) for spec in resolved.specs]
+        self._computed: dict[tuple[int | bytes, ...], list[list[torch.Tensor]]] = {}  # see `_gradients`
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -420,21 +423,44 @@ class Invariants:
         if stages[stage] is None or any(known is None for known in stages):
             self.records.forks += 1
             return
-        batches = [self.records.microbatches[each][0] for each in beginning.ids]
-        for trainer, known in zip(self._reference, stages, strict=True):
-            assert known is not None
-            trainer.load_state(known.state, known.optimizer_step)
-        if batches:
-            train(self._reference, torch.cat(batches))
-        trainer = self._reference[stage]
-        trainer.apply(trainer.mean_gradients())
+        self._compare(place, self._gradients(stages, beginning.ids)[stage], beginning)
+
+    def _gradients(self, stages: Sequence[Beginning | None], ids: tuple[bytes, ...]) -> list[list[torch.Tensor]]:
+        """The mean gradients of each stage that one process has of microbatches, with these weights.
+
+        Kept for a while: all stages have the same microbatches in a round, as long as none fails.
+        """
+        key = (*map(id, stages), *ids)
+        if key not in self._computed:
+            for trainer, known in zip(self._reference, stages, strict=True):
+                assert known is not None
+                trainer.load_state(known.state, known.optimizer_step)
+            if ids:
+                train(self._reference, torch.cat([self.records.microbatches[each][0] for each in ids]))
+            self._computed[key] = [trainer.mean_gradients() for trainer in self._reference]
+            if len(self._computed) > MOST_COMPUTED:
+                del self._computed[next(iter(self._computed))]
+        return self._computed[key]
+
+    def _compare(
+        self, place: Place, gradients: list[torch.Tensor], beginning: Beginning, others: State | None = None
+    ) -> None:
+        """An update is the one that a process makes of these gradients, with the state from before it.
+
+        Args:
+            others: entries in place of that state's own
+        """
+        assert beginning.parent is not None
+        trainer, begun = self._reference[place[0]], self.records.beginnings[beginning.parent]
+        trainer.load_state(begun.state | (others or {}), begun.optimizer_step)
+        trainer.apply(gradients)
         self.records.checked += 1
-        for name, value in trainer.state().items():
+        for name, value in self.shared(trainer.state()).items():
             error = float((value - beginning.state[name]).abs().max()) if value.numel() else 0.0
             if not error <= TOLERANCE:
                 self._tube.violation(
-                    f"the update of round {number - 1} of stage {stage} ({len(beginning.ids)} microbatches) is not "
-                    f"that of one process: {name} differs by {error:.2g}"
+                    f"the update of round {place[2] - 1} of stage {place[0]} ({len(beginning.ids or ())} microbatches) "
+                    f"is not that of one process: {name} differs by {error:.2g}"
                 )
                 return
 

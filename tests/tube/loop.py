@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
 import anyio._backends._asyncio as anyio_asyncio
+import sniffio
 
 T = TypeVar("T")
 
@@ -24,13 +25,13 @@ HOST: contextvars.ContextVar[Any] = contextvars.ContextVar("HOST", default=None)
 
 
 class NumberedFuture(asyncio.Future[Any]):
-    """A future that hashes to its serial number."""
+    """A future that hashes to a serial number, which it gets when it is first asked for. Most are never asked."""
 
-    def __init__(self, serial: int, loop: asyncio.AbstractEventLoop):
-        self._serial = serial
-        super().__init__(loop=loop)
+    _serial: int | None = None
 
     def __hash__(self) -> int:
+        if self._serial is None:
+            self._serial = self.get_loop().next_serial()  # type: ignore[attr-defined]
         return self._serial
 
 
@@ -105,7 +106,10 @@ class TubeLoop(asyncio.SelectorEventLoop):
             self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
 
     def create_future(self) -> NumberedFuture:
-        return NumberedFuture(next(self._serials), self)
+        return NumberedFuture(loop=self)
+
+    def next_serial(self) -> int:
+        return next(self._serials)
 
     def _make_task(self, loop: Any, coroutine: Any, **options: Any) -> NumberedTask:
         task = NumberedTask(next(self._serials), coroutine, loop=self, **options)
@@ -134,6 +138,7 @@ def run(function: Callable[[TubeLoop], Awaitable[T]]) -> T:
     anyio_asyncio.CancelScope = NumberedScope  # type: ignore[misc,assignment]
     NumberedScope._serials = itertools.count()
     loop = TubeLoop()
+    sniffio.thread_local.name = "asyncio"  # it would otherwise look for the task, a million times
     try:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(function(loop))  # type: ignore[arg-type]
@@ -141,3 +146,4 @@ def run(function: Callable[[TubeLoop], Awaitable[T]]) -> T:
         anyio_asyncio.CancelScope = kept  # type: ignore[misc]
         asyncio.set_event_loop(None)
         loop.close()
+        sniffio.thread_local.name = None
