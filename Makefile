@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # No test and no demo asks a hub; the virtual environment's own programs come first.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Where the surroundings forbid bytecode, each of the tests' processes would compile all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.

@@ -26,7 +26,7 @@ from swarm_peer.runtime.data.slices import validation_samples
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer
 from swarm_peer.runtime.host.metrics import PeerMetrics
 
-STEPS = 30
+STEPS = 20
 SAMPLES = 6
 PROMPT = "The quick brown fox jumps over the lazy"  # longer than a sequence
 NUM_TOKENS = 12
