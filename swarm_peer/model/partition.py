@@ -85,7 +85,7 @@ def model_costs(config: PretrainedConfig, sequence_length: int, share_layers: bo
     """Costs at a sequence length of T tokens."""
     family = family_of(config)
     kinds = [family.layer_kind(index) for index in range(config.num_hidden_layers)]
-    by_kind = {kind: family.layer_cost(index, sequence_length) for index, kind in enumerate(kinds)}
+    by_kind = {kind: family.layer_cost(kinds.index(kind), sequence_length) for kind in dict.fromkeys(kinds)}
     layers = tuple(by_kind[kind] for kind in kinds)
     return ModelCosts(family.embedding_cost(), layers, family.head_cost(), share_layers)
 

@@ -308,8 +308,10 @@ async def test_no_announcement_follows_while_a_peer_says_that_it_has_left(dht):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"moved_from": 2}, "moved from 2; the run has stages 0 to 1"),
+        ({"moved_from": 2}, "stage 1, moved from 2, moving to -1; the run has stages 0 to 1"),
         ({"moved_from": 255}, "moved from 255"),
+        ({"moving_to": 2}, "moving to 2; the run has stages 0 to 1"),
+        ({"moving_to": 1}, "a move from stage 1 to 1"),
         ({"stage": 0}, "stage 0 under the key of stage 1"),
         ({"stage": 2}, "stage 2, moved from -1"),
         ({"stage": -1}, "serving, and no stage"),

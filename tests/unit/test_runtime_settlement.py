@@ -825,6 +825,7 @@ async def test_a_member_that_waits_goes_on_to_the_try_that_another_asks_about(gr
         answering = asyncio.ensure_future(waiting.barrier.handle_ready(asking.peer_id, call, ()))
         await anyio.wait_all_tasks_blocked()
         assert present.asked_attempt == newest
+        await anyio.wait_all_tasks_blocked()  # `notify` wakes nobody at once
         assert gathering.done() == (newest > 0)
         answering.cancel()
     assert set(gathering.result()) == {waiting.peer_id}

@@ -53,7 +53,6 @@ ANNOUNCEMENT = Announcement(
     too_large=(1, 3),
     bandwidth_bytes_per_s=5e6,
     moved_from=0,
-    moving_to=2,
     incarnation=5,
     time_shares=(60, 25, 5),
     metrics_address="10.0.0.7:9464",
@@ -89,7 +88,7 @@ def test_records_survive_their_envelope(record):
 
 def test_records_become_what_policies_use():
     assert PROGRESS.count() == RoundCount(8, 12, 20.5)
-    assert ANNOUNCEMENT.view("a", 10.0) == PeerView(
+    assert ANNOUNCEMENT.model_copy(update={"moving_to": 0}).view("a", 10.0) == PeerView(
         peer_id="a",
         stage=1,
         state=PeerState.SERVING,
@@ -104,7 +103,7 @@ def test_records_become_what_policies_use():
         bandwidth_bytes_per_s=5e6,
         since_s=8.5,
         moved_from=0,
-        moving_to=2,
+        moving_to=0,
         announced=7,
         incarnation=5,
         device=ANNOUNCEMENT.device,
