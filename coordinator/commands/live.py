@@ -166,7 +166,7 @@ def sample(
     tokens: Annotated[Count, TEXT, Positive] = 200,
     temperature: Annotated[float, TEXT, Parameter(validator=Number(gte=0, lt=inf))] = 0.8,
     top_k: Annotated[int, TEXT, NotNegative] = 40,
-    seed: Annotated[int | None, TEXT] = None,
+    seed: Annotated[int | None, TEXT, Parameter(validator=Number(gte=0, lt=2**64))] = None,
     data_dir: Annotated[Path | None, RUN] = None,
     initial_peers: RunPeers = (),
     run_id: RunId = None,

@@ -49,7 +49,7 @@ def generate(resolved: ResolvedManifest, model_folder: Path, num_tokens: int, ca
         "GenerativePreTrainedModel", AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=False)
     )
     prompt = torch.tensor([tokenizer.encode(PROMPT)])
-    longest = resolved.config.max_position_embeddings - prompt.shape[1]
+    longest = manifest.data.sequence_length - prompt.shape[1]  # further on, the model has seen nothing
     torch.manual_seed(manifest.seed)
     tokens = model.generate(
         prompt,
@@ -73,7 +73,8 @@ def choose_token(logits_V: torch.Tensor, temperature: float, top_k: int, generat
     if temperature == 0:
         return int(logits_V.argmax())
     top = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
-    probabilities = torch.softmax((top.values - top.values[0]) / temperature, dim=0)
+    # In fp64, the least temperature is more than nothing.
+    probabilities = torch.softmax((top.values - top.values[0]).double() / temperature, dim=0)
     return int(top.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 

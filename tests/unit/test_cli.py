@@ -151,6 +151,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ("end /usr", "/usr/identity is not there: only the run's key ends it"),
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
         ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
+        ("sample --prompt a --seed 18446744073709551616", 'Invalid value "18446744073709551616" for --seed.'),
         (
             "plan demo --peers volunters",
             "--peers: volunters: no such file, and none of that name comes with Swarm (spot-",

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from test_runtime_microbatches import LENGTH, make_manifest
+from transformers import AutoModelForCausalLM
 
 from coordinator.query.queries import draw_samples
-from coordinator.query.sampling import TextStream, choose_token
+from coordinator.query.sampling import PROMPT, TextStream, choose_token, generate
 from swarm_peer.errors import UserError
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.slices import validation_samples
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer
 
@@ -41,8 +43,22 @@ def test_tokens_are_drawn_in_proportion():
     assert sum(drawn) / 4000 == pytest.approx(0.8, abs=0.03)
 
 
-def test_a_low_temperature_does_not_overflow():
-    assert choose_token(torch.tensor([1e30, -1e30, 5.0]), 1e-30, 0, torch.Generator()) == 0
+@pytest.mark.parametrize("temperature", [1e-30, 5e-324])
+def test_a_low_temperature_does_not_overflow(temperature):
+    assert choose_token(torch.tensor([1e30, -1e30, 5.0]), temperature, 0, torch.Generator()) == 0
+
+
+def test_a_saved_model_writes_no_further_than_it_was_trained(tmp_path, monkeypatch):
+    """It takes longer texts than its samples were."""
+    monkeypatch.setattr(BytesTokenizer, "decode", lambda _, ids: "".join(map(chr, ids)))  # a character for each token
+    model = MANIFEST.model.model_copy(update={"config": MANIFEST.model.config | {"n_positions": 4 * LENGTH}})
+    resolved = ResolvedManifest.of(MANIFEST.model_copy(update={"model": model}))
+    AutoModelForCausalLM.from_config(resolved.config).save_pretrained(tmp_path)
+    assert len(PROMPT) < LENGTH
+    for num_tokens, length in ((2, len(PROMPT) + 2), (4 * LENGTH, LENGTH)):
+        written = generate(resolved, tmp_path, num_tokens)
+        assert written.startswith(PROMPT)
+        assert len(written) == length
 
 
 @pytest.mark.parametrize("text", ["plain", "zwölf Äpfel", "日本語 🎉!", "\x00"])
