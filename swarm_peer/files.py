@@ -10,7 +10,7 @@ OWNER = 0o600
 
 
 def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> None:
-    """Replace a file at once. Where that fails, the former content stays, and nothing else is left.
+    """Replace a file at once, also for a power failure. Where that fails, the former content stays, and nothing else.
 
     Args:
         mode: who may read and write it
@@ -22,6 +22,8 @@ def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> No
     try:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # before the name: it must not outlive the content
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -33,3 +33,12 @@ def test_what_cannot_be_written_leaves_the_file_and_nothing_else(
         replace_file(path, "new")
     assert path.read_text() == "former"
     assert os.listdir(tmp_path) == ["known"]
+
+
+def test_the_content_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    sync, rename = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.fstat(number).st_size) or sync(number))
+    monkeypatch.setattr(Path, "replace", lambda path, target: done.append(target.name) or rename(path, target))
+    replace_file(tmp_path / "file", "content")
+    assert done == [len("content"), "file"]
