@@ -48,13 +48,13 @@ def generate(resolved: ResolvedManifest, model_folder: Path, num_tokens: int, ca
     model = cast(
         "GenerativePreTrainedModel", AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=False)
     )
-    prompt = torch.tensor([tokenizer.encode(PROMPT)])
-    longest = manifest.data.sequence_length - prompt.shape[1]  # further on, the model has seen nothing
+    longest = manifest.data.sequence_length  # further on, the model has seen nothing
+    prompt = torch.tensor([tokenizer.encode(PROMPT)[: longest - 1]])
     torch.manual_seed(manifest.seed)
     tokens = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(sampling.num_tokens, longest),
+        max_new_tokens=min(sampling.num_tokens, longest - prompt.shape[1]),
         do_sample=True,
         temperature=sampling.temperature,
         top_k=sampling.top_k,

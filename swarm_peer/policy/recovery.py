@@ -292,6 +292,7 @@ def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stu
         (-len(view.serving(peer.stage)), peer.samples_per_s, peer.peer_id)
         for peer in view.peers
         if peer.state is PeerState.SERVING and peer.peer_id in movable and len(view.serving(peer.stage)) > 1
+        if lost_stage not in peer.too_large
     ]
     if not candidates:
         return Mover(None, f"no peer may move to stage {lost_stage}: none is free, or each is the last of its stage")

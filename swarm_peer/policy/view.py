@@ -76,7 +76,7 @@ class PeerView:
         bandwidth_bytes_per_s: how fast it has downloaded its state; 0 if not measured
         since_s: when it entered its state, on the clock of `now_s`; None if not known
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
-        moving_to: the stage that it prepares to move to, while it still serves this one; UNDECIDED if none
+        moving_to: the stage that it prepares to move to, or leaves this one for; UNDECIDED if none
         announced: serial number of the announcement
         is_reachable: whether others can dial it; None if that is not known
         incarnation: which life of the peer this is (see Life)

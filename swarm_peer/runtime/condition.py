@@ -27,7 +27,10 @@ class Condition:
                 future.set_result(None)
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds. It is checked at once and after each `notify`, and must change nothing."""
+        """Wait until a condition holds. It is checked at once and after each `notify`, and must change nothing.
+
+        One that holds for a moment alone may be missed.
+        """
         while not condition():
             future = asyncio.get_running_loop().create_future()
             self._waiting[future] = condition

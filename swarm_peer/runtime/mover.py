@@ -28,7 +28,7 @@ class Mover:
 
     Attributes:
         movable: whether the coordinator may move this peer
-        moving_to: the stage that it prepares to move to, while it serves another one; UNDECIDED if none
+        moving_to: the stage that this peer prepares to move to, or leaves its own for; UNDECIDED if none
     """
 
     def __init__(self, *, parts: PeerParts, lifecycle: Lifecycle, counted: CountedHook | None):
@@ -46,10 +46,13 @@ class Mover:
         self._newest_term = NewestTerm()
         self.movable = parts.context.options.stage == "auto"
         self.moving_to = UNDECIDED
+        self._failed: set[int] = set()  # stages that it could not get the state of, since it serves its own
 
     def take_prepared(self) -> StageReplica | None:
-        """Give the replica of the stage that this peer moves to, if it has been prepared."""
+        """Give the replica of the stage that this peer moves to, if it has been prepared. Its move is over then."""
         prepared, self._prepared = self._prepared, None
+        self.moving_to = UNDECIDED
+        self._failed.clear()
         return prepared
 
     async def obey(self, replica: StageReplica, since: int) -> None:
@@ -81,15 +84,7 @@ class Mover:
     async def _move_to(
         self, replica: StageReplica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]
     ) -> None:
-        while may_go():
-            self.moving_to = stage = await next_stage()
-            try:
-                # The coordinator waits for as long as it sees that this peer prepares: a download may take long.
-                await self._directory.announce()
-                if await self._move(replica, stage):
-                    return
-            finally:
-                self.moving_to = UNDECIDED
+        while may_go() and not await self._move(replica, await next_stage()):
             # A replica that was prepared in vain holds memory until the garbage collector comes.
             await self._context.threads.run(free_device_memory, self._parts.device)
 
@@ -104,14 +99,18 @@ class Mover:
             prepared = await self._prepare(replica, stage)
         except UserError as error:
             log.warning("move_refused stage=%d reason=%s: this peer stays where it is from now on", stage, error)
-            self.movable = False
+            self.movable, self.moving_to = False, UNDECIDED
             self._lifecycle.explain(f"cannot serve stage {stage}: {error}")
             await self._directory.announce()
             return False
         except CallError as error:
             log.warning("move_failed stage=%d reason=%s: this peer stays in stage %d", stage, error, replica.stage)
+            self.moving_to = UNDECIDED
+            self._failed.add(stage)
             return False
+        self.moving_to = stage
         if not (await self._may_leave(replica) and self._lifecycle.move(stage)):
+            self.moving_to = UNDECIDED
             return False
         self._prepared = prepared
         log.warning("moving from=%d to=%d prepared=%s", replica.stage, stage, prepared is not None)
@@ -143,6 +142,11 @@ class Mover:
             reason = "there is no memory for both stages" if view.serving(stage) else "nobody there gives its state"
             log.info("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, reason)
             return None
+        if stage not in self._failed:
+            # The coordinator waits for as long as it sees this: a download may take long. It is to wait no longer for
+            # one that fails again and again.
+            self.moving_to = stage
+            await self._directory.announce()
         try:
             prepared = await StageReplica.open(self._parts, stage, self._counted)
             await prepared.parts.step_loop.join(prepared.stage_mates())
@@ -165,6 +169,7 @@ class Mover:
         if not self._lifecycle.stop.is_set():
             # Not if it was told to end meanwhile: then it must not announce that it serves.
             log.warning("stays stage=%d reason=nobody else serves it any more", replica.stage)
+            self.moving_to = UNDECIDED
             self._lifecycle.enter(PeerState.SERVING)
             await self._directory.announce()
         return False

@@ -121,7 +121,7 @@ class Announcement(Record):
         too_large: the stages that it has no memory for
         bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
-        moving_to: the stage that it prepares to move to, while it still serves this one; UNDECIDED if none
+        moving_to: the stage that it prepares to move to, or leaves this one for; UNDECIDED if none
         addresses: where others may dial it, by its own account, the best one first
         is_reachable: whether others have found that they can dial it; None if none of them has tried
         incarnation: which life of the peer this is (see policy/view.py: Life)

@@ -17,7 +17,7 @@ from swarm_peer.policy.placement.live_rebalancer import (
     REST_S,
     SETTLING_S,
 )
-from swarm_peer.policy.placement.movers import PREPARING_PATIENCE, REFUSAL_S, OpenMove
+from swarm_peer.policy.placement.movers import OTHERS_PATIENCE_S, PREPARING_PATIENCE, REFUSAL_S, OpenMove
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import Assignment
 
@@ -428,6 +428,10 @@ def test_the_next_coordinator_counts_who_prepares_its_move_where_it_goes_to() ->
     run.peers["e"] = replace(run.peers["e"], moving_to=1)
     for _ in range(10):
         assert run.look(60) == []
+    run.peers["e"] = replace(run.peers["e"], state=PeerState.DRAINING)
+    assert run.look(60) == []
+    run.peers["e"] = replace(run.peers["e"], state=PeerState.SERVING)
+    assert len(run.look(OTHERS_PATIENCE_S)) == 1, "it does not move"
 
 
 def test_one_odd_measurement_moves_nobody() -> None:

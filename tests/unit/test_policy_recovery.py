@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -261,6 +263,13 @@ def serving(peer_id, stage, speed=1.0, state=PeerState.SERVING):
 def mover(*peers, movable=None, lost_stage=1):
     view = SwarmView(NUM_STAGES, peers)
     return choose_mover(view, lost_stage, {peer.peer_id for peer in peers} if movable is None else movable)
+
+
+def test_nobody_takes_over_a_stage_that_it_has_no_memory_for():
+    slow = replace(serving("a", 0, 1.0), too_large=(1,))
+    assert mover(slow, serving("b", 0, 2.0)).peer_id == "b"
+    assert mover(slow, serving("b", 0, 2.0), serving("c", 1), lost_stage=2).peer_id == "a"
+    assert mover(slow, replace(serving("b", 0), too_large=(0, 1))).peer_id is None
 
 
 @given(peer_views, st.sets(st.sampled_from("abcdefgh")), st.randoms(use_true_random=False))

@@ -49,6 +49,22 @@ async def test_what_holds_no_more_when_its_turn_comes_is_waited_for():
     assert taken == [1, 2, 3]
 
 
+async def test_who_waits_for_something_else_goes_on_waiting_and_who_is_cancelled_is_forgotten():
+    changed, asked = Condition(), []
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(changed.wait_for, lambda: bool(asked.append(1)))
+        await anyio.wait_all_tasks_blocked()
+        waiting = list(changed._waiting)
+        changed.notify()
+        changed.notify()
+        await anyio.sleep(0.01)
+        assert len(asked) == 2, "once at first, and once for both"
+        assert list(changed._waiting) == waiting, "its task has not run"
+        tasks.cancel_scope.cancel()
+    assert not changed._waiting
+
+
 async def test_an_error_is_that_of_the_task_that_waits():
     changed, broken, has_ended = Condition(), [], anyio.Event()
 

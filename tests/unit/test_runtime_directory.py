@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -9,7 +9,7 @@ from contexts import MovedClock
 from test_wire_records import ANNOUNCEMENT
 
 from swarm_peer.config import RunManifest
-from swarm_peer.policy.view import PeerState, PeerView
+from swarm_peer.policy.view import PeerState, PeerView, TimeShares
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -241,6 +241,20 @@ def own_directory(dht, clock):
 async def leave(directory):
     directory.me = replace(directory.me, state=PeerState.LEFT)
     await directory.announce()
+
+
+async def test_a_peer_announces_all_that_others_know_of_it(dht):
+    clock = MovedClock(now=2.0)
+    directory = own_directory(dht, clock)
+    shares = TimeShares(60, 25, 5)
+    told = {"state": "serving", "moving_to": 0, "is_reachable": True, "name": "mine"}
+    said = ANNOUNCEMENT.model_copy(update=told).view(dht.identity.peer_id, 1.0)
+    assert [field.name for field in fields(said) if getattr(said, field.name) == field.default] == ["work_per_s"]
+    directory.me = replace(said, time_shares=shares)
+    await directory.announce()
+    [(_, announced)] = dht.stored
+    heard = announced.view(dht.identity.peer_id, clock.now)
+    assert heard == replace(directory.me, announced=directory.serial, device="", version=heard.version)
 
 
 async def test_a_peer_announces_which_life_it_is_in(dht):

@@ -110,29 +110,74 @@ async def test_the_last_peer_of_a_stage_stays_and_gives_up_what_it_has_prepared(
     assert not mover._lifecycle.stop.is_set()
 
 
-async def test_a_peer_announces_which_stage_it_prepares_for_as_long_as_it_does():
-    seen = []
+class PreparingMover(ScriptedMover):
+    """It notes where it moves to, when it announces itself and when it downloads; downloads fail as they are told."""
 
-    class Watched(ScriptedMover):
-        async def _announce(self):
-            seen.append(self.moving_to)
+    def __init__(self, monkeypatch, *fails, **options):
+        super().__init__(**options)
+        self.seen, self._fails = [], list(fails)
+        self._directory.refresh_surely = self._look
+        monkeypatch.setattr(movers, "has_room_beside", lambda *args: True)
+        monkeypatch.setattr(movers.StageReplica, "open", self._open)
 
-        async def _prepare(self, replica, stage):
-            seen.append(self.moving_to)
-            if len(seen) == 2:
-                raise CallError("its last donor has gone")
-            return "the next replica"
+    async def _announce(self):
+        self.seen.append(("announced", self.moving_to))
 
-    async def next_stage():
-        seen.append(mover.moving_to) if seen else None
-        return 0
+    async def _look(self, stages):
+        return SimpleNamespace(serving=lambda stage: ["m"])
 
-    mover = Watched()
-    mover._parts.device = torch.device("cpu")
-    await mover._move_to(mover.replica, next_stage, lambda: True)
-    assert seen == [0, 0, UNDECIDED, 0, 0]
+    async def _open(self, parts, stage, counted):
+        self.seen.append(("downloads", self.moving_to))
+        if self._fails and (error := self._fails.pop(0)):
+            raise error
+        return SimpleNamespace(
+            parts=SimpleNamespace(step_loop=SimpleNamespace(join=self._look)), stage_mates=lambda: ["m"]
+        )
+
+    async def _prepare(self, replica, stage):
+        return await Mover._prepare(self, replica, stage)
+
+
+async def test_a_peer_announces_where_it_moves_to_until_it_is_there(monkeypatch):
+    mover = PreparingMover(monkeypatch)
+    assert await mover._move(mover.replica, 0)
+    assert mover.seen == [("announced", 0), ("downloads", 0)]
+    assert mover.moving_to == 0, "it leaves its stage"
+    assert mover.take_prepared() is not None
     assert mover.moving_to == UNDECIDED
-    assert mover.take_prepared() == "the next replica"
+
+
+async def test_a_peer_that_closes_its_stage_first_leaves_it_for_the_next_one(monkeypatch):
+    mover = PreparingMover(monkeypatch)
+    monkeypatch.setattr(movers, "has_room_beside", lambda *args: False)
+    assert await mover._move(mover.replica, 0)
+    assert mover.seen == [], "it prepares nothing"
+    assert mover.moving_to == 0
+
+
+async def test_a_download_that_has_failed_is_announced_no_more(monkeypatch):
+    """The coordinator would wait for as long as it fails again."""
+    mover = PreparingMover(monkeypatch, CallError("gone"), CallError("gone"))
+    for _ in range(2):
+        assert not await mover._move(mover.replica, 0)
+        assert mover.moving_to == UNDECIDED
+    assert mover.seen == [("announced", 0), ("downloads", 0), ("downloads", UNDECIDED)]
+    assert await mover._move(mover.replica, 0)
+
+
+async def test_a_move_that_is_refused_is_not_announced(monkeypatch):
+    mover = PreparingMover(monkeypatch, UserError("cannot read its data"))
+    assert not await mover._move(mover.replica, 0)
+    assert mover.seen == [("announced", 0), ("downloads", 0), ("announced", UNDECIDED)]
+
+
+async def test_who_stays_since_nobody_else_serves_its_stage_moves_nowhere(monkeypatch):
+    mover = PreparingMover(monkeypatch)
+    mover.replica.stage_mates = list
+    mover._may_leave = partial(Mover._may_leave, mover)
+    assert not await mover._move(mover.replica, 0)
+    assert mover.seen[-2:] == [("announced", 0), ("announced", UNDECIDED)]
+    assert mover._lifecycle.state is PeerState.SERVING
 
 
 class Prepared:

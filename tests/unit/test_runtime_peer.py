@@ -1,5 +1,6 @@
 import math
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,8 +13,9 @@ from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import NotServing, OtherTimeline, UserError
 from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.policy.step_state import Phase, StepState
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 from swarm_peer.runtime import peer as peers
+from swarm_peer.runtime import startup
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
@@ -243,3 +245,29 @@ async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplo
     )
     await peer._leave(replica)
     assert ("leaves_alone stage=1" in caplog.text) == is_told
+
+
+async def test_a_peer_tells_which_stages_are_too_large_for_it_before_it_has_one(monkeypatch):
+    monkeypatch.setattr(startup, "CHOOSING_S", 0.0)
+    stored = []
+
+    async def store(key, record, *_):
+        stored.append(record)
+
+    async def fetch(*_):
+        return {}
+
+    context = replace(make_context(MANIFEST, options=OPTIONS), too_large=(0,))
+    dht = SimpleNamespace(identity=context.identity, addresses=(), store=store, fetch=fetch)
+    assert await startup.choose_first_stage(context, dht) == 1
+    assert [(record.stage, record.too_large) for record in stored] == [(UNDECIDED, (0,))]
+
+
+async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():
+    peer = object.__new__(Peer)
+    peer._context = replace(make_context(MANIFEST, options=OPTIONS), too_large=(0,))
+    peer._lifecycle, peer._options, peer._me = Lifecycle(MovedClock(now=1.0)), OPTIONS, "me"
+    peer._mover = SimpleNamespace(movable=True, moving_to=1)
+    peer._dht = SimpleNamespace(is_reachable=None, addresses=())
+    peer._replica, peer._moved_from = None, UNDECIDED
+    assert (peer._describe().too_large, peer._describe().moving_to) == ((0,), 1)

@@ -57,10 +57,15 @@ def test_a_peer_that_is_not_told_its_memory_takes_more_microbatches_where_more_a
         (memory.peak_bytes(5), 1e12, UNCHECKED_IN_FLIGHT),
         (0, 1e12, UNCHECKED_IN_FLIGHT),
         (0, memory.peak_bytes(3) + 1, 3),
-        (0, memory.peak_bytes(1) - 1, 1),
+        (0, memory.peak_bytes(1) + 1, 1),
     ):
         monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (int(free_bytes), int(all_bytes))}.__getitem__)
         assert microbatch_capacity(resolved, resolved.specs[0], device, None) == fit
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, int(memory.peak_bytes(1)) - 1))
+    with pytest.raises(
+        UserError, match=r"GiB is too little: stage 0 needs about .*GiB; serve a smaller stage, or allow"
+    ):
+        microbatch_capacity(resolved, resolved.specs[0], device, None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -34,7 +34,8 @@ LONGEST_WAIT_S = 30.0
 # For so many lifetimes of an announcement, an exchange of peers must have looked worth it.
 EXCHANGE_PATIENCE = 4
 # A mover that has not shown up in its new stage after so many times the time that it should take is given up, but not
-# before the least patience: it also has to find its assignment, and its machine may be busy.
+# before the least patience: it also has to find its assignment, and its machine may be busy. One that says that it
+# prepares has longer (movers.py).
 MOVE_PATIENCE = 3.0
 LEAST_PATIENCE_S = 60.0
 # A peer that has moved stays for this long, unless peers come or go: moving the same peers again would follow noise.

@@ -13,8 +13,11 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # A peer that did not follow its assignment is not asked again for this long.
 REFUSAL_S = 600.0
-# A mover that announces that it prepares its move is waited for so many times as long as one that says nothing.
+# A mover that announces that it prepares its move may do so for this many times its patience.
 PREPARING_PATIENCE = 10
+# Whoever moves without an order of this coordinator (another one's, or to a stage that was lost) is counted where it
+# goes to for this long.
+OTHERS_PATIENCE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Movers:
         self.open: dict[str, OpenMove] = {}
         self.arrived: dict[str, OpenMove] = {}
         self.refused_s: dict[str, float] = {}
+        self._moving_s: dict[tuple[str, int], float] = {}  # when a peer was first seen moving to a stage
+        self._unordered: frozenset[str] = frozenset()  # peers that move without an order of this coordinator
 
     def follow(self, view: SwarmView, now_s: float) -> list[Note]:
         """Find out which moves are carried out, void or overdue."""
@@ -72,6 +77,8 @@ class Movers:
             if assigned is not None and peer.stage == assigned.move.to_stage:
                 self.arrived[peer.peer_id] = self.open.pop(peer.peer_id)
                 notes.append(Note(f"peer_moved peer={peer.peer_id} from={assigned.move.from_stage} to={peer.stage}"))
+        moving = ((peer.peer_id, peer.moving_to) for peer in view.peers if peer.moving_to != UNDECIDED)
+        self._moving_s = {move: self._moving_s.get(move, now_s) for move in moving}
         self.arrived = {peer_id: assigned for peer_id, assigned in self.arrived.items() if peer_id in seen}
         self.refused_s = {peer_id: at_s for peer_id, at_s in self.refused_s.items() if now_s - at_s < REFUSAL_S}
         for peer_id, assigned in list(self.open.items()):
@@ -87,14 +94,15 @@ class Movers:
                 self.refused_s[peer_id] = now_s
                 text = f"assignment_given_up peer={peer_id} to={assigned.move.to_stage} reason=it did not come"
                 notes.append(Note(text, is_warning=True))
+        believed = {peer_id for (peer_id, _), first_s in self._moving_s.items() if now_s - first_s < OTHERS_PATIENCE_S}
+        self._unordered = frozenset(believed - self.open.keys() - self.refused_s.keys())
         return notes
 
     def placed(self, view: SwarmView, stage_costs: tuple[float, ...], is_measured: Callable[[str], bool]) -> SwarmView:
         """The view with each mover once, in the stage that it goes to and at the speed that it had where it was."""
         peers = {peer.peer_id: peer for peer in view.peers}
         for peer in view.peers:
-            # Assigned by another coordinator: where this one has lost patience, it knows better.
-            if peer.moving_to != UNDECIDED and peer.peer_id not in self.refused_s:
+            if peer.peer_id in self._unordered:
                 work = peer.samples_per_s * stage_costs[peer.stage]
                 peers[peer.peer_id] = _on_its_way(peer, peer.moving_to, work, None)
         for peer_id, assigned in self.open.items():

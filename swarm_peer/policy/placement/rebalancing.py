@@ -28,7 +28,7 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> Stag
 
     Args:
         stage_costs: compute of one sample in each stage, in any one unit
-        me: this peer's id; it need not be in the view
+        me: this peer's id; it need not be in the view, if every stage fits it
     """
     stages = range(view.num_stages)
     others = [peer for peer in view.peers if peer.peer_id != me]

@@ -47,23 +47,23 @@ def microbatch_capacity(
     """Microbatches that a peer may hold at once.
 
     Args:
-        max_memory: that the peer may use, in bytes; None for what the device has free
+        max_memory: that the peer may use, in bytes; None for what the device has
 
     Raises:
-        UserError: the stage does not fit into `max_memory` bytes
+        UserError: the stage does not fit, even with one microbatch
     """
     limit = resolved.manifest.limits.max_in_flight
     memory = stage_costs(resolved, device.type)[spec.index].memory
+    free_bytes, all_bytes = _memory_bytes(device) if max_memory is None else (max_memory, max_memory)
+    capacity = memory.window(free_bytes, limit)
     if max_memory is None:
-        free_bytes, all_bytes = _memory_bytes(device)
-        unchecked = max(1, memory.window(all_bytes, min(UNCHECKED_IN_FLIGHT, limit)))
-        return max(memory.window(free_bytes, limit), unchecked)
-    capacity = memory.window(max_memory, limit)
+        capacity = max(capacity, memory.window(all_bytes, min(UNCHECKED_IN_FLIGHT, limit)))
     if not capacity:
-        raise UserError(
-            f"--max-memory {ByteSize(max_memory).human_readable()} is too little: stage {spec.index} needs about "
-            f"{ByteSize(memory.peak_bytes(1)).human_readable()}; raise it, or serve a smaller stage"
-        )
+        short = f"{ByteSize(all_bytes).human_readable()} is too little: stage {spec.index} needs about"
+        needed = ByteSize(memory.peak_bytes(1)).human_readable()
+        if max_memory is None:
+            raise UserError(f"memory of {short} {needed}; serve a smaller stage, or allow more with --max-memory")
+        raise UserError(f"--max-memory {short} {needed}; raise it, or serve a smaller stage")
     return capacity
 
 
