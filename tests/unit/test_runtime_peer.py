@@ -1,6 +1,5 @@
 import math
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -257,7 +256,7 @@ async def test_a_peer_tells_which_stages_are_too_large_for_it_before_it_has_one(
     async def fetch(*_):
         return {}
 
-    context = replace(make_context(MANIFEST, options=OPTIONS), too_large=(0,))
+    context = make_context(MANIFEST, options=OPTIONS, too_large=(0,))
     dht = SimpleNamespace(identity=context.identity, addresses=(), store=store, fetch=fetch)
     assert await startup.choose_first_stage(context, dht) == 1
     assert [(record.stage, record.too_large) for record in stored] == [(UNDECIDED, (0,))]
@@ -265,7 +264,7 @@ async def test_a_peer_tells_which_stages_are_too_large_for_it_before_it_has_one(
 
 async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():
     peer = object.__new__(Peer)
-    peer._context = replace(make_context(MANIFEST, options=OPTIONS), too_large=(0,))
+    peer._context = make_context(MANIFEST, options=OPTIONS, too_large=(0,))
     peer._lifecycle, peer._options, peer._me = Lifecycle(MovedClock(now=1.0)), OPTIONS, "me"
     peer._mover = SimpleNamespace(movable=True, moving_to=1)
     peer._dht = SimpleNamespace(is_reachable=None, addresses=())

@@ -15,8 +15,8 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 REFUSAL_S = 600.0
 # A mover that announces that it prepares its move may do so for this many times its patience.
 PREPARING_PATIENCE = 10
-# Whoever moves without an order of this coordinator (another one's, or to a stage that was lost) is counted where it
-# goes to for this long.
+# For this long, a coordinator counts a peer where it goes to that moves without its order: by another coordinator's, or
+# to a stage that was lost.
 OTHERS_PATIENCE_S = 900.0
 
 
@@ -48,7 +48,7 @@ class OpenMove:
     prepared_s: float = 0.0
 
     def is_overdue(self, now_s: float) -> bool:
-        """Whether the peer has not come, and does not say any more that it will."""
+        """Whether the peer has used up its patience, and the time in which it was seen to prepare."""
         return now_s - self.given_s > self.patience_s + min(self.prepared_s, PREPARING_PATIENCE * self.patience_s)
 
 
