@@ -13,6 +13,7 @@ from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime import startup
+from swarm_peer.runtime.host import preparation
 from swarm_peer.runtime.host.preparation import (
     UNCHECKED_IN_FLIGHT,
     has_room_beside,
@@ -77,8 +78,7 @@ def test_stages_are_too_large_for_a_device_by_its_own_needs(device: str, monkeyp
     room = int(needed[order[1]]) + 1  # the two smallest fit
     assert stages_too_large(resolved, chosen, int(max(needed)) + 1) == ()
     assert stages_too_large(resolved, chosen, room) == tuple(sorted(order[2:]))
-    pages = {"SC_AVPHYS_PAGES": 0, "SC_PHYS_PAGES": room, "SC_PAGE_SIZE": 1}
-    monkeypatch.setattr("swarm_peer.runtime.host.preparation.os.sysconf", pages.__getitem__)
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, room))
     monkeypatch.setattr(torch.cuda, "mem_get_info", {chosen: (0, room)}.__getitem__)
     assert stages_too_large(resolved, chosen, None) == tuple(sorted(order[2:])), "what is free now does not count"
     with pytest.raises(UserError, match=r"no stage of this run fits into 1\.0GiB of memory: the smallest needs about"):
@@ -96,10 +96,9 @@ def test_a_second_replica_needs_the_memory_that_both_take() -> None:
 
 def test_without_a_limit_a_second_replica_needs_what_the_machine_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
-    pages = {"SC_AVPHYS_PAGES": 10**9, "SC_PHYS_PAGES": 10**9, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr("swarm_peer.runtime.host.preparation.os.sysconf", pages.__getitem__)
+    monkeypatch.setattr(preparation, "host_memory", lambda: (2**42, 2**42))
     assert has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
-    pages["SC_AVPHYS_PAGES"] = 10
+    monkeypatch.setattr(preparation, "host_memory", lambda: (2**16, 2**42))
     assert not has_room_beside(resolved, 0, 1, torch.device("cpu"), None)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from pydantic import ByteSize
 
@@ -11,6 +9,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.processes import free_memory
 
 # A peer that is not told its memory holds so many microbatches whatever its device has free, as long as the device is
@@ -111,7 +110,4 @@ def free_device_memory(device: torch.device) -> None:
 
 def _memory_bytes(device: torch.device) -> tuple[int, int]:
     """Bytes of a device's memory that are free, and all of them."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else host_memory()

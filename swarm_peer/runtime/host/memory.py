@@ -1,0 +1,65 @@
+"""The memory of this machine that this process may use: all of it, or less in a container that has a limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+_ROOT = Path("/sys/fs/cgroup")
+_GROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where a version of Linux's control groups has its figures, below the folder of a group.
+
+    Attributes:
+        reclaimable: key in memory.stat of what the kernel takes back before it refuses memory
+    """
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of memory that this process may still take, and may take in all.
+
+    That is the machine's, or what the tightest of the control groups that this process is in has; a container is one.
+    """
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    free_bytes, all_bytes = os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+    for limit, used in _limits():
+        free_bytes, all_bytes = min(free_bytes, max(limit - used, 0)), min(all_bytes, limit)
+    return free_bytes, all_bytes
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use in bytes of each group with a limit that this process is in, from the inside out."""
+    with suppress(OSError):  # no Linux
+        for line in _GROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                files, mount = _V2, _ROOT
+            elif "memory" in controllers.split(","):
+                files, mount = _V1, _ROOT / "memory"
+            else:
+                continue
+            # Where a container sees the machine's name of its group, the group is the mount itself all the same.
+            path = PurePosixPath(group).relative_to("/")
+            for folder in dict.fromkeys([path, *path.parents, PurePosixPath()]):
+                with suppress(OSError, ValueError):  # without a limit version 2 says "max", and its root says nothing
+                    yield _read(mount / folder, files)
+
+
+def _read(folder: Path, files: _Files) -> tuple[int, int]:
+    limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
+    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return limit, used - int(counts.get(files.reclaimable, 0))
