@@ -26,6 +26,7 @@ from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
@@ -50,8 +51,6 @@ from swarm_peer.wire.records import TimelineRecord, timeline_key
 
 # Each has had a warrant of the run's key; but the DHT keeps the records of those that are gone, for a while.
 COORDINATORS_ASKED = 3
-# Stage 0 bounds itself by its window of microbatches in flight; its admission only counts them.
-UNBOUNDED = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +215,8 @@ class Assembly:
 
     def _make_core(self, rounds: RoundBook, progress: ProgressBook, time: TimeMeter) -> ReplicaCore:
         context, spec = self.peer.context, self.trainer.spec
-        capacity = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
+        fitting = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
+        capacity = Capacity(fitting)
         next_stage = None
         if not spec.is_last:
             next_stage = StageClient(
@@ -233,11 +233,10 @@ class Assembly:
             device_thread=self.peer.device_thread,
             speed=speed,
             next_stage=next_stage,
-            replies_kept=REPLIES_KEPT * capacity,
+            capacity=capacity,
+            replies_kept=REPLIES_KEPT * fitting,
         )
-        admission = RoundAdmission(
-            capacity=UNBOUNDED if spec.is_first else capacity, rounds=rounds, changed=context.changed
-        )
+        admission = RoundAdmission(capacity=None if spec.is_first else capacity, rounds=rounds, changed=context.changed)
         return ReplicaCore(
             trainer=self.trainer,
             capacity=capacity,

@@ -8,12 +8,13 @@ from swarm_peer.errors import Busy, NotServing, RoundClosed
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.rounds import RoundBook
 
 
 def make_admission():
     changed = Condition()
-    return RoundAdmission(capacity=3, rounds=RoundBook(changed), changed=changed)
+    return RoundAdmission(capacity=Capacity(3), rounds=RoundBook(changed), changed=changed)
 
 
 def begin(admission, round_number):

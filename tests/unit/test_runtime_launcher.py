@@ -27,6 +27,7 @@ from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.prefetch import Sample
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import HopResult
 from swarm_peer.wire.codecs import decode_tokens
@@ -147,7 +148,7 @@ class World:
         self.metrics, self.changed = self.context.metrics, self.context.changed
         self.leases, self.executor = Leases(), Runner()
         self.rounds = RoundBook(self.changed)
-        self.admission = RoundAdmission(capacity=10**6, rounds=self.rounds, changed=self.changed)
+        self.admission = RoundAdmission(capacity=None, rounds=self.rounds, changed=self.changed)
         self.progress = ProgressBook(
             context=self.context,
             incarnation=7,
@@ -168,10 +169,11 @@ class World:
             gossip=SimpleNamespace(tell=self._tell),
             view=lambda: SwarmView(2, tuple(self.peers)),
         )
+        self.capacity = Capacity(capacity)
         self.launcher = MicrobatchLauncher(
             context=self.context,
             core=SimpleNamespace(
-                executor=self.executor, admission=self.admission, rounds=self.rounds, capacity=capacity
+                executor=self.executor, admission=self.admission, rounds=self.rounds, capacity=self.capacity
             ),
             swarm=swarm,
             leases=self.leases,
@@ -408,6 +410,17 @@ async def test_what_has_failed_holds_no_memory_while_it_waits_for_the_next_launc
     finally:
         gc.enable()
         world.task.cancel()
+
+
+async def test_a_device_that_ran_out_of_memory_has_fewer_in_flight():
+    async with World() as world:
+        first, second = await world.executor.launched(2)
+        world.capacity.ran_out(inside=2)
+        first.succeed()
+        await settle()
+        assert not world.executor.running
+        second.succeed()
+        await succeed(world, 2)
 
 
 async def test_what_fails_each_time_gives_its_place_to_another(monkeypatch):

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.stage import stage_client
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
@@ -94,7 +96,8 @@ class Peer:
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
         self.meter = SpeedMeter(self.metrics)
         self.rounds = RoundBook(context.changed)
-        self.admission = RoundAdmission(capacity=capacity, rounds=self.rounds, changed=context.changed)
+        self.capacity = Capacity(capacity)
+        self.admission = RoundAdmission(capacity=self.capacity, rounds=self.rounds, changed=context.changed)
         self.peer_id = identity.peer_id
         self.transport = swarm.network.transport(self.peer_id)
         self.progress = ProgressBook(
@@ -115,11 +118,12 @@ class Peer:
             device_thread=self.device_thread,
             speed=self.meter,
             next_stage=self.next_stage,
+            capacity=self.capacity,
             replies_kept=replies_kept,
         )
         core = ReplicaCore(
             trainer=self.trainer,
-            capacity=capacity,
+            capacity=self.capacity,
             device_thread=self.device_thread,
             speed=self.meter,
             rounds=self.rounds,
@@ -1010,6 +1014,34 @@ async def test_a_peer_whose_device_has_no_memory_to_send_what_it_computed_goes_o
             await pair[0].run(make_microbatch())
     await pair[0].run(make_microbatch())
     assert [peer.trainer.num_samples for peer in pair] == [SAMPLES, SAMPLES]
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+@pytest.mark.parametrize(("error", "left"), [(torch.OutOfMemoryError, 2), (HopFailed, 8)])
+async def test_a_peer_that_runs_out_of_memory_takes_fewer_microbatches(swarm, pair, monkeypatch, function, error, left):
+    """And its callers, which are told of that failure alone, take as many as before."""
+    first, last = pair
+
+    def fail(*args, **options):
+        raise error("no memory")
+
+    monkeypatch.setattr(last.trainer, function, fail)
+    async with AsyncExitStack() as others:
+        for _ in range(2):
+            await others.enter_async_context(last.admission.enter(0))
+        with pytest.raises(HopFailed):
+            await first.run(make_microbatch())
+    assert [peer.capacity.microbatches for peer in pair] == [8, left]
+
+
+async def test_a_peer_that_has_run_out_of_memory_is_busy_sooner(swarm, pair):
+    last = pair[1]
+    for _ in range(3):
+        last.capacity.ran_out(inside=2)
+    async with last.admission.enter(0, caller="one"):
+        with pytest.raises(Busy):
+            async with last.admission.enter(0, caller="another"):
+                pass
 
 
 # --- a leaving peer's share -------------------------------------------------------------------------------------------

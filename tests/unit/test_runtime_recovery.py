@@ -33,6 +33,7 @@ from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply, check_body
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.stage.rounds import RoundBook
@@ -281,7 +282,7 @@ class Watching:
     def __init__(self, swarm, peer):
         self.swarm, self.peer, self.rounds = swarm, peer, peer.donor.rounds
         self.rounds.enter(Phase.OPEN)
-        self.admission = RoundAdmission(capacity=1, rounds=self.rounds, changed=peer.changed)
+        self.admission = RoundAdmission(capacity=Capacity(1), rounds=self.rounds, changed=peer.changed)
         self.admission.saw_round(self.rounds.step.round_number + 1)
 
     def meet_another(self):
@@ -1292,7 +1293,7 @@ class Follower:
         self.device_thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=self.metrics)
         self.donor = GivenStates(context, self.trainer, self.device_thread)
         self.rounds = self.donor.rounds
-        self.admission = RoundAdmission(capacity=8, rounds=self.rounds, changed=context.changed)
+        self.admission = RoundAdmission(capacity=Capacity(8), rounds=self.rounds, changed=context.changed)
         transport = self.transport = self.network.transport(self.peer_id)
         progress = ProgressBook(
             context=context,
@@ -1329,7 +1330,7 @@ class Follower:
         )
         core = ReplicaCore(
             trainer=self.trainer,
-            capacity=8,
+            capacity=Capacity(8),
             device_thread=self.device_thread,
             speed=None,
             rounds=self.rounds,

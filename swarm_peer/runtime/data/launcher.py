@@ -102,8 +102,9 @@ class MicrobatchLauncher:
         self._rounds = core.rounds
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
         self._counted_hook = counted
-        self._window = InFlightWindow(core.capacity)
-        context.metrics.window.set(self._window.size())
+        self._capacity = core.capacity
+        self._window = InFlightWindow(core.capacity.microbatches)
+        context.metrics.window.set(self._most_in_flight)
         self._waiting: list[_Batch] = []  # to be launched, some of them again
         self._is_drawing = False
         self._in_flight = 0
@@ -113,6 +114,10 @@ class MicrobatchLauncher:
         self.validations: deque[Validation] = deque(maxlen=8)
         self.stopping = False
         self.failure: UserError | None = None
+
+    @property
+    def _most_in_flight(self) -> int:
+        return min(self._window.size(), self._capacity.microbatches)
 
     def stop(self) -> None:
         """Launch no more microbatches. `run` returns when those in flight have finished."""
@@ -208,7 +213,7 @@ class MicrobatchLauncher:
             return False
         if self._validation_is_due():
             return True
-        if not self._wants_samples() or self._in_flight >= self._window.size():
+        if not self._wants_samples() or self._in_flight >= self._most_in_flight:
             return False
         if self._is_drawing and not self._waiting:
             return False
@@ -316,7 +321,7 @@ class MicrobatchLauncher:
         if speed := self._executor.samples_per_s:
             compute_s = len(batch.tokens_BS) / speed
             self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
-            self._context.metrics.window.set(self._window.size())
+            self._context.metrics.window.set(self._most_in_flight)
 
     async def _launch_again(self, batch: _Batch, present: Round, reason: str) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
@@ -344,7 +349,7 @@ class MicrobatchLauncher:
         peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._life.peer_id})
         share = torch.from_numpy(self._validation[peers.index(self._life.peer_id) :: len(peers)].copy())
         losses: list[tuple[int, float]] = []
-        room = anyio.Semaphore(self._window.limit)
+        room = anyio.Semaphore(self._capacity.microbatches)
 
         async def evaluate(tokens_BS: torch.Tensor) -> None:
             try:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from swarm_peer.errors import Busy, NotServing, RoundClosed
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
@@ -32,7 +33,7 @@ class RoundAdmission:
     """Decides which microbatches are inside the present round. Belongs to the event loop's thread.
 
     Args:
-        capacity: number of microbatches that may be inside or held at once
+        capacity: microbatches that may be inside or held at once; None on stage 0, which launches no more than that
 
     Attributes:
         admitted: number of microbatches that are inside the present round, or still inside one that was given up
@@ -40,8 +41,8 @@ class RoundAdmission:
         held: number of microbatches that wait to get in
     """
 
-    def __init__(self, *, capacity: int, rounds: RoundBook, changed: Condition):
-        self.capacity = capacity
+    def __init__(self, *, capacity: Capacity | None, rounds: RoundBook, changed: Condition):
+        self._capacity = capacity
         self.admitted = 0
         self.met_other_timeline = False
         self.held = 0
@@ -89,10 +90,12 @@ class RoundAdmission:
             Busy: as many microbatches are inside or held as may be, or as many of this caller
             NotServing: this peer is draining, or far behind that round
         """
-        if self.admitted + self.held >= self.capacity and not always:
-            raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
-        if self._by_caller[caller] >= places_of_one(self.capacity, num_callers) and not always:
-            raise Busy(f"{self._by_caller[caller]} of {self.capacity} places are this caller's, and others need some")
+        if self._capacity is not None and not always:
+            places, own = self._capacity.microbatches, self._by_caller[caller]
+            if self.admitted + self.held >= places:
+                raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
+            if own >= places_of_one(places, num_callers):
+                raise Busy(f"{own} of {places} places are this caller's, and others need some")
         self._by_caller[caller] += 1
         try:
             async with self._inside(round_number) as entered:

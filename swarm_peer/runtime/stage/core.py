@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook
@@ -30,7 +31,7 @@ class ReplicaCore:
     """
 
     trainer: StageTrainer
-    capacity: int
+    capacity: Capacity
     device_thread: DeviceThread
     speed: SpeedMeter
     rounds: RoundBook

@@ -20,6 +20,7 @@ from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
@@ -72,6 +73,7 @@ class StageExecutor:
 
     Args:
         next_stage: None on the last stage
+        capacity: is told where the device runs out of memory in training
         replies_kept: number of counted microbatches whose gradients are kept, for callers that lost the reply
     """
 
@@ -83,6 +85,7 @@ class StageExecutor:
         device_thread: DeviceThread,
         speed: SpeedMeter,
         next_stage: StageClient | None,
+        capacity: Capacity,
         replies_kept: int,
     ):
         assert (next_stage is None) == trainer.spec.is_last, "all stages but the last have a next one"
@@ -93,6 +96,7 @@ class StageExecutor:
         self._speed = speed
         self._next_stage = next_stage
         self._metrics = context.metrics
+        self._capacity = capacity
         self._replies_kept = replies_kept
         self._has_given_up = False
         self._query_turn = anyio.Lock()
@@ -141,20 +145,25 @@ class StageExecutor:
         """
         if microbatch.mode != "train":
             return await self._run_forward(entered, microbatch, hidden, deadline)
-        passed = await self._device_thread.run(
-            Priority.FORWARD, lambda: self._forward(entered, microbatch, hidden), microbatch.num_samples, self._speed
-        )
+        with self._noting_out_of_memory(entered):
+            passed = await self._device_thread.run(
+                Priority.FORWARD,
+                lambda: self._forward(entered, microbatch, hidden),
+                microbatch.num_samples,
+                self._speed,
+            )
         result = HopResult(passed.loss_sum)
         if self._next_stage is not None:
             assert passed.hidden is not None
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
         try:
-            return await self._device_thread.run(
-                Priority.BACKWARD,
-                lambda: self._backward(entered, microbatch, passed, result),
-                microbatch.num_samples,
-                self._speed,
-            )
+            with self._noting_out_of_memory(entered):
+                return await self._device_thread.run(
+                    Priority.BACKWARD,
+                    lambda: self._backward(entered, microbatch, passed, result),
+                    microbatch.num_samples,
+                    self._speed,
+                )
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
             assert self._next_stage is not None
@@ -162,6 +171,15 @@ class StageExecutor:
             reason = f"the next stage returned a gradient that cannot be used: {error}"
             self._next_stage.refuse(result, reason)
             raise HopFailed(reason) from error
+
+    @contextmanager
+    def _noting_out_of_memory(self, entered: Round) -> Iterator[None]:
+        try:
+            yield
+        except HopFailed as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                self._capacity.ran_out(entered.admitted)
+            raise
 
     async def _run_forward(
         self, entered: Round, microbatch: Microbatch, hidden: memoryview | None, deadline: float
