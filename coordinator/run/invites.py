@@ -139,16 +139,23 @@ class InviteBook:
     def _note(self, invite: Invite) -> None:
         ticket = invite.opened_ticket()
         issued = Issued(ticket.label, ticket.key, ticket.expires, ticket.at_once)
-        with (self._folder / ISSUED).open("a") as file:
-            file.write(json.dumps(asdict(issued)) + "\n")
+        path = self._folder / ISSUED
+        # Not appended to: a power failure could leave half a line.
+        known = path.read_text() if path.exists() else ""
+        replace_file(path, known + json.dumps(asdict(issued)) + "\n")
 
     def issued(self) -> list[Issued]:
         """All invites that were given to somebody, the oldest first."""
-        path = self._folder / ISSUED
+        path, issued = self._folder / ISSUED, list[Issued]()
         try:
-            return [Issued(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-        except (ValueError, TypeError, OSError) as error:
-            raise UserError(f"{path} cannot be read ({error}): move it away") from error
+            for line in path.read_text().splitlines() if path.exists() else ():
+                issued.append(Issued(**json.loads(line)))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, TypeError) as error:
+            number = len(issued) + 1
+            raise UserError(f"{path}: line {number} is no invite ({error}); remove it, and keep the others") from error
+        return issued
 
     def members(self) -> dict[str, list[str]]:
         """The peers that have come, by the key of their ticket, as the run's coordinator has seen them."""

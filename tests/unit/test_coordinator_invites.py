@@ -61,6 +61,27 @@ def test_invites_are_listed_with_their_peers_and_revoked_by_label_or_peer(book, 
     book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)
 
 
+def test_a_line_that_is_no_invite_is_named(book, run_key, tmp_path):
+    book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)
+    with (tmp_path / "invites.jsonl").open("a") as file:
+        file.write('{"label": "bo\n')
+    with pytest.raises(UserError, match=r"invites\.jsonl: line 2 is no invite \(.*\); remove it, and keep the others"):
+        book.issued()
+
+
+def test_where_an_invite_cannot_be_written_down_the_others_stay(book, run_key, tmp_path, monkeypatch):
+    book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)
+    known = (tmp_path / "invites.jsonl").read_text()
+
+    def fail(_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("swarm_peer.files.os.fsync", fail)
+    with pytest.raises(OSError, match="full"):
+        book.issue(run_key, ADDRESSES, label="bob", seconds=3600, at_once=2)
+    assert (tmp_path / "invites.jsonl").read_text() == known
+
+
 def test_few_of_many_members_are_written_down(book):
     book.keep_members({"ticket": [f"{number:05}" for number in range(2 * MAX_MEMBERS)]})
     book.keep_members({"ticket": ["late"]})
