@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swarm_peer.errors import UserError
+from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.files import OWNER, replace_file
 from swarm_peer.wire.identity import Identity, is_peer_id
-from swarm_peer.wire.passes import MAX_TICKETS_REVOKED, Invite, Revocations
+from swarm_peer.wire.passes import MAX_TICKETS_REVOKED, Invite, Revocations, Revoked
 from swarm_peer.wire.records import seal, unseal
 
 # In the run's folder. The first holds secrets.
@@ -133,8 +133,10 @@ class InviteBook:
         return None
 
     def _is_over(self, invite: Invite) -> bool:
-        ticket = invite.opened_ticket()
-        return ticket.expires < time.time() + DAY_S or ticket.key in self.revocations(invite.run_id).tickets
+        ticket, revoked = invite.opened_ticket(), tuple[str, ...]()
+        with suppress(UserError):  # the coordinator warns of a list that it cannot read
+            revoked = self.revocations(invite.run_id).tickets
+        return ticket.expires < time.time() + DAY_S or ticket.key in revoked
 
     def _note(self, invite: Invite) -> None:
         ticket = invite.opened_ticket()
@@ -197,11 +199,56 @@ class InviteBook:
         return path.read_bytes() if path.exists() else b""
 
     def revocations(self, run_id: str) -> Revocations:
-        """The invites and peers that the operator has revoked."""
+        """The invites and peers that the operator has revoked.
+
+        Raises:
+            UserError: the file is not the list of this run
+        """
         envelope = self.envelope()
         if not envelope:
             return Revocations(serial=0, tickets=(), peers=())
-        return unseal(Revocations, envelope, run_id, run_id)
+        try:
+            return unseal(Revocations, envelope, run_id, run_id)
+        except InvalidMessage as error:
+            raise UserError(
+                f"{self._folder / REVOCATIONS} is not this run's list of what was revoked ({error}): nothing in it is "
+                f"in force; move it away"
+            ) from error
+
+    def merge(self, run_key: Identity, heard: Revoked) -> bytes:
+        """Write down what another folder of this run has revoked, so that the next list from here does not lack it.
+
+        Args:
+            heard: all that this node knows to be revoked
+
+        Returns:
+            the envelope of this folder's list, which holds all of that
+
+        Raises:
+            UserError: the file is not the list of this run, or both lists together are too long
+        """
+        own = self.revocations(run_key.peer_id)
+        known = Revoked(own.serial, frozenset(own.tickets), frozenset(own.peers))
+        tickets, peers = known.tickets | heard.tickets, known.peers | heard.peers
+        lacks_some = (tickets, peers) != (known.tickets, known.peers)
+        is_unheard = own.serial <= heard.serial and (tickets, peers) != (heard.tickets, heard.peers)
+        if lacks_some or is_unheard:
+            self._write_revocations(run_key, Revoked(max(own.serial, heard.serial), tickets, peers))
+        return self.envelope()
+
+    def _write_revocations(self, run_key: Identity, revoked: Revoked) -> None:
+        """Write a list under the next serial.
+
+        Raises:
+            UserError: it is too long
+        """
+        if max(len(revoked.tickets), len(revoked.peers)) > MAX_TICKETS_REVOKED:
+            raise UserError(
+                f"at most {MAX_TICKETS_REVOKED} invites and as many peers can be revoked: begin another run"
+            )
+        tickets, peers = tuple(sorted(revoked.tickets)), tuple(sorted(revoked.peers))
+        record = Revocations(serial=revoked.serial + 1, tickets=tickets, peers=peers)
+        replace_file(self._folder / REVOCATIONS, seal(record, run_key.peer_id, run_key), mode=0o644)
 
     def revoke(self, run_key: Identity, whom: str) -> str:
         """Revoke an invite with its peers, by its label, or one peer, by its id or the end of it.
@@ -220,12 +267,7 @@ class InviteBook:
         else:
             whom = self._peer_by(whom)
             peers.add(whom)
-        if max(len(tickets), len(peers)) > MAX_TICKETS_REVOKED:
-            raise UserError(
-                f"at most {MAX_TICKETS_REVOKED} invites and as many peers can be revoked: begin another run"
-            )
-        record = Revocations(serial=known.serial + 1, tickets=tuple(sorted(tickets)), peers=tuple(sorted(peers)))
-        replace_file(self._folder / REVOCATIONS, seal(record, run_key.peer_id, run_key), mode=0o644)
+        self._write_revocations(run_key, Revoked(known.serial, frozenset(tickets), frozenset(peers)))
         return f"the invite {whom} and all peers that came by it" if of_label else f"the peer {whom}"
 
     def _peer_by(self, text: str) -> str:

@@ -42,7 +42,7 @@ from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, InvalidMessage, SwarmError, UserError
+from swarm_peer.errors import CallError, SwarmError, UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
@@ -307,14 +307,15 @@ class RunService:
     async def _keep_invites(self) -> None:
         """Write down who has come by which invite, and tell everybody what the operator has revoked since."""
         passes = self._dht.passes
-        if not passes.is_open:
-            peers = {peer.peer_id for peer in self.watch.view.peers}  # observers come by invites as well
-            self._invites.keep_members({ticket: peers.intersection(seen) for ticket, seen in passes.members().items()})
-            try:
-                if passes.learn(self._invites.envelope()):
-                    await self._tell_revocations()
-            except InvalidMessage as error:
-                log.warning("revocations_not_read reason=%s", error)
+        if passes.is_open:
+            return
+        try:
+            if passes.learn(self._invites.merge(self._run_key, passes.revoked)):
+                await self._tell_revocations()
+        except UserError as error:
+            log.warning("revocations_not_told reason=%s", error)
+        peers = {peer.peer_id for peer in self.watch.view.peers}  # observers come by invites as well
+        self._invites.keep_members({ticket: peers.intersection(seen) for ticket, seen in passes.members().items()})
 
     async def _observe(self) -> list[MetricsLine] | None:
         try:

@@ -8,7 +8,6 @@ from pathlib import Path
 from coordinator.run.addresses import COORDINATOR, write_addresses
 from coordinator.run.invites import InviteBook
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import InvalidMessage
 from swarm_peer.runtime.network.addresses import is_loopback, is_public, ports_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
@@ -85,10 +84,7 @@ class WayIn:
 
     def _has_lapsed(self, book: InviteBook) -> bool:
         """Whether the invite in the line holds no longer: its operator may have revoked it."""
-        try:
-            return self._is_private and bool(self.line) and book.kept(self._run_key) is None
-        except InvalidMessage:  # the coordinator warns of revocations that it cannot read
-            return False
+        return self._is_private and bool(self.line) and book.kept(self._run_key) is None
 
 
 def is_worth_printing(told: tuple[list[str], tuple[str, ...]], printed: tuple[list[str], tuple[str, ...]]) -> bool:

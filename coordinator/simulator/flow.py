@@ -140,7 +140,7 @@ class FlowSwarm:
         )
         stage = self._pinned.get(name)
         if stage is None:
-            stage = choose_stage(self.view(), self.params.stage_costs, peer_id).stage
+            stage = choose_stage(self.view(), self.params.stage_costs, peer_id, self.env.now).stage
         self.num_joined += 1
         self._set(replace(peer, stage=stage, since_s=self.env.now))
         if self._begun:

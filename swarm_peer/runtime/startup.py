@@ -172,6 +172,6 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT) -> int:
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
     view = await directory.refresh_surely([*range(count), UNDECIDED])
-    choice = choose_stage(view, forward_flops(resolved), me)
+    choice = choose_stage(view, forward_flops(resolved), me, context.clock.monotonic_s())
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return choice.stage

@@ -73,6 +73,19 @@ class Revocations(Record):
     peers: tuple[PeerId, ...] = Field(max_length=MAX_TICKETS_REVOKED)
 
 
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """What several lists of revocations say together.
+
+    Attributes:
+        serial: of the newest of them; 0 if there is none
+    """
+
+    serial: int
+    tickets: frozenset[str]
+    peers: frozenset[str]
+
+
 class RevocationsRecord(Record):
     """Tells the newest list of revocations to whoever looks; stored under the run's id.
 

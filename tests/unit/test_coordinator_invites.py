@@ -6,8 +6,10 @@ import pytest
 
 from coordinator.run.invites import MAX_MEMBERS, InviteBook, coordinator_invite
 from swarm_peer.errors import UserError
+from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import Invite, open_pass
+from swarm_peer.wire.passes import Invite, Revoked, open_pass
 
 ADDRESSES = ["/ip4/1.2.3.4/tcp/31337/p2p/x"]
 
@@ -80,6 +82,42 @@ def test_where_an_invite_cannot_be_written_down_the_others_stay(book, run_key, t
     with pytest.raises(OSError, match="full"):
         book.issue(run_key, ADDRESSES, label="bob", seconds=3600, at_once=2)
     assert (tmp_path / "invites.jsonl").read_text() == known
+
+
+def revoking(tmp_path, run_key, name, peers):
+    """A folder of the run, whose operator has revoked these peers; and a coordinator that serves from it."""
+    folder = tmp_path / name
+    folder.mkdir()
+    book = InviteBook(folder)
+    for peer in peers:
+        book.revoke(run_key, peer)
+    return book, PassChecker(run_key.peer_id, clock=SystemClock())
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 1), (1, 2), (2, 1), (0, 1), (1, 0)])
+def test_two_folders_of_a_run_revoke_what_either_does(run_key, tmp_path, here, there):
+    peers = [Identity.generate().peer_id for _ in range(here + there)]
+    one = revoking(tmp_path, run_key, "one", peers[:here])
+    other = revoking(tmp_path, run_key, "other", peers[here:])
+    told = []
+    for (book, passes), (_, others_passes) in [(one, other), (other, one)] * 4:
+        told.append(passes.learn(book.merge(run_key, passes.revoked)))
+        others_passes.learn(passes.revocations)
+    assert not any(told[4:]), "they agree"
+    for book, passes in (one, other):
+        assert passes.revoked.peers == set(peers)
+        assert set(book.revocations(run_key.peer_id).peers) == set(peers)
+    assert one[1].revocations == other[1].revocations
+
+
+def test_a_list_that_cannot_be_read_is_named_and_stops_nothing_else(book, run_key, tmp_path):
+    known = book.standing(run_key, ADDRESSES)
+    (tmp_path / "revocations").write_bytes(b"half")
+    assert book.standing(run_key, ADDRESSES).key.peer_id == known.key.peer_id
+    with pytest.raises(
+        UserError, match=r"revocations is not this run's list of what was revoked \(.*\): nothing in it"
+    ):
+        book.merge(run_key, Revoked(0, frozenset(), frozenset()))
 
 
 def test_few_of_many_members_are_written_down(book):

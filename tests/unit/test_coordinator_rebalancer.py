@@ -10,6 +10,7 @@ import pytest
 from coordinator.run.rebalancer import Rebalancer
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S
 from swarm_peer.policy.placement.live_rebalancer import (
     EXCHANGE_PATIENCE,
     LEAST_PATIENCE_S,
@@ -432,6 +433,20 @@ def test_the_next_coordinator_counts_who_prepares_its_move_where_it_goes_to() ->
     assert run.look(60) == []
     run.peers["e"] = replace(run.peers["e"], state=PeerState.SERVING)
     assert len(run.look(OTHERS_PATIENCE_S)) == 1, "it does not move"
+
+
+def test_who_joins_for_ever_fills_no_gap() -> None:
+    """It reaches nobody who has the state, perhaps, or lies: however recently it says that it has come."""
+    run = Run()
+    for name in "xyzv":
+        run.add(name, 1, state=PeerState.JOINING, samples_per_s=0.0)
+    assert run.look(60) == []
+    for _ in range(20):
+        for name in "xyzv":
+            run.peers[name] = replace(run.peers[name], since_s=run.now_s)
+        run.announce()
+        assert run.look(JOINING_PATIENCE_S / 20) == []
+    assert len(run.look(60)) == 1, "as if nobody had come"
 
 
 def test_one_odd_measurement_moves_nobody() -> None:

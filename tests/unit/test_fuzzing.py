@@ -473,7 +473,7 @@ def read_announcements(rng: Chance) -> Iterator[Callable[[], Any]]:
 
     def decide() -> None:
         view = SwarmView(2, tuple(peers))
-        choose_stage(view, PARAMS.stage_costs, "me")
+        choose_stage(view, PARAMS.stage_costs, "me", 0.0)
         policy = LiveRebalancer(PARAMS, announcement_s=10.0, begun_s=0.0)
         for now_s in (100.0, 130.0, 200.0, 300.0):
             policy.look(view, rng.choice((0.0, 8.0, 1e12)), rng.choice((0.0, 1e-9, 5.0)), now_s)

@@ -101,7 +101,7 @@ def newcomers(*names):
 
 
 def plan(view, costs, names):
-    return {name: choose_stage(view, costs, name).stage for name in names}
+    return {name: choose_stage(view, costs, name, 0.0).stage for name in names}
 
 
 def test_the_first_peers_spread_over_the_stages():
@@ -132,38 +132,38 @@ def test_newcomers_come_to_one_plan_whatever_the_order_they_are_seen_in(swarm, r
     # Each is where it would be if those before it had chosen and announced already.
     for number, name in enumerate(names):
         unseen = tuple(p for p in peers if p.peer_id not in names[number:])
-        assert choose_stage(SwarmView(k, unseen), costs, name).stage == chosen[name], "it need not be in the view"
+        assert choose_stage(SwarmView(k, unseen), costs, name, 0.0).stage == chosen[name], "it need not be in the view"
     empty = set(range(k)) - {stage for stage, _ in members}
     assert len(empty & set(chosen.values())) == min(len(empty), num_new), "no two fill the same gap"
 
 
 def test_the_stage_of_least_throughput_is_chosen_and_not_the_one_of_fewest_peers():
     view = SwarmView(2, (peer("a", 0, 10.0), peer("b", 1, 1.0), peer("c", 1, 1.0)))
-    choice = choose_stage(view, [1.0, 1.0], "me")
+    choice = choose_stage(view, [1.0, 1.0], "me", 0.0)
     assert choice.stage == 1
     assert choice.reason == "stage 1 has 2 peers and the least capacity, 2 samples/s"
 
 
 def test_those_that_leave_do_not_count():
     view = SwarmView(2, (peer("a", 0, 1.0), peer("b", 1, 9.0, PeerState.DRAINING)))
-    assert choose_stage(view, [1.0, 1.0], "me").stage == 1
+    assert choose_stage(view, [1.0, 1.0], "me", 0.0).stage == 1
 
 
 def test_those_that_are_joining_a_stage_count():
     view = SwarmView(2, (peer("a", 0, 1.0), peer("b", 1, 0.0, PeerState.JOINING)))
-    assert choose_stage(view, [1.0, 1.0], "me").stage == 0
+    assert choose_stage(view, [1.0, 1.0], "me", 0.0).stage == 0
 
 
 def test_an_unmeasured_peer_is_expected_to_be_slower_where_samples_cost_more():
     # "a" does 1 unit of work a second; "b" is taken for its like, so stage 1 does a quarter of a sample a second.
     view = SwarmView(2, (peer("a", 0, 1.0), peer("b", 1, 0.0)))
-    assert choose_stage(view, [1.0, 4.0], "me").stage == 1
-    assert choose_stage(view, [4.0, 1.0], "me").stage == 0
+    assert choose_stage(view, [1.0, 4.0], "me", 0.0).stage == 1
+    assert choose_stage(view, [4.0, 1.0], "me", 0.0).stage == 0
 
 
 def test_what_a_peer_serves_now_does_not_hold_it_back():
     view = SwarmView(2, (peer("me", 0, 5.0), peer("a", 1, 1.0)))
-    assert choose_stage(view, [1.0, 1.0], "me").stage == 0
+    assert choose_stage(view, [1.0, 1.0], "me", 0.0).stage == 0
 
 
 @pytest.mark.parametrize("order", list(permutations("abcd")))
@@ -172,4 +172,4 @@ def test_the_order_of_the_view_does_not_decide_through_rounding(order):
     peers = {"a": peer("a", 0, 0.3), "b": peer("b", 0, 0.2), "c": peer("c", 0, 0.1), "d": peer("d", 1, 0.1 + 0.2 + 0.3)}
     assert 0.3 + 0.2 + 0.1 < 0.1 + 0.2 + 0.3
     view = SwarmView(2, tuple(peers[name] for name in order))
-    assert choose_stage(view, [1.0, 1.0], "me").stage == 0
+    assert choose_stage(view, [1.0, 1.0], "me", 0.0).stage == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from swarm_peer.policy.placement.capacity import Shift, discounted_samples
+from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, Shift, discounted_samples
 from swarm_peer.policy.placement.churn import QUIET_S, REMEMBERED_S, ChurnMeter
 from swarm_peer.policy.placement.move_search import FEW_MOVES, MoveSearch, RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, Rebalancing, choose_stage, rebalance
@@ -359,28 +359,39 @@ def test_the_future_is_discounted():
 def test_a_newcomer_goes_where_it_fits():
     view = swarm([1.0], [0.5])
     me = peer("new", UNDECIDED, 0.0, PeerState.JOINING)
-    assert choose_stage(SwarmView(2, (*view.peers, me)), [1.0, 1.0], "new").stage == 1
+    assert choose_stage(SwarmView(2, (*view.peers, me)), [1.0, 1.0], "new", 0.0).stage == 1
     view = SwarmView(2, (*view.peers, replace(me, too_large=(1,))))
-    choice = choose_stage(view, [1.0, 1.0], "new")
+    choice = choose_stage(view, [1.0, 1.0], "new", 0.0)
     assert choice.stage == 0
     assert "of those that fit" in choice.reason
+
+
+@pytest.mark.parametrize(("since_s", "stage"), [(100.1, 0), (99.9, 1), (None, 0)])
+def test_who_has_been_joining_for_long_fills_no_gap(since_s, stage):
+    """It may reach nobody who has the state."""
+    view = swarm([1.5], [1.0])
+    late = replace(peer("late", 1, 0.0, PeerState.JOINING), since_s=since_s)
+    now_s = 100.0 + JOINING_PATIENCE_S
+    assert choose_stage(SwarmView(2, (*view.peers, late)), [1.0, 1.0], "new", now_s).stage == stage
 
 
 def test_newcomers_place_each_other_where_they_fit():
     view = swarm([1.0] * 2, [1.0] * 2)
     small = [replace(peer(f"a-{n}", UNDECIDED, 0.0, PeerState.JOINING), too_large=(0,)) for n in range(2)]
     large = peer("b", UNDECIDED, 0.0, PeerState.JOINING)
-    assert choose_stage(SwarmView(2, (*view.peers, small[0], large)), [1.0, 1.0], "b").stage == 0
+    assert choose_stage(SwarmView(2, (*view.peers, small[0], large)), [1.0, 1.0], "b", 0.0).stage == 0
     hopeless = replace(small[0], too_large=(0, 1))
-    assert choose_stage(SwarmView(2, (*view.peers, hopeless, large)), [1.0, 1.0], "b").stage == 0, "it takes no place"
+    assert choose_stage(SwarmView(2, (*view.peers, hopeless, large)), [1.0, 1.0], "b", 0.0).stage == 0, (
+        "it takes no place"
+    )
 
 
 def test_newcomers_that_know_their_speed_are_counted_with_it():
     view = swarm([4.0], [3.0])
     fast = replace(peer("a-new", UNDECIDED, 0.0, PeerState.JOINING), work_per_s=5.0)
     slow = replace(fast, work_per_s=0.5)
-    assert choose_stage(SwarmView(2, (*view.peers, fast)), [1.0, 1.0], "b-new").stage == 0
-    assert choose_stage(SwarmView(2, (*view.peers, slow)), [1.0, 1.0], "b-new").stage == 1
+    assert choose_stage(SwarmView(2, (*view.peers, fast)), [1.0, 1.0], "b-new", 0.0).stage == 0
+    assert choose_stage(SwarmView(2, (*view.peers, slow)), [1.0, 1.0], "b-new", 0.0).stage == 1
 
 
 # --- churn

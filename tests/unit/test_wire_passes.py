@@ -13,7 +13,7 @@ from swarm_peer.errors import InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.identities import KeptFile
 from swarm_peer.runtime.network.pass_checker import SEEN_S, PassChecker
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import MAX_INVITE_ADDRESSES, Invite, Revocations, Ticket, open_pass
+from swarm_peer.wire.passes import MAX_INVITE_ADDRESSES, Invite, Revocations, Revoked, Ticket, open_pass
 from swarm_peer.wire.records import seal
 
 RUN, OTHER_RUN = Identity.generate(), Identity.generate()
@@ -129,6 +129,18 @@ def test_what_was_revoked_holds_no_more(checker: PassChecker) -> None:
         checker.check(ALICE, others.pass_for(ALICE))
     assert not checker.learn(revoking(serial=1)), "an older list is played back"
     assert not checker.learn(b"")
+
+
+def test_who_was_revoked_stays_so_whatever_newer_lists_leave_out(checker: PassChecker) -> None:
+    """Two folders of one run may have made lists without each other's."""
+    friends = invite()
+    assert checker.learn(revoking(serial=2, peers=(ALICE,)))
+    assert not checker.learn(revoking(serial=2, peers=(BOB,)))
+    assert checker.learn(revoking(serial=3, peers=(MALLORY,)))
+    for peer in (ALICE, BOB, MALLORY):
+        with pytest.raises(NotAdmitted, match="revoked"):
+            checker.check(peer, friends.pass_for(peer))
+    assert checker.revoked == Revoked(3, frozenset(), frozenset({ALICE, BOB, MALLORY}))
 
 
 def test_who_came_by_a_revoked_invite_is_known_by_it(checker: PassChecker) -> None:

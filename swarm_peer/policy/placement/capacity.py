@@ -22,6 +22,10 @@ class Shift:
     samples_per_s: float
 
 
+# A peer that has been joining for longer may never serve: perhaps it reaches nobody who has its stage's state.
+JOINING_PATIENCE_S = 900.0
+
+
 def work_per_s(peers: Iterable[PeerView], stage_costs: Sequence[float]) -> dict[str, float]:
     """The speed of each peer, by id: as measured, or else as the peer expects, or else that of the typical peer."""
     work = {}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from swarm_peer.policy.placement.capacity import ideal_capacity, serving_capacity, work_per_s
+from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, ideal_capacity, serving_capacity, work_per_s
 from swarm_peer.policy.placement.churn import ChurnMeter
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.movers import Movers, Note, OpenMove
@@ -75,6 +75,7 @@ class LiveRebalancer:
         self._speeds = RecentSpeeds()
         self._members: frozenset[str] | None = None  # by their first ids
         self._members_changed_s = -math.inf
+        self._joining_s: dict[tuple[str, int], float] = {}  # when a peer was first seen joining a stage
         self._disbelieved: frozenset[str] = frozenset()
         self._serving: frozenset[tuple[str, int]] = frozenset()
         self._serving_since_s = begun_s
@@ -162,6 +163,8 @@ class LiveRebalancer:
         if self._members is not None and members != self._members:
             self._members_changed_s = now_s
         self._members = members
+        joining = ((peer.peer_id, peer.stage) for peer in view.peers if peer.state is PeerState.JOINING)
+        self._joining_s = {key: self._joining_s.get(key, now_s) for key in joining}
 
     def _decide(self, view: SwarmView, now_s: float) -> list[Note]:
         notes = self._learn_from_last_moves(view, now_s)
@@ -171,7 +174,7 @@ class LiveRebalancer:
             # Above the noise, and above what moves lately fell short by.
             least_gain=min(max(_least_gain(view), SHORTFALL_MARGIN * self._faded_shortfall(now_s)), MOST_NEEDED_GAIN),
         )
-        decision = rebalance(self._without_resting(view, now_s), params, now_s)
+        decision = rebalance(self._without_resting(self._without_stuck(view, now_s), now_s), params, now_s)
         decision = self._patience.check(decision, EXCHANGE_PATIENCE * self._announcement_s, now_s)
         kind = decision.reason.partition(":")[0]
         if decision.moves or kind != self.reason.partition(":")[0]:  # the numbers change all the time
@@ -214,6 +217,17 @@ class LiveRebalancer:
 
     def _faded_shortfall(self, now_s: float) -> float:
         return self._shortfall * math.pow(0.5, (now_s - self._shortfall_s) / SHORTFALL_HALVED_S)
+
+    def _without_stuck(self, view: SwarmView, now_s: float) -> SwarmView:
+        """The view without the peers that have been joining for so long that they may never serve."""
+
+        def may_come(peer: PeerView) -> bool:
+            if peer.state is not PeerState.JOINING or peer.stage == UNDECIDED or peer.peer_id in self.movers.open:
+                return True  # this coordinator's own movers have a patience of their own
+            patience_s = max(JOINING_PATIENCE_S, MOVE_PATIENCE * self._params.move_s(peer, peer.stage))
+            return now_s - self._joining_s[peer.peer_id, peer.stage] <= patience_s
+
+        return SwarmView(view.num_stages, tuple(filter(may_come, view.peers)))
 
     def _without_resting(self, view: SwarmView, now_s: float) -> SwarmView:
         """The view in which peers that have just moved, or did not follow an assignment, are not movable."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_peer.policy.placement.capacity import work_per_s
+from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, work_per_s
 from swarm_peer.policy.placement.move_search import MoveSearch, RebalancingParameters
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -20,7 +20,7 @@ class StageChoice:
     reason: str
 
 
-def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> StageChoice:
+def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str, now_s: float) -> StageChoice:
     """The stage where one more peer helps the swarm most: of those that fit it, the one with the least capacity.
 
     Peers may choose at the same time. Each of them places all undecided peers, in the order of their ids, on top of the
@@ -29,6 +29,7 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> Stag
     Args:
         stage_costs: compute of one sample in each stage, in any one unit
         me: this peer's id; it need not be in the view, if every stage fits it
+        now_s: on the clock of `PeerView.since_s`
     """
     stages = range(view.num_stages)
     others = [peer for peer in view.peers if peer.peer_id != me]
@@ -37,7 +38,8 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> Stag
     capacity = [0.0] * view.num_stages  # samples/s that each stage can take
     num_peers = [0] * view.num_stages
     for peer in others:
-        if peer.stage != UNDECIDED and peer.state is not PeerState.DRAINING:
+        is_here = peer.state is PeerState.SERVING or (peer.state is PeerState.JOINING and not _is_stuck(peer, now_s))
+        if peer.stage != UNDECIDED and is_here:
             capacity[peer.stage] += work[peer.peer_id] / stage_costs[peer.stage]
             num_peers[peer.stage] += 1
 
@@ -56,6 +58,11 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str) -> Stag
         capacity[stage] += work[peer.peer_id] / stage_costs[stage]
         num_peers[stage] += 1
     raise AssertionError("unreachable: this peer is among the undecided")
+
+
+def _is_stuck(peer: PeerView, now_s: float) -> bool:
+    """Whether a peer has been in its state for longer than joining takes."""
+    return peer.since_s is not None and now_s - peer.since_s > JOINING_PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from swarm_peer.errors import InvalidMessage, NotAdmitted
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.identities import KeptFile
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import Invite, Pass, Revocations, open_pass
+from swarm_peer.wire.passes import Invite, Pass, Revocations, Revoked, open_pass
 from swarm_peer.wire.records import unseal
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,10 @@ class PassChecker:
         self._clock = clock
         self._known: dict[tuple[str, bytes], Pass] = {}  # oldest first
         self._seen_s: dict[str, dict[str, float]] = {}  # peers by ticket
-        self._revocations = Revocations(serial=0, tickets=(), peers=())
+        # All of any list, since nothing is ever let in again: two folders may have made lists without each other's.
+        self._revoked_tickets = set[str]()
+        self._revoked_peers = set[str]()
+        self._serial = 0
         self.revocations = b""  # the newest list's envelope, to be passed on
         self._kept_in: KeptFile | None = None
 
@@ -89,7 +92,7 @@ class PassChecker:
         known = self._known.get((peer_id, data)) or self._open(peer_id, data)
         if known.ticket.expires < self._clock.unix_s():
             raise NotAdmitted(f"the invite {known.ticket.label} has expired: ask the run's operator for a new one")
-        if peer_id in self._revocations.peers or known.ticket.key in self._revocations.tickets:
+        if peer_id in self._revoked_peers or known.ticket.key in self._revoked_tickets:
             raise NotAdmitted(f"the invite {known.ticket.label} was revoked by the run's operator")
         return known
 
@@ -125,17 +128,22 @@ class PassChecker:
     def is_revoked(self, peer_id: str) -> bool:
         """Whether the operator has revoked a peer, or all invites by which this node has seen it come."""
         tickets = {ticket for ticket, seen_s in self._seen_s.items() if peer_id in seen_s}
-        return peer_id in self._revocations.peers or (bool(tickets) and tickets <= set(self._revocations.tickets))
+        return peer_id in self._revoked_peers or (bool(tickets) and tickets <= self._revoked_tickets)
 
     def members(self) -> dict[str, list[str]]:
         """The peers that this node has seen lately, by the key of their ticket."""
         return {ticket: list(seen_s) for ticket, seen_s in self._seen_s.items() if seen_s}
 
+    @property
+    def revoked(self) -> Revoked:
+        """All that this node knows to be revoked."""
+        return Revoked(self._serial, frozenset(self._revoked_tickets), frozenset(self._revoked_peers))
+
     def learn(self, revocations: bytes) -> bool:
-        """Take over a list of revocations, if it is newer than the one that is known.
+        """Revoke what is in a list, and pass it on if it is newer than all that are known.
 
         Returns:
-            whether it is
+            whether it is newer
 
         Raises:
             InvalidMessage: the run key has not signed it
@@ -143,10 +151,12 @@ class PassChecker:
         if self._run_id is None or not revocations or revocations == self.revocations:
             return False
         record = unseal(Revocations, revocations, self._run_id, self._run_id)
-        if record.serial <= self._revocations.serial:
+        self._revoked_tickets.update(record.tickets)
+        self._revoked_peers.update(record.peers)
+        if record.serial <= self._serial:
             return False
         log.info("revocations_learnt serial=%d", record.serial)
-        self._revocations, self.revocations = record, revocations
+        self._serial, self.revocations = record.serial, revocations
         if self._kept_in is not None:
             self._kept_in.write(revocations)
         return True
