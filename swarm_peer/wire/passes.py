@@ -75,7 +75,7 @@ class Revocations(Record):
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """What several lists of revocations say together.
+    """All that several lists revoke.
 
     Attributes:
         serial: of the newest of them; 0 if there is none

@@ -8,9 +8,9 @@ log = logging.getLogger(__name__)
 
 
 class Capacity:
-    """Microbatches that the device's memory has room for: first as it was computed, then as experience has it.
+    """Microbatches that the device's memory has room for: as it was computed, and fewer once the device has run out.
 
-    What is computed leaves out what libraries need for themselves and what other programs take later. Belongs to the
+    The computation leaves out what libraries need for themselves, and what other programs take later. Belongs to the
     event loop's thread.
 
     Args:
