@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-import torch
-
 from swarm_peer.errors import CallError, UserError, first_line
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
@@ -19,6 +17,7 @@ from swarm_peer.runtime.host.preparation import free_device_memory, has_room_bes
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment
 from swarm_peer.runtime.replica import StageReplica, check_data
+from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +149,9 @@ class Mover:
         try:
             prepared = await StageReplica.open(self._parts, stage, self._counted)
             await prepared.parts.step_loop.join(prepared.stage_mates())
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             # `has_room_beside` estimates. The present replica is as it was.
             log.warning("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, first_line(error))
             return None

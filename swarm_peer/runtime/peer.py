@@ -150,6 +150,7 @@ class Peer:
             async with anyio.create_task_group() as tasks:
                 for watch in (end, self._dht.watch, self._watch_event_loop, self._leave_on_notice, self._look_for_end):
                     tasks.start_soon(watch)
+                tasks.start_soon(self._device_thread.watch)
                 tasks.start_soon(self._look_for_revocations)
                 tasks.start_soon(self._keep_dialling)
                 self._replica = await StageReplica.open(self._parts, stage, self._counted)

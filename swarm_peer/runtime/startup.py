@@ -31,6 +31,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
@@ -69,7 +70,9 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         identity_path = options.identity_path or opened.enter_context(free_identity(state_folder(), folder))
         try:
             run_loop(_run, options, metrics, device, entrance, folder, identity_path, counted)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             # Elsewhere than in a pass, which fails alone: weights may be half updated.
             raise SwarmError(
                 "the device ran out of memory, and this peer cannot go on: lower --max-memory, or end what else uses "

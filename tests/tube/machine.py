@@ -155,6 +155,9 @@ class TubeDevice:
     def busy_s(self) -> float:
         return self._busy_s
 
+    async def watch(self) -> None:
+        """It never breaks."""
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Its jobs end with the host."""
 

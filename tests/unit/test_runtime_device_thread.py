@@ -3,13 +3,23 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import anyio
 import pytest
+import torch
 
+from swarm_peer.errors import HopFailed, SwarmError
 from swarm_peer.runtime.host.machine import SystemClock, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
+from swarm_peer.runtime.stage.device_errors import is_out_of_memory
+from swarm_peer.runtime.stage.device_thread import (
+    _BROKEN_AFTER_S,
+    _FAILURES_OF_BROKEN,
+    DeviceThread,
+    Priority,
+    SpeedMeter,
+)
 
 
 class Jobs:
@@ -240,3 +250,101 @@ async def test_only_training_passes_that_succeed_are_measured_and_each_replica_f
     await device_thread.run(Priority.BACKWARD, lambda: None, 5, other)
     assert speed._passes == {Priority.FORWARD: 1, Priority.BACKWARD: 0}
     assert other._passes == {Priority.FORWARD: 0, Priority.BACKWARD: 1}
+
+
+# --- a device that fails
+
+
+class Device:
+    """A device thread whose clock the test moves, and what its jobs come to."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        clock = SimpleNamespace(monotonic_s=lambda: self.now_s)
+        self.thread = DeviceThread(clock=clock, threads=SystemThreads(), metrics=PeerMetrics())
+
+    async def attempt(self, error=None, priority=Priority.FORWARD, after_s=0.0):
+        def job():
+            if error is not None:
+                raise error
+
+        self.now_s += after_s
+        with suppress(Exception):
+            await self.thread.run(priority, job)
+
+    def is_broken(self):
+        return self.thread._broken.is_set()
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    yield device
+    device.thread.stop()
+
+
+def out_of_memory():
+    error = HopFailed("this stage ran out of device memory")
+    error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    return error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: unknown error\nmore"), out_of_memory()])
+async def test_a_device_that_fails_for_long_is_broken(device, error):
+    for _ in range(_FAILURES_OF_BROKEN):
+        await device.attempt(error)
+    assert not device.is_broken(), "others may have taken the memory for a moment"
+    await device.attempt(error, Priority.BACKWARD, after_s=_BROKEN_AFTER_S)
+    with pytest.raises(SwarmError, match=f"failed at {_FAILURES_OF_BROKEN + 1} microbatches in a row, .* with: .*; st"):
+        await device.thread.watch()
+
+
+@pytest.mark.parametrize(
+    ("error", "priority"),
+    [
+        (None, Priority.FORWARD),  # one microbatch in the middle
+        (HopFailed("a later stage could not be reached"), None),
+        (RuntimeError("a query that this program cannot compute"), Priority.QUERY),
+    ],
+)
+async def test_a_device_that_works_is_not_broken(device, error, priority):
+    broken = RuntimeError("CUDA error: unknown error")
+    for _ in range(2 * _FAILURES_OF_BROKEN):
+        if error is None:
+            await device.attempt(broken, after_s=_BROKEN_AFTER_S / 2)
+            await device.attempt(None, priority)
+        else:
+            await device.attempt(error, priority or Priority.FORWARD, after_s=_BROKEN_AFTER_S / 2)
+    assert not device.is_broken()
+
+
+async def test_two_failures_far_apart_are_no_broken_device(device):
+    for after_s in (0.0, 10 * _BROKEN_AFTER_S):
+        await device.attempt(RuntimeError("CUDA error: unknown error"), after_s=after_s)
+    assert not device.is_broken()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+        (None, False),
+    ],
+)
+def test_what_is_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_the_cpus_allocator_is_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert is_out_of_memory(caught.value)

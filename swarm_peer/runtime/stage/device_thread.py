@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 
 import anyio
 
+from swarm_peer.errors import SwarmError, first_line
 from swarm_peer.runtime.context import Clock, Threads
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.stage.device_errors import is_fault
 
 Result = TypeVar("Result")
 
@@ -30,6 +32,12 @@ _SMOOTHING = 0.1
 _FIRST_PASSES = 3
 
 
+# A device that fails at so many passes of training in a row, for so long, is broken, or has no memory left for a single
+# microbatch. Less may be one odd input, or a burst of microbatches that take each other's memory.
+_FAILURES_OF_BROKEN = 5
+_BROKEN_AFTER_S = 60.0
+
+
 class Priority(IntEnum):
     """The priority of a job; the smallest value goes first."""
 
@@ -38,6 +46,9 @@ class Priority(IntEnum):
     FORWARD = 2
     EVALUATE = 3
     QUERY = 4
+
+
+_PASSES = (Priority.FORWARD, Priority.BACKWARD)
 
 
 class SpeedMeter:
@@ -76,6 +87,9 @@ class DeviceThread:
         self._trained_at = -math.inf
         # Seconds of all jobs that have ended, and when the present one began. One tuple, so that it is read at once.
         self._busy: tuple[float, float | None] = (0.0, None)
+        self._num_failures, self._failing_since_s = 0, 0.0  # since a pass ended well
+        self._broken = asyncio.Event()
+        self._last_failure = ""
         self._join = threads.start(self._work, "device")
 
     async def run(
@@ -113,6 +127,14 @@ class DeviceThread:
             # The traceback of a job's exception refers to this frame. If this frame referred to the exception, too, all
             # that has filled the device's memory would stay there until Python collects garbage.
             del future
+
+    async def watch(self) -> None:
+        """Raise SwarmError once the device is broken: this peer would go on announcing that it serves."""
+        await self._broken.wait()
+        raise SwarmError(
+            f"the device has failed at {self._num_failures} microbatches in a row, the last time with: "
+            f"{self._last_failure}; start the peer again, and see what else uses the device"
+        )
 
     @property
     def idle_s(self) -> float:
@@ -155,19 +177,32 @@ class DeviceThread:
         self._busy = (busy_s + seconds, None)
         self._metrics.device_busy_seconds.inc(seconds)
         self._metrics.queue.set(self._jobs.qsize())
-        if priority in (Priority.FORWARD, Priority.BACKWARD):
+        if priority in _PASSES:
             self._trained_at = begin + seconds
             if speed is not None and num_samples and error is None:
                 speed.observe(Priority(priority), seconds, num_samples)
-        loop.call_soon_threadsafe(_settle, future, outcome, error)
+        loop.call_soon_threadsafe(self._settle, priority, future, outcome, error)
         del item, future, error  # as in `run`
         return True
 
+    def _settle(self, priority: Priority, future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
+        if priority in _PASSES:
+            self._note(error)
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome)
 
-def _settle(future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(outcome)
+    def _note(self, error: Exception | None) -> None:
+        if error is None:
+            self._num_failures = 0
+        elif is_fault(error):
+            now_s = self._clock.monotonic_s()
+            if not self._num_failures:
+                self._failing_since_s = now_s
+            self._num_failures += 1
+            self._last_failure = first_line(error)
+            if self._num_failures >= _FAILURES_OF_BROKEN and now_s - self._failing_since_s >= _BROKEN_AFTER_S:
+                self._broken.set()

@@ -21,6 +21,7 @@ from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.capacity import Capacity
+from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
@@ -54,7 +55,9 @@ def out_of_memory_fails_hop() -> Iterator[None]:
     """Raise HopFailed where the device has no memory left."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise HopFailed(_OUT_OF_MEMORY) from error
 
 
@@ -177,7 +180,7 @@ class StageExecutor:
         try:
             yield
         except HopFailed as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
+            if is_out_of_memory(error.__cause__):
                 self._capacity.ran_out(entered.admitted)
             raise
 
