@@ -38,7 +38,7 @@ from swarm_peer.runtime.state.state_server import (
     RETAIN_S,
 )
 from swarm_peer.runtime.state.store import SNAPSHOTS_KEPT
-from swarm_peer.runtime.state.transfer import CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
+from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
 from swarm_peer.wire.messages import (
     ListSnapshotsCall,
     ListSnapshotsReply,
@@ -489,6 +489,53 @@ async def test_each_donor_is_named_with_its_reason(world):
     world.network.fault(op="state_index", to="a", fail=NotServing("no state"))
     with pytest.raises(CallError, match="a: no state; b: nobody is b"):
         await world.fetch("a", "b")
+
+
+class Link:
+    """One donor's chunks, which come one after the other, each when the test has them come."""
+
+    def __init__(self, world, donor, monkeypatch):
+        loop, self.passed_s = asyncio.get_running_loop(), 0.0
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + self.passed_s)
+        self.chunks = [
+            world.network.fault(op="state_chunk", to=donor, before=anyio.Event()) for _ in range(NUM_CHUNKS + 1)
+        ]
+
+    async def carry(self, number, seconds):
+        """One chunk arrives after so long."""
+        await self.chunks[number].struck.wait()
+        await self.wait(seconds)
+        self.chunks[number].before.set()
+        await anyio.wait_all_tasks_blocked()
+
+    async def wait(self, seconds):
+        self.passed_s += seconds
+        for _ in range(3):
+            await anyio.wait_all_tasks_blocked()
+
+
+async def test_a_donor_behind_a_slow_link_has_as_long_for_each_chunk(world, monkeypatch):
+    donor = await world.donor("a")
+    link = Link(world, "a", monkeypatch)
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    for number in range(NUM_CHUNKS):
+        await link.carry(number, 0.9 * CALL_TIMEOUT_S)
+    assert_state_of(await fetching, donor)
+    assert world.chunks_from(donor) == NUM_CHUNKS
+
+
+async def test_a_donor_that_sends_nothing_more_is_left(world, monkeypatch):
+    donor = await world.donor("a")
+    link = Link(world, "a", monkeypatch)
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    for number in range(2):
+        await link.carry(number, 0.9 * CALL_TIMEOUT_S)
+    await link.wait(0.9 * CALL_TIMEOUT_S)
+    assert not fetching.done()
+    await link.wait(0.2 * CALL_TIMEOUT_S)
+    with pytest.raises(CallError, match="a has sent nothing for 30 s"):
+        await fetching
 
 
 async def test_few_chunks_are_asked_for_at_once(world):

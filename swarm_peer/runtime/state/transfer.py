@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, InvalidMessage, NotServing
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
-from swarm_peer.runtime.network.transport import Transport, unpack_fields
+from swarm_peer.runtime.network.transport import Reply, Transport, unpack_fields
 from swarm_peer.runtime.state.index import StageState, assemble, num_bytes, timeline_of
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MAX_DONORS = 3
 # Chunks in flight from each donor: enough to fill a link of 1 Gb/s with a round trip of 100 ms.
 CHUNKS_IN_FLIGHT = 4
+# A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
+# comes gives the others as long again.
 CALL_TIMEOUT_S = 30.0
 
 
@@ -40,6 +42,33 @@ class _Chunk:
     number: int
     size: int
     sha256: bytes
+
+
+class _Donor:
+    """The chunks that one donor owes, and whether it is worth waiting for them."""
+
+    def __init__(self, peer_id: str):
+        self.peer_id = peer_id
+        self.is_alive = True
+        self._waiting: list[anyio.CancelScope] = []
+
+    async def call(self, transport: Transport, call: StateChunkCall) -> Reply:
+        """Ask it for a chunk.
+
+        Raises:
+            CallTimeout: nothing has come from it for too long, neither this chunk nor another one
+        """
+        with anyio.CancelScope(deadline=anyio.current_time() + CALL_TIMEOUT_S) as scope:
+            self._waiting.append(scope)
+            try:
+                # A donor that gives the others while it owes this one has CHUNKS_IN_FLIGHT times as long for it.
+                reply = await transport.call(self.peer_id, call, timeout_s=CALL_TIMEOUT_S * (CHUNKS_IN_FLIGHT + 1))
+            finally:
+                self._waiting.remove(scope)
+            for waiting in self._waiting:
+                waiting.deadline = anyio.current_time() + CALL_TIMEOUT_S
+            return reply
+        raise CallTimeout(f"{self.peer_id} has sent nothing for {CALL_TIMEOUT_S:.0f} s")
 
 
 async def fetch_state(
@@ -172,9 +201,9 @@ def _check_index(
 
 
 async def _fetch_chunk(
-    transport: Transport, donor: str, call: StateChunkCall, chunk: _Chunk, tensor_name: str
+    transport: Transport, donor: _Donor, call: StateChunkCall, chunk: _Chunk, tensor_name: str
 ) -> memoryview:
-    reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
+    reply = await donor.call(transport, call)
     if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
         raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
     if hashlib.sha256(reply.tensors[0]).digest() != chunk.sha256:
@@ -198,27 +227,27 @@ async def _download(
         for number, entry in enumerate(index.entries)
         for chunk, sha256 in enumerate(entry.chunks)
     )
-    alive = set(donors)
+    asked = [_Donor(donor) for donor in sorted(donors)]
 
-    async def take_chunks(donor: str) -> None:
-        while missing and donor in alive:
+    async def take_chunks(donor: _Donor) -> None:
+        while missing and donor.is_alive:
             chunk = missing.popleft()
             try:
                 call = StateChunkCall(manifest=manifest_hash, index=name, entry=chunk.entry, chunk=chunk.number)
                 data = await _fetch_chunk(transport, donor, call, chunk, index.entries[chunk.entry].name)
             except CallError as error:
                 missing.append(chunk)
-                if donor in alive:
-                    alive.discard(donor)
-                    failed(donor, error)
+                if donor.is_alive:
+                    donor.is_alive = False
+                    failed(donor.peer_id, error)
                 return
             offset = chunk.number * STATE_CHUNK_BYTES
             bytes_of(buffers[chunk.entry])[offset : offset + chunk.size] = data
 
     # A task that finds no chunk left ends. If another one fails after that, its chunk is still missing: hence the loop.
-    while missing and alive:
+    while missing and (alive := [donor for donor in asked if donor.is_alive]):
         async with anyio.create_task_group() as tasks:
-            for donor in sorted(alive):
+            for donor in alive:
                 for _ in range(CHUNKS_IN_FLIGHT):
                     tasks.start_soon(take_chunks, donor)
     if missing:
@@ -226,8 +255,9 @@ async def _download(
     try:
         state = assemble(index, buffers)
     except InvalidMessage as error:
-        for donor in sorted(alive):
-            failed(donor, error)
+        for donor in asked:
+            if donor.is_alive:
+                failed(donor.peer_id, error)
         return None
     log.info(
         "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f",
