@@ -31,6 +31,9 @@ from swarm_peer.wire.records import ProgressRecord, progress_key
 
 # Pause between looks for new progress to publish.
 PUBLISH_PROGRESS_S = 1.0
+# For this share of `--grace-s` a leaving replica waits for the microbatches inside. A slow link or a later peer that has
+# just died may hold one for longer, and the gradient is still to be handed over.
+DRAINING_SHARE = 0.5
 # A leaving replica has this long to write its last replies. Calls of stage-mates that wait for a round are not
 # answered.
 LAST_REPLIES_S = 3.0
@@ -211,7 +214,7 @@ class StageReplica:
     async def leave(self) -> None:
         """Finish the microbatches in flight, and hand the accumulated gradient to a stage-mate.
 
-        A gradient that no stage-mate has taken within `--grace-s` is lost, with an error in the log.
+        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. A gradient that no stage-mate has taken within `--grace-s` is lost, with an error in the log.
         """
         parts, grace_s = self.parts, self._peer.context.options.grace_s
         if parts.launcher is not None:
@@ -219,7 +222,10 @@ class StageReplica:
         parts.core.executor.stop_waiting()
         parts.core.admission.leave()
         with anyio.move_on_after(grace_s) as grace:
-            await parts.core.admission.drained()
+            with anyio.move_on_after(DRAINING_SHARE * grace_s) as draining:
+                await parts.core.admission.drained()
+            if draining.cancelled_caught:
+                await parts.core.device_thread.run(Priority.STEP, parts.core.executor.give_up)
             # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
             with anyio.move_on_after(LAST_REPLIES_S):
                 await self._peer.transport.answered()

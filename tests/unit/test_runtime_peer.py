@@ -222,6 +222,37 @@ async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no
     assert context.metrics.lost_samples._value.get() == 3
 
 
+async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_not_end():
+    """A later peer has just died, perhaps. The microbatch fails before, so that it is in no gradient that is given."""
+    steps = []
+
+    async def nothing(*_):
+        pass
+
+    async def run(priority, job):
+        return job()
+
+    async def leave(**terms):
+        steps.append("hand over")
+
+    replica = object.__new__(StageReplica)
+    replica.leaves_timeline = False
+    context = make_context(MANIFEST, options=OPTIONS.model_copy(update={"grace_s": 0.01}), clock=MovedClock())
+    replica._peer = SimpleNamespace(context=context, transport=SimpleNamespace(answered=nothing))
+    replica.parts = SimpleNamespace(
+        core=SimpleNamespace(
+            rounds=SimpleNamespace(step=SimpleNamespace(phase=Phase.LEFT)),
+            admission=SimpleNamespace(leave=lambda: None, drained=anyio.sleep_forever),
+            executor=SimpleNamespace(stop_waiting=lambda: None, give_up=lambda: steps.append("give up")),
+            device_thread=SimpleNamespace(run=run),
+        ),
+        launcher=None,
+        step_loop=SimpleNamespace(leave=leave),
+    )
+    await replica.leave()
+    assert steps == ["give up", "hand over"]
+
+
 @pytest.mark.parametrize(
     ("mates", "run_is_over", "serves", "is_told"),
     [([], False, True, True), (["mate"], False, True, False), ([], True, True, False), ([], False, False, False)],

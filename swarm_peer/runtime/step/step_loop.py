@@ -219,8 +219,10 @@ class StepLoop:
         log.info(text, self.step.optimizer_step)
 
     async def leave(self, *, may_end_round: bool = True) -> None:
-        """Hand this peer's gradient to a stage-mate, or end the round with them. Call `RoundAdmission.leave` first."""
-        await self._admission.drained()
+        """Hand this peer's gradient to a stage-mate, or end the round with them.
+
+        Call `RoundAdmission.leave` first, and have all microbatches inside end, or the executor give them up.
+        """
         while True:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
