@@ -31,8 +31,8 @@ from swarm_peer.wire.records import ProgressRecord, progress_key
 
 # Pause between looks for new progress to publish.
 PUBLISH_PROGRESS_S = 1.0
-# For this share of `--grace-s` a leaving replica waits for the microbatches inside. A slow link or a later peer that has
-# just died may hold one for longer, and the gradient is still to be handed over.
+# For this share of `--grace-s` a leaving replica waits for the microbatches inside. A slow link, or a later peer
+# that has just died, may hold one for longer, and the gradient is still to be handed over.
 DRAINING_SHARE = 0.5
 # A leaving replica has this long to write its last replies. Calls of stage-mates that wait for a round are not
 # answered.
@@ -214,7 +214,8 @@ class StageReplica:
     async def leave(self) -> None:
         """Finish the microbatches in flight, and hand the accumulated gradient to a stage-mate.
 
-        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. A gradient that no stage-mate has taken within `--grace-s` is lost, with an error in the log.
+        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. A gradient that
+        no stage-mate has taken within `--grace-s` is lost, with an error in the log.
         """
         parts, grace_s = self.parts, self._peer.context.options.grace_s
         if parts.launcher is not None:
