@@ -214,8 +214,8 @@ class StageReplica:
     async def leave(self) -> None:
         """Finish the microbatches in flight, and hand the accumulated gradient to a stage-mate.
 
-        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. A gradient that
-        no stage-mate has taken within `--grace-s` is lost, with an error in the log.
+        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. A gradient
+        that no stage-mate has taken within `--grace-s` is lost, with an error in the log.
         """
         parts, grace_s = self.parts, self._peer.context.options.grace_s
         if parts.launcher is not None:
