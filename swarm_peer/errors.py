@@ -2,6 +2,7 @@
 
 SwarmError
 ├── UserError               an option or a setting cannot work: one line, exit code 2
+│   └── HubFailed           the hub did not give something, perhaps for the moment: try again, or say so and end
 ├── Interrupted             a signal ended it before its work was done: exit code 130
 └── CallError               a call to another peer failed
     ├── Busy                it is full, or does not know us yet -> try another peer now
@@ -24,6 +25,10 @@ class SwarmError(Exception):
 
 class UserError(SwarmError):
     """One line that says what is wrong, which value, and what to do."""
+
+
+class HubFailed(UserError):
+    """The Hugging Face hub did not give what was asked for: the name may be wrong, or the hub out of reach for now."""
 
 
 class Interrupted(SwarmError):

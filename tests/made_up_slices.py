@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class FakeReader:
         return UserError("no text")
 
     def open(self, slice_id: SliceId, left: Uncounted) -> SliceWindows:
-        return SliceWindows(self.windows(slice_id), left)
+        return SliceWindows(partial(self.windows, slice_id), left)
 
     def windows(self, slice_id: SliceId) -> Iterator[np.ndarray]:
         self.being_read.append(slice_id)

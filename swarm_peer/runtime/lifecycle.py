@@ -25,14 +25,14 @@ class Lifecycle:
         note: the reason, in words, that it does not serve yet; else empty
         stop: set when the peer has to leave its stage
         next_stage: the stage that it serves then; None if it leaves the run
-        has_ended: whether the peer leaves the run
+        ended: set when the peer leaves the run
     """
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self.stop = anyio.Event()
         self.next_stage: int | None = None
-        self.has_ended = False
+        self.ended = anyio.Event()
         self._set(PeerState.JOINING)
 
     def _set(self, state: PeerState) -> None:
@@ -44,9 +44,14 @@ class Lifecycle:
             assert state in TRANSITIONS[self.state], f"{state} does not follow {self.state}"
             self._set(state)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the peer leaves the run."""
+        return self.ended.is_set()
+
     def end(self) -> None:
         """Leave for good: the run is over, or its operator says so. It also ends a move."""
-        self.has_ended = True
+        self.ended.set()
         self.next_stage = None
         self.stop.set()
 

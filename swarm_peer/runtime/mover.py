@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from swarm_peer.errors import CallError, UserError, first_line
+from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first_line
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.data.launcher import CountedHook
@@ -20,6 +20,9 @@ from swarm_peer.runtime.replica import StageReplica, check_data
 from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
+
+# When the hub has failed as often at moves, it is this machine that has no access to it: others are asked to move.
+MOST_HUB_FAILURES = 5
 
 
 class Mover:
@@ -46,6 +49,7 @@ class Mover:
         self.movable = parts.context.options.stage == "auto"
         self.moving_to = UNDECIDED
         self._failed: set[int] = set()  # stages that it could not get the state of, since it serves its own
+        self._num_hub_failures = 0
 
     def take_prepared(self) -> StageReplica | None:
         """Give the replica of the stage that this peer moves to, if it has been prepared. Its move is over then."""
@@ -96,16 +100,18 @@ class Mover:
         try:
             await self._context.threads.run(self._check, stage)
             prepared = await self._prepare(replica, stage)
+        except CallError as error:
+            self._stay_for_now(replica, stage, error)
+            return False
         except UserError as error:
+            if isinstance(error, HubFailed) and self._num_hub_failures < MOST_HUB_FAILURES:
+                self._num_hub_failures += 1
+                self._stay_for_now(replica, stage, error)
+                return False
             log.warning("move_refused stage=%d reason=%s: this peer stays where it is from now on", stage, error)
             self.movable, self.moving_to = False, UNDECIDED
             self._lifecycle.explain(f"cannot serve stage {stage}: {error}")
             await self._directory.announce()
-            return False
-        except CallError as error:
-            log.warning("move_failed stage=%d reason=%s: this peer stays in stage %d", stage, error, replica.stage)
-            self.moving_to = UNDECIDED
-            self._failed.add(stage)
             return False
         self.moving_to = stage
         if not (await self._may_leave(replica) and self._lifecycle.move(stage)):
@@ -114,6 +120,11 @@ class Mover:
         self._prepared = prepared
         log.warning("moving from=%d to=%d prepared=%s", replica.stage, stage, prepared is not None)
         return True
+
+    def _stay_for_now(self, replica: StageReplica, stage: int, error: SwarmError) -> None:
+        log.warning("move_failed stage=%d reason=%s: this peer stays in stage %d", stage, error, replica.stage)
+        self.moving_to = UNDECIDED
+        self._failed.add(stage)
 
     def _check(self, stage: int) -> None:
         """Raise UserError if this machine cannot read the stage's data, or has no memory for it."""

@@ -7,14 +7,16 @@ import logging
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, NotAdmitted, OtherTimeline, UserError
+from swarm_peer.errors import CallError, HubFailed, NotAdmitted, OtherTimeline, UserError
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.data.prefetch import HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory
+from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.addresses import metrics_address
@@ -153,8 +155,8 @@ class Peer:
                 tasks.start_soon(self._device_thread.watch)
                 tasks.start_soon(self._look_for_revocations)
                 tasks.start_soon(self._keep_dialling)
-                self._replica = await StageReplica.open(self._parts, stage, self._counted)
-                while (next_stage := await self._stay()) is not None:
+                self._replica = await self._open(stage)
+                while self._replica is not None and (next_stage := await self._stay(self._replica)) is not None:
                     await self._begin_stay(next_stage)
                 if self._failure is not None:
                     raise self._failure
@@ -182,31 +184,59 @@ class Peer:
             await self._directory.drop_revoked()
             await anyio.sleep(self._context.resolved.manifest.limits.announcement_s)
 
-    async def _stay(self) -> int | None:
+    async def _open(self, stage: int) -> StageReplica | None:
+        """Make a replica of a stage, which may read from the hub. Returns None if this peer is told to end meanwhile.
+
+        Raises:
+            UserError: this machine has no memory for the stage, or cannot read its data
+        """
+        replica = None
+        with first_error():
+            async with anyio.create_task_group() as tasks:
+
+                async def give_up() -> None:
+                    await self._lifecycle.ended.wait()
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(give_up)
+                replica = await StageReplica.open(self._parts, stage, self._counted)
+                tasks.cancel_scope.cancel()
+        return replica
+
+    async def _stay(self, replica: StageReplica) -> int | None:
         """Serve the stage of the present replica until this peer leaves it, and close the replica.
 
         Returns:
             the stage that this peer moves to; None if it leaves for good
         """
-        assert self._replica is not None
-        self._replica.start_answering()
-        self._metrics.stage.set(self._replica.stage)
+        replica.start_answering()
+        self._metrics.stage.set(replica.stage)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._work, self._replica)
+            tasks.start_soon(self._work, replica)
             await self._lifecycle.stop.wait()
-            await self._leave(self._replica)
+            await self._leave(replica)
             tasks.cancel_scope.cancel()
-        await self._replica.close()
-        self._moved_from = self._replica.stage
+        await replica.close()
+        self._moved_from = replica.stage
         return self._lifecycle.next_stage
 
     async def _begin_stay(self, stage: int) -> None:
-        """Begin to serve the next stage, with the replica that has been prepared for it or with a new one."""
+        """Begin to serve the next stage, with the replica that has been prepared for it or with a new one.
+
+        There is none if this peer is to end before it is made.
+        """
         # The stage that was left has to be out of memory before the next one is made.
         self._replica = self._mover.take_prepared()
         await self._context.threads.run(free_device_memory, self._parts.device)
+        while self._replica is None and not self._lifecycle.has_ended:
+            try:
+                self._replica = await self._open(stage)
+            except HubFailed as error:  # this peer has left its stage, and would leave the run
+                log.warning("waiting stage=%d reason=%s", stage, error)
+                with anyio.move_on_after(HUB_PAUSE_S):
+                    await self._lifecycle.ended.wait()
         if self._replica is None:
-            self._replica = await StageReplica.open(self._parts, stage, self._counted)
+            return
         if self._moved_from == stage:
             self._moved_from = UNDECIDED
         else:

@@ -73,7 +73,9 @@ class StageReplica:
         context = peer.context
         resolved, options = context.resolved, context.options
         spec = resolved.specs[stage]
-        held_out = await context.threads.run(_read_held_out, resolved, options) if spec.is_first else None
+        held_out = None
+        if spec.is_first:  # it may wait for the hub
+            held_out = await context.threads.run(_read_held_out, resolved, options, abandon_on_cancel=True)
         make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
         trainer = await context.threads.run(make)
         # Two lives may begin in the same millisecond, and somebody may set the clock back.

@@ -10,11 +10,11 @@ from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import CallError, UserError
+from swarm_peer.errors import CallError, HubFailed, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime import mover as movers
 from swarm_peer.runtime.lifecycle import Lifecycle
-from swarm_peer.runtime.mover import Mover
+from swarm_peer.runtime.mover import MOST_HUB_FAILURES, Mover
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -68,6 +68,15 @@ async def test_a_stage_that_this_machine_cannot_serve_is_refused_before_anything
     assert mover.announced == [(PeerState.SERVING, "cannot serve stage 0: no memory")], "the coordinator learns why"
     assert not mover.movable
     assert not mover._lifecycle.stop.is_set()
+
+
+async def test_a_hub_that_fails_now_and_then_leaves_the_peer_movable():
+    mover = ScriptedMover(check=HubFailed("429"))
+    for _ in range(MOST_HUB_FAILURES):
+        assert not await mover._move(mover.replica, 0)
+        assert (mover.movable, mover.announced) == (True, [])
+    assert not await mover._move(mover.replica, 0)
+    assert (mover.movable, mover.announced) == (False, [(PeerState.SERVING, "cannot serve stage 0: 429")])
 
 
 async def test_a_download_that_fails_leaves_the_peer_where_it_is():

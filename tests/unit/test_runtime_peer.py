@@ -9,7 +9,7 @@ from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import NotServing, OtherTimeline, UserError
+from swarm_peer.errors import HubFailed, NotServing, OtherTimeline, UserError
 from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
@@ -162,7 +162,7 @@ async def test_who_cannot_read_its_data_leaves_as_upon_a_signal():
     assert peer._lifecycle.stop.is_set()
     assert peer._lifecycle.has_ended
 
-    async def stay():
+    async def stay(replica):
         return None
 
     peer._transport = SimpleNamespace(serve=nothing)
@@ -220,6 +220,54 @@ async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no
     await replica.leave()
     assert phases == [Phase.LEFT]
     assert context.metrics.lost_samples._value.get() == 3
+
+
+def between_two_stays(monkeypatch, open_replica):
+    """A peer that has left its stage for stage 0, with nothing prepared."""
+
+    async def run(function, *args):
+        pass
+
+    monkeypatch.setattr(peers.StageReplica, "open", open_replica)
+    peer = object.__new__(Peer)
+    peer._context, peer._counted, peer._moved_from = SimpleNamespace(threads=SimpleNamespace(run=run)), None, 1
+    peer._mover, peer._parts = SimpleNamespace(take_prepared=lambda: None), SimpleNamespace(device=None)
+    peer._lifecycle = Lifecycle(MovedClock())
+    for state in (PeerState.SERVING, PeerState.DRAINING, PeerState.LEFT):
+        peer._lifecycle.enter(state)
+    return peer
+
+
+async def test_a_peer_that_has_left_its_stage_waits_for_the_hub(monkeypatch):
+    answers = [HubFailed("503"), HubFailed("503"), "replica"]
+
+    async def open_replica(parts, stage, counted):
+        if isinstance(answer := answers.pop(0), HubFailed):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(peers, "HUB_PAUSE_S", 0.0)
+    peer = between_two_stays(monkeypatch, open_replica)
+    await peer._begin_stay(0)
+    assert (peer._replica, peer._lifecycle.state, answers) == ("replica", PeerState.JOINING, [])
+
+
+@pytest.mark.parametrize("hub", ["hangs", "fails"])
+async def test_a_peer_ends_though_the_hub_does_not_answer(monkeypatch, hub):
+    asked = anyio.Event()
+
+    async def open_replica(parts, stage, counted):
+        asked.set()
+        if hub == "fails":
+            raise HubFailed("503")
+        await anyio.sleep_forever()
+
+    peer = between_two_stays(monkeypatch, open_replica)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(peer._begin_stay, 0)
+        await asked.wait()
+        peer._lifecycle.end()
+    assert peer._replica is None
 
 
 async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_not_end():

@@ -18,7 +18,7 @@ from contexts import FixedRandom, make_context, unparsed
 from made_up_slices import FakeReader
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange, ranges_of
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.runtime.condition import Condition
@@ -265,6 +265,32 @@ async def test_an_error_of_reading_is_raised_each_time() -> None:
         assert len(await pool.next_samples(5)) == 5, "what was read before is good"
         assert pool.take_ends() == []
         assert threads.asked == 1, "it reads no more"
+
+
+async def test_reading_goes_on_where_the_hub_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise all peers of stage 0 would leave at the same time."""
+    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.0)
+    reader = FakeReader(20)
+    failing = SampleId(0, 0, 5)
+    reader.errors[failing] = HubFailed("503")
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), Uncounted(((2, 3),), 4))
+        first = await pool.next_samples(2)
+        del reader.errors[failing]
+        assert ids(first + await pool.next_samples(15)) == [SampleId(0, 0, n) for n in (2, *range(4, 20))]
+        await until(pool, lambda: pool.is_read_out)
+        assert pool.take_ends() == [WindowRange(0, 0, 20, 20, True)]
+
+
+async def test_a_hub_that_fails_for_long_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.001)
+    monkeypatch.setattr(samples, "HUB_PATIENCE_S", 0.003)
+    reader = FakeReader(20)
+    reader.errors[SampleId(0, 0, 0)] = HubFailed("there is no such data set")
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        with pytest.raises(HubFailed, match="no such data set"):
+            await pool.next_samples(1)
 
 
 async def test_an_error_that_nobody_foresaw_is_told_as_one_line(caplog: pytest.LogCaptureFixture) -> None:

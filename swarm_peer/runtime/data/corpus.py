@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_peer.config import DataSection, looks_like_a_path
-from swarm_peer.errors import UserError, first_line
+from swarm_peer.errors import HubFailed, UserError, first_line
 
 # A longer document is cut: a whole book would defeat the shuffling and take seconds to tokenize.
 MAX_DOCUMENT_CHARS = 1 << 16
@@ -91,7 +91,7 @@ def _load_dataset(section: DataSection, cache_dir: Path | None) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(_cannot_read(section, error)) from error
+        raise _cannot_read(section, error) from error
 
 
 def _check_sources(section: DataSection, folder: Path | None, files: Mapping[str, Sequence[str]]) -> None:
@@ -112,12 +112,14 @@ def _check_sources(section: DataSection, folder: Path | None, files: Mapping[str
             )
 
 
-def _cannot_read(section: DataSection, error: Exception) -> str:
+def _cannot_read(section: DataSection, error: Exception) -> UserError:
     what = f"data.dataset={section.dataset!r}" + (f", files={list(section.files)}" if section.files else "")
-    remedy = "check its name, subset and split, and the connection to the hub (a local folder begins with ./)"
+    text = f"cannot read {what}: {first_line(error)}; "
     if section.files or local_folder(section) is not None:
-        remedy = "check the files"
-    return f"cannot read {what}: {first_line(error)}; {remedy}"
+        return UserError(f"{text}check the files")
+    return HubFailed(
+        f"{text}check its name, subset and split, and the connection to the hub (a local folder begins with ./)"
+    )
 
 
 def find_files(patterns: tuple[str, ...]) -> list[str]:
@@ -158,7 +160,7 @@ def _read_shard(dataset: Any, num_shards: int, index: int, section: DataSection)
     except UserError:
         raise
     except Exception as error:  # see _load_dataset
-        raise UserError(_cannot_read(section, error)) from error
+        raise _cannot_read(section, error) from error
 
 
 def _embedded_shards() -> list[Shard]:

@@ -11,10 +11,11 @@ import logging
 from collections import deque
 from typing import NamedTuple
 
+import anyio
 import numpy as np
 import numpy.typing as npt
 
-from swarm_peer.errors import UserError, first_line
+from swarm_peer.errors import HubFailed, UserError, first_line
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
@@ -28,6 +29,10 @@ SAMPLES_AHEAD = 256
 # Windows to read by one call of a worker thread. A call costs some 0.15 ms, whatever it reads, so there should be few
 # calls. But a batch that lacks one sample waits for a whole call.
 WINDOWS_AT_A_TIME = 8
+# `datasets` itself tries for some two minutes to read from the hub. After that the pool tries again after such pauses,
+# for an hour: if its peers left, the run would lose stage 0.
+HUB_PAUSE_S = 30.0
+HUB_PATIENCE_S = 3600.0
 
 
 class Sample(NamedTuple):
@@ -67,11 +72,20 @@ class SamplePool:
         When cancelled, `run` does not wait for the read that is under way: a remote file system may hang. It lets go of
         that slice and of whatever the read returns later, and closes all other slices at once.
         """
+        waited_s = 0.0
         try:
             while True:
                 await self._stock.wait_for(self._may_read)
                 try:
                     await self._read_some()
+                    waited_s = 0.0
+                except HubFailed as error:
+                    if waited_s >= HUB_PATIENCE_S:
+                        self._fail(error)
+                        continue
+                    log.warning("reading_waits seconds=%.0f reason=%s", HUB_PAUSE_S, error)
+                    await anyio.sleep(HUB_PAUSE_S)
+                    waited_s += HUB_PAUSE_S
                 except Exception as error:  # `next_samples` raises it, which ends the peer
                     self._fail(error)
         finally:

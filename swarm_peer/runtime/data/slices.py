@@ -32,7 +32,7 @@ import hashlib
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm_peer.config import DataSection, RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.policy.data.sample_ledger import MAX_SLICES
 from swarm_peer.runtime.data.corpus import Shard, open_shards, total_bytes
@@ -105,7 +105,7 @@ class SliceReader:
         Raises:
             UserError: from `next`: the data or the tokenizer cannot be read
         """
-        return SliceWindows(self._windows(slice_id), left)
+        return SliceWindows(functools.partial(self._windows, slice_id), left)
 
     def no_text(self) -> UserError:
         """The error to raise if all slices of a pass are empty."""
@@ -154,13 +154,19 @@ class SliceReader:
 class SliceWindows:
     """Iterator over the windows of one slice: (number of the window, its tokens as int32 of shape (T+1,)).
 
+    After HubFailed it may be asked again: it goes on where it was. Any other error it raises each time.
+
+    Args:
+        open_windows: begins to read all windows of the slice, the same each time
+
     Attributes:
         num_windows: the number of all windows of the slice, skipped ones included; None until the iterator has ended
     """
 
-    def __init__(self, windows: Iterator[npt.NDArray[np.int32]], left: Uncounted):
+    def __init__(self, open_windows: Callable[[], Iterator[npt.NDArray[np.int32]]], left: Uncounted):
         self.num_windows: int | None = None
-        self._windows = windows
+        self._open = open_windows
+        self._windows = open_windows()
         self._left = left
         self._next = 0
         self._error: Exception | None = None
@@ -176,6 +182,9 @@ class SliceWindows:
                 window, self._next = self._next, self._next + 1
                 if window >= self._left.next_window or any(start <= window < end for start, end in self._left.gaps):
                     return window, tokens
+        except HubFailed:
+            self._windows = itertools.islice(self._open(), self._next, None)
+            raise
         except Exception as error:
             self._error = error
             raise

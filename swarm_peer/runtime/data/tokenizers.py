@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swarm_peer.config import DataSection, looks_like_a_path
-from swarm_peer.errors import UserError, first_line
+from swarm_peer.errors import HubFailed, UserError, first_line
 
 # A tokenizer that works turns this into several tokens; one without a vocabulary turns it into none.
 _PROBE = "A stage is served by several peers."
@@ -113,7 +113,9 @@ def _load_pretrained(name: str, cache_dir: Path | None) -> PretrainedTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(source, cache_dir=cache_dir, trust_remote_code=False)
         is_empty = not tokenizer.encode(_PROBE, add_special_tokens=False)
     except Exception as error:
-        raise UserError(
+        # transformers prefers a folder to a repository of the same name.
+        kind = UserError if os.path.isdir(source) else HubFailed
+        raise kind(
             f"cannot load data.tokenizer={name!r}: {first_line(error)}; give bytes, a folder with tokenizer.json (or "
             f"vocab.json and merges.txt), or the name of a hub repository that this machine can reach"
         ) from error

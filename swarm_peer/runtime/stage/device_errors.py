@@ -1,4 +1,4 @@
-"""What an error of the device means."""
+"""Tells a device that is out of memory, or has failed, from other errors."""
 
 from __future__ import annotations
 
