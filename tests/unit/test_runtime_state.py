@@ -1209,6 +1209,19 @@ async def test_few_snapshots_of_each_stage_are_kept(world):
     assert len(donor.donor._snapshots) == 4
 
 
+async def test_snapshots_of_a_stage_that_a_peer_has_left_are_kept_until_it_has_newer_ones_of_its_own(world):
+    donor = await world.donor("a")
+    for optimizer_step in (1, 2):
+        await donor.donor.store_snapshot(5, donor.state_of(optimizer_step))
+    left = ((5, 1, 1), (5, 2, 2))
+    await donor.donor.store_snapshot(STAGE, donor.state_of(3))
+    await donor.donor.store_snapshot(2, donor.state_of(3))
+    assert (await kept_by(world, donor)).snapshots == ((1, 3, 3), (2, 3, 3), *left)
+    await donor.donor.store_snapshot(STAGE, donor.state_of(4))
+    assert (await kept_by(world, donor)).snapshots == ((1, 3, 3), (1, 4, 4), (2, 3, 3))
+    assert donor.files() == ["stage-1-round-3", "stage-1-round-4", "stage-2-round-3"]
+
+
 async def test_a_snapshot_that_is_forgotten_while_it_is_read_does_no_harm(world):
     donor = await world.donor("a")
     await donor.donor.store_snapshot(STAGE, donor.state_of(1, fill=1))

@@ -169,10 +169,11 @@ class SnapshotStore:
         return await self._threads.run(_read_stored, self._snapshots[ref])
 
     def _forget_old(self) -> None:
-        """Keep the newest snapshots of each stage.
+        """Keep the newest snapshots of each stage, and none that the run can go back to no more.
 
         A run can go back only to where all stages can. So this peer keeps a snapshot of its own stage for as long as it
-        keeps another stage's of the same round.
+        keeps another stage's of the same round. Those of other stages it keeps as long as it has none of its own that
+        are newer, since they may be of a stage that it has just left: the only ones, perhaps.
         """
         for ref in [known for known in self._snapshots if self._is_given_up(known)]:
             self.forget(ref, "the run has gone back")
@@ -183,6 +184,11 @@ class SnapshotStore:
                 )
                 if not (stage in self.sources and paired):
                     self.forget(oldest)
+        own = sorted(ref.created_at_round for ref in self._snapshots if ref.stage in self.sources)
+        others = [ref for ref in self._snapshots if ref.stage not in self.sources]
+        for ref in others:
+            if len(own) >= SNAPSHOTS_KEPT and ref.created_at_round < own[0]:
+                self.forget(ref)
 
     def forget(self, ref: SnapshotRef, reason: str = "") -> None:
         """Keep a snapshot no longer, if it is kept here."""
