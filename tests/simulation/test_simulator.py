@@ -204,7 +204,8 @@ def test_the_same_seed_gives_the_same_result_and_all_is_accounted_for(arrivals, 
     assert share["overall"] <= first["attainable_share_of_optimum"] <= 1.0
 
 
-@pytest.mark.parametrize("trace", [NAMES, pytest.param(COUNTS, marks=pytest.mark.slow)], ids=["names", "counts"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trace", [NAMES, COUNTS], ids=["names", "counts"])
 def test_deciding_upon_events_beats_every_minute_beats_none(trace):
     def mean(rebalance):
         runs = [simulate_flow(scenario(trace=trace, num_stages=4, seed=seed), rebalance).summary for seed in range(2)]

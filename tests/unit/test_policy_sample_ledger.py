@@ -326,12 +326,12 @@ def test_a_later_pass_comes_when_no_slice_is_free_before() -> None:
 
 
 def test_a_pass_of_many_slices() -> None:
-    ledger = SampleLedger(100_000)
-    ledger.add(WindowRange(0, index, 0, 1000, True) for index in range(99_998))
-    assert set(ledger.wanted("a", 2, {"a"})) == {SliceId(0, 99_998), SliceId(0, 99_999)}
+    ledger = SampleLedger(30_000)
+    ledger.add(WindowRange(0, index, 0, 1000, True) for index in range(29_998))
+    assert set(ledger.wanted("a", 2, {"a"})) == {SliceId(0, 29_998), SliceId(0, 29_999)}
     data = encode_ledger(ledger)
-    assert len(data) < 1_200_000
-    assert decode_ledger(data, 100_000).to_tuple() == ledger.to_tuple()
+    assert len(data) < 12 * 30_000
+    assert decode_ledger(data, 30_000).to_tuple() == ledger.to_tuple()
 
 
 # --- on the wire
@@ -655,7 +655,7 @@ class Swarm:
 any_lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(any_lengths, st.integers(1, 3), st.integers(0, 1 << 32))
 def test_nothing_counts_twice_and_a_pass_is_covered(lengths: list[int], num_peers: int, seed: int) -> None:
     # Not hypothesis's own dice: with them little happens in most runs.
