@@ -192,7 +192,7 @@ def baseline(
     import torch
 
     from coordinator.run.baseline import Baseline, train
-    from coordinator.run.run_options import check_output, lock_folder
+    from coordinator.run.run_options import check_not_begun, check_output, lock_folder
     from coordinator.watch.metrics_file import MetricsFile
     from swarm_peer.model.export import export_model
     from swarm_peer.runtime.host.preparation import choose_device
@@ -201,6 +201,7 @@ def baseline(
         torch.set_num_threads(threads)
     check_output(output)
     with closing(lock_folder(output)):
+        check_not_begun(output)
         trained = Baseline(resolved, choose_device(device), cache_dir=cache_dir)
         with open_loggers(log_to, resolved.manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
             for line in train(trained, cache_dir):

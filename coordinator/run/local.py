@@ -14,7 +14,7 @@ import anyio
 
 from coordinator.run.events import RunEvents
 from coordinator.run.local_peers import LocalPeer, LocalPeers
-from coordinator.run.run_options import RunOptions, check_output, lock_folder
+from coordinator.run.run_options import RunOptions, check_not_begun, check_output, lock_folder
 from coordinator.run.service import RunService
 from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
@@ -50,7 +50,7 @@ def run_local(
         restart: start another peer in the place of one that dies
 
     Raises:
-        UserError: cannot work as asked
+        UserError: cannot work as asked, or would begin anew in the folder of a run that has begun
         SwarmError: peers die again and again, or a stage has none left
     """
     if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
@@ -65,6 +65,8 @@ def run_local(
     options = replace(options, resume=options.plan.resume is not None)
     check_output(options.output)
     with closing(lock_folder(options.output)):
+        if not options.resume:
+            check_not_begun(options.output)
         spare_imports()
         return run_loop(_run, resolved, peers_by_stage, device, options, log_to, restart)
 

@@ -9,7 +9,7 @@ from typing import IO
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.watch.journal import has_ended
-from coordinator.watch.metrics_file import last_step
+from coordinator.watch.metrics_file import METRICS, last_step
 from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -30,9 +30,33 @@ def check_output(output: Path, steps: int | None = None) -> None:
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     if (output / MODEL).exists() and (steps is None or not (last_step(output) == steps or has_ended(output))):
-        has_more = (output / CHECKPOINTS).exists()
-        further = f"; with --resume {output}, the run goes on from its last checkpoint" if has_more else ""
-        raise UserError(f"{output / MODEL} is there already: name another --output, or move it away{further}")
+        raise UserError(
+            f"{output / MODEL} is there already: name another --output, or move it away{_way_to_resume(output)}"
+        )
+
+
+def has_begun(output: Path) -> bool:
+    """Whether a run has made optimizer steps in this folder."""
+    metrics = output / METRICS
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def check_not_begun(output: Path) -> None:
+    """Check that a run that begins anew would erase no other run's metrics.jsonl.
+
+    Raises:
+        UserError: it would
+    """
+    if has_begun(output):
+        raise UserError(
+            f"a run has begun in {output} (metrics.jsonl), and this one would begin anew: name another --output, or "
+            f"move its files away{_way_to_resume(output)}"
+        )
+
+
+def _way_to_resume(output: Path) -> str:
+    has_checkpoints = (output / CHECKPOINTS).exists()
+    return f"; with --resume {output}, the run goes on from its last checkpoint" if has_checkpoints else ""
 
 
 def lock_folder(output: Path) -> IO[str]:

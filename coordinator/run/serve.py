@@ -17,7 +17,7 @@ from coordinator.run.addresses import PEERS, KnownPeers
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.options import NodeOptions
-from coordinator.run.run_options import RunOptions, check_output, lock_folder
+from coordinator.run.run_options import RunOptions, check_output, has_begun, lock_folder
 from coordinator.run.service import LINGER_S, RunService
 from coordinator.run.show import shown
 from coordinator.run.way_in import WayIn
@@ -76,7 +76,7 @@ async def _join_and_serve(
     # libp2p would take two nodes of one identity for one.
     own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
     is_resumed = options.plan.resume is not None
-    must_be_known = options.standby or (not addresses and not is_resumed and _has_begun(options.output))
+    must_be_known = options.standby or (not addresses and not is_resumed and has_begun(options.output))
 
     run_key = Identity.load_or_create(key_path)
     is_private = resolved.manifest.admission == "invite"
@@ -135,11 +135,6 @@ async def _serve_on(
             await _serve(service, options)
 
 
-def _has_begun(output: Path) -> bool:
-    metrics = output / "metrics.jsonl"
-    return metrics.exists() and metrics.stat().st_size > 0
-
-
 @asynccontextmanager
 async def _open_where_it_was(
     output: Path, open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]], is_resumed: bool
@@ -162,7 +157,7 @@ async def _open_where_it_was(
             except NobodyAnswers as error:
                 log.warning("peers_not_found reason=%s", error)
                 check_output(output)
-        if dht is None and not is_resumed and (known or _has_begun(output)):
+        if dht is None and not is_resumed and (known or has_begun(output)):
             raise UserError(
                 f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} "
                 f"addresses in {output / PEERS}, and without its peers it would begin anew: carry on with "
@@ -228,7 +223,7 @@ def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> st
         return "The run is over; peers that have not heard of it wait. The same command tells them."
     if not view.peers:
         begun = f"the same command with --resume {output} goes on from its last checkpoint, if there is one."
-        return f"The run has no peers; {begun if _has_begun(output) else 'the same command begins it.'}"
+        return f"The run has no peers; {begun if has_begun(output) else 'the same command begins it.'}"
     without = "" if options.plan.resume is None else " without --resume"
     again = f"the same command{without} coordinates them again."
     empty = view.empty_stages()

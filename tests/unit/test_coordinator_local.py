@@ -8,6 +8,7 @@ import sys
 import pytest
 from test_coordinator_service import MANIFEST, RESOLVED
 
+from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run import local, serve
 from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes
 from coordinator.run.local_peers import LocalPeers
@@ -98,6 +99,26 @@ def test_two_programs_never_train_into_one_folder(tmp_path):
         with pytest.raises(UserError, match="another program trains into"):
             local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
         other.stdin.close()
+
+
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_no_run_begins_anew_where_one_has_begun(tmp_path, monkeypatch, has_checkpoints):
+    """Ctrl+C at step 300 of 400, and the same command once more, would erase the 300 lines."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"optimizer_step": 300}\n')
+    if has_checkpoints:
+        (tmp_path / "checkpoints").mkdir()
+    ran = []
+    monkeypatch.setattr(local, "run_loop", lambda *_: ran.append(1))
+    with pytest.raises(UserError, match=r"a run has begun in .*name another --output") as caught:
+        local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+    assert (f"with --resume {tmp_path}," in str(caught.value)) is has_checkpoints
+    assert not ran
+    resumed = CheckpointPlan(None, resume=object())
+    local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path, plan=resumed))
+    metrics.write_text("")  # its first step was not made yet
+    local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+    assert len(ran) == 2
 
 
 async def test_the_user_is_told_whom_to_kill(tmp_path):

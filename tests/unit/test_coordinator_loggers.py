@@ -556,6 +556,16 @@ def test_the_baseline_is_logged(tmp_path, capsys):
     assert len(losses) == 3
 
 
+def test_the_baseline_leaves_the_lines_of_another_run(tmp_path):
+    config, metrics = tmp_path / "run.yaml", tmp_path / "metrics.jsonl"
+    config.write_text(yaml.safe_dump(MANIFEST.model_dump(mode="json")))
+    metrics.write_text(json.dumps(a_line(1)) + "\n")
+    words = ["baseline", str(config), "--output", str(tmp_path), "--device", "cpu"]
+    with pytest.raises(UserError, match=r"a run has begun in .*name another --output"):
+        app(words, exit_on_error=False, print_error=False, result_action="return_value")
+    assert json.loads(metrics.read_text()) == a_line(1)
+
+
 def test_help_imports_neither():
     code = "import sys, coordinator.cli; assert not {'wandb', 'tensorboard', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=50)
