@@ -93,6 +93,21 @@ class CheckpointStore:
         """Whether there are no checkpoints, not even unfinished ones. Raises UserError if the store does not answer."""
         return not self._folders()
 
+    def check_empty(self) -> None:
+        """Check, for a run that begins anew, that here are no checkpoints of another run.
+
+        The rounds of the run begin at 0 once more: until they pass those of the other run, `newest` takes the other
+        run's checkpoints, and `prune` keeps these in place of the run's own.
+
+        Raises:
+            UserError: there are some, or the store does not answer
+        """
+        if not self.is_empty:
+            raise UserError(
+                f"{self._url} has checkpoints of an earlier run, and this run begins anew: name another folder or URL "
+                f"with --checkpoints, or go on from the earlier run with --resume {self._url}"
+            )
+
     def newest(self, manifest: RunManifest | None = None) -> Checkpoint | None:
         """The newest good checkpoint; None if none was ever completed.
 

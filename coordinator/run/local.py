@@ -50,7 +50,7 @@ def run_local(
         restart: start another peer in the place of one that dies
 
     Raises:
-        UserError: cannot work as asked, or would begin anew in the folder of a run that has begun
+        UserError: cannot work as asked, or would begin anew where another run has its folder or its checkpoints
         SwarmError: peers die again and again, or a stage has none left
     """
     if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
@@ -67,6 +67,8 @@ def run_local(
     with closing(lock_folder(options.output)):
         if not options.resume:
             check_not_begun(options.output)
+            if options.plan.store is not None:
+                options.plan.store.check_empty()
         spare_imports()
         return run_loop(_run, resolved, peers_by_stage, device, options, log_to, restart)
 

@@ -86,7 +86,9 @@ async def _join_and_serve(
         return open_node(own_path, Entrance(tuple(addresses), invite), node.host_maddrs, node.announce_maddrs)
 
     async with open_own(addresses) if addresses else _open_where_it_was(options.output, open_own, is_resumed) as dht:
-        await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
+        is_known = await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
+        if not is_known and not is_resumed and options.plan.store is not None:
+            await to_thread.run_sync(options.plan.store.check_empty)
         await _serve_on(dht, run_key, resolved, node, options, log_to)
 
 
@@ -183,8 +185,11 @@ def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: Chec
 
 async def _check_known_run(
     dht: SwarmDHT, run_id: str, manifest: RunManifest, resume: bool, must_be_known: bool
-) -> None:
+) -> bool:
     """Compare this run with the one under way: peers of two manifests would refuse each other's calls.
+
+    Returns:
+        whether the DHT knows of one; if not, this run begins anew
 
     Raises:
         UserError: its manifest would change, it is not there to carry on with, is alive and not to be resumed, or has
@@ -214,6 +219,7 @@ async def _check_known_run(
         raise UserError(f"run {run_id} has ended: {end.reason}{way_on}")
     if resume and is_alive:
         raise UserError(f"run {run_id} is alive: its peers hold newer states than a checkpoint; leave --resume out")
+    return known is not None or bool(peers)
 
 
 def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> str:

@@ -196,6 +196,16 @@ def test_an_empty_store_has_no_newest(world):
         find_checkpoint(world.url)
 
 
+def test_a_store_of_another_run_takes_none_of_one_that_begins_anew(world):
+    world.store().check_empty()
+    world.save(5)
+    with pytest.raises(UserError, match="has checkpoints of an earlier run, and this run begins anew") as caught:
+        world.store().check_empty()
+    assert one_line(caught).endswith(
+        f"name another folder or URL with --checkpoints, or go on from the earlier run with --resume {world.url}"
+    )
+
+
 def test_the_newest_is_the_one_with_the_highest_number(world):
     world.save(100_000_000, 99_999_999, 9)
     assert world.store().newest().optimizer_step == 100_000_000

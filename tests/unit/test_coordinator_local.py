@@ -4,10 +4,12 @@ import gc
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from test_coordinator_service import MANIFEST, RESOLVED
 
+from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run import local, serve
 from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes
@@ -119,6 +121,18 @@ def test_no_run_begins_anew_where_one_has_begun(tmp_path, monkeypatch, has_check
     metrics.write_text("")  # its first step was not made yet
     local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
     assert len(ran) == 2
+
+
+def test_no_run_begins_anew_with_the_checkpoints_of_another(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere" / "step-00000200").mkdir(parents=True)
+    ran = []
+    monkeypatch.setattr(local, "run_loop", lambda *_: ran.append(1))
+    plan = CheckpointPlan(CheckpointStore(str(tmp_path / "elsewhere")), 10)
+    with pytest.raises(UserError, match="has checkpoints of an earlier run"):
+        local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path, plan=plan))
+    resumed = replace(plan, resume=object())
+    local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path, plan=resumed))
+    assert len(ran) == 1
 
 
 async def test_the_user_is_told_whom_to_kill(tmp_path):

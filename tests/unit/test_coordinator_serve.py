@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.checkpoints.store import CheckpointStore
+from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run import serve
 from coordinator.run.addresses import KnownPeers
+from coordinator.run.options import NodeOptions
 from coordinator.run.run_files import note_end
-from coordinator.run.run_options import lock_folder
+from coordinator.run.run_options import RunOptions, lock_folder
 from coordinator.watch.journal import Journal, has_ended, read_events
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -102,6 +105,46 @@ async def test_who_resumes_looks_for_living_peers_first(tmp_path: Path, answers:
         with pytest.raises(UserError, match="nobody answers at the 1 addresses"):
             async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("is_under_way", "is_resumed", "is_standby"),
+    [(False, False, False), (True, False, False), (False, True, False), (True, False, True)],
+)
+async def test_no_run_begins_anew_with_the_checkpoints_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_under_way: bool, is_resumed: bool, is_standby: bool
+) -> None:
+    """A coordinator that is started again, or a standby, goes on with the store of the run that it finds."""
+    served: list[object] = []
+
+    async def serve_on(*_: Any) -> None:
+        served.append(1)
+
+    @asynccontextmanager
+    async def open_node(*_: Any) -> AsyncIterator[Dht]:
+        # Newcomers that wait for a checkpoint are peers of the run as well.
+        yield Dht(*[PeerState.JOINING] * is_under_way)
+
+    monkeypatch.setattr(serve, "open_node", open_node)
+    monkeypatch.setattr(serve, "_serve_on", serve_on)
+    store = CheckpointStore(str(tmp_path / "checkpoints"))
+
+    async def join() -> None:
+        plan = CheckpointPlan(store, 10, resume=object() if is_resumed else None)  # type: ignore[arg-type]
+        options = RunOptions(output=tmp_path, plan=plan, standby=is_standby)
+        resolved: Any = SimpleNamespace(manifest=MANIFEST)
+        addresses = [PEER] if is_standby else []
+        await serve._join_and_serve(resolved, NodeOptions(), options, addresses, tmp_path / "identity", ())
+
+    await join()
+    (tmp_path / "checkpoints" / "step-00000200").mkdir(parents=True)
+    if is_under_way or is_resumed:
+        await join()
+        assert len(served) == 2
+    else:
+        with pytest.raises(UserError, match="has checkpoints of an earlier run, and this run begins anew"):
+            await join()
+        assert len(served) == 1
 
 
 async def test_a_run_under_other_settings_is_told_by_them() -> None:
