@@ -151,22 +151,54 @@ class CheckpointWriter:
         self._rng = rng
         self._tell = tell
         self._saving = anyio.Lock()
-        self._saved = plan.resume.optimizer_step // plan.every * plan.every if plan.resume else 0
+        # Optimizer steps, and the rounds that began with them, whose checkpoint this writer has saved or tried to save.
+        self._done: set[tuple[int, int | None]] = set()
+        self._inherited_round = -1
 
     async def run(self, transport: Transport) -> None:
         """Write checkpoints for ever."""
+        has_acted = False
         while True:
             due = self._watch.optimizer_step // self._every * self._every
-            if due > 0 and due != self._saved and self._acts():
-                self._saved = due
+            acts = self._watch.optimizer_step > 0 and self._acts()
+            if acts and not has_acted:
+                # An earlier process or another coordinator had to save the checkpoints up to here.
+                self._inherited_round = self._watch.created_at_round(due) or -1
+            has_acted = acts
+            key = due, self._watch.created_at_round(due)
+            if acts and due > 0 and key not in self._done:
+                self._done.add(key)
                 async with self._saving:
-                    await self._save(transport, due)
+                    await self._save_unless_inherited(transport, *key)
             await anyio.sleep(SNAPSHOT_RETRY_S)
 
     async def finish(self) -> None:
         """Wait until no checkpoint is being written."""
         async with self._saving:
             pass
+
+    def _is_inherited(self, created_at_round: int | None) -> bool:
+        return created_at_round is not None and created_at_round <= self._inherited_round
+
+    async def _save_unless_inherited(
+        self, transport: Transport, optimizer_step: int, created_at_round: int | None
+    ) -> None:
+        """Save a checkpoint that is due, if no earlier process and no other coordinator has put it into the store."""
+        if self._is_inherited(created_at_round) and await self._is_saved(optimizer_step, created_at_round):
+            self._watch.observe_checkpoint(optimizer_step)
+        else:
+            await self._save(transport, optimizer_step)
+
+    async def _is_saved(self, optimizer_step: int, created_at_round: int | None) -> bool:
+        def fits(step: int, round_number: int) -> bool:
+            return (step, round_number) == (optimizer_step, created_at_round)
+
+        try:
+            found = await self._threads.run(self._store.newest_that, fits, self._manifest, abandon_on_cancel=True)
+        except UserError as error:
+            log.warning("checkpoints_not_seen reason=%s", error)
+            return False
+        return found is not None
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
@@ -188,6 +220,7 @@ class CheckpointWriter:
                 await self._threads.run(
                     self._store.save, optimizer_step, self._manifest, states, abandon_on_cancel=True
                 )
+                self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._watch.observe_checkpoint(optimizer_step)
                 return
@@ -200,6 +233,9 @@ class CheckpointWriter:
             if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
                 break  # the run stands still after its last step alone
             await anyio.sleep(SNAPSHOT_RETRY_S)
+        if self._is_inherited(self._watch.created_at_round(optimizer_step)):
+            log.info("checkpoint_left_out optimizer_step=%d reason=it was due earlier", optimizer_step)
+            return
         log.error(
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
         )

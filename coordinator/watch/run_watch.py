@@ -38,7 +38,8 @@ class RunWatch:
         coordination: the newest term, and the last record of its coordinator
         has_finished: whether the run has made all its steps
         begun_at: optimizer step that the run is known to have made before this watch began, for `shown_step`
-        checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written; None if none
+        checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written, or has found at its
+            beginning; None if none
         returns: how often the run has gone back to earlier rounds, and the optimizer step up to which its lines held
             the last time. After a cut it may go on with a timeline that is older than the one seen here.
     """
@@ -170,7 +171,7 @@ class RunWatch:
         self.coordination = newest
 
     def observe_checkpoint(self, optimizer_step: int) -> None:
-        """Take in that a checkpoint has been written."""
+        """Take in that there is a checkpoint."""
         self.checkpoint_step = optimizer_step
 
     def _newest(self) -> Position:

@@ -10,6 +10,7 @@ import random
 import shutil
 import struct
 import threading
+from contextlib import asynccontextmanager
 from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
@@ -704,6 +705,13 @@ class Run:
         )
         self.store = CheckpointStore(str(folder / "checkpoints"))
         self.saved = []
+        self.told = []
+        self.acts = True
+        self.watch = SimpleNamespace(
+            optimizer_step=60,
+            created_at_round=lambda optimizer_step: 60,
+            observe_checkpoint=self.saved.append,
+        )
 
     async def check(self, stage, state):
         """States are made up here, but where a test says otherwise."""
@@ -732,22 +740,41 @@ class Run:
     def view(self):
         return SwarmView(2, tuple(self.peers))
 
-    def writer(self):
-        plan = CheckpointPlan(self.store, 10)
+    def writer(self, every=10):
+        plan = CheckpointPlan(self.store, every)
         writer = CheckpointWriter(
             ResolvedManifest.of(self.manifest),
             plan,
-            watch=SimpleNamespace(
-                optimizer_step=60,
-                created_at_round=lambda optimizer_step: 60,
-                observe_checkpoint=self.saved.append,
-            ),
+            watch=self.watch,
             directory=self,
             threads=SystemThreads(),
             rng=random.Random(0),
+            acts=lambda: self.acts,
+            tell=self.told.append,
         )
         writer._check = self.check
         return writer
+
+    def reach(self, optimizer_step, first_round=0):
+        """Go on, or back, to a step; the steps' rounds have numbers that are higher by `first_round`."""
+        self.watch.optimizer_step = optimizer_step
+        self.watch.created_at_round = lambda step: step + first_round if 0 < step <= optimizer_step else None
+
+    @asynccontextmanager
+    async def written(self, monkeypatch, every):
+        """A writer is at work; gives a function that waits until it has seen where the run is."""
+        monkeypatch.setattr(checkpointing, "SNAPSHOT_RETRY_S", 0.001)
+        writer = self.writer(every)
+
+        async def looks():
+            await anyio.sleep(0.02)
+            await writer.finish()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.run, self.network.transport("coordinator"))
+            yield looks
+            await looks()
+            tasks.cancel_scope.cancel()
 
     async def save(self):
         await self.writer()._save(self.network.transport("coordinator"), 60)
@@ -842,6 +869,80 @@ async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
         await writer.finish()
         assert run.saved == [60]
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+async def test_a_coordinator_that_comes_back_complains_of_nothing_that_was_due_before(
+    run, monkeypatch, caplog, is_saved
+):
+    """Peers have no snapshots of that step any more."""
+    if is_saved:
+        run.store.save(30, run.manifest, states_of(30))
+    run.reach(55)
+    async with run.written(monkeypatch, every=30) as looks:
+        await looks()
+        assert run.saved == [30] * is_saved
+        run.reach(85)
+    assert run.told == ["The checkpoint of optimizer step 60 was missed: the run went on too soon."]
+
+
+async def test_a_coordinator_that_takes_over_complains_of_nothing_that_was_due_before(run, monkeypatch):
+    run.acts = False
+    run.reach(1)
+    async with run.written(monkeypatch, every=30) as looks:
+        await looks()
+        run.reach(55)
+        await looks()
+        run.acts = True
+    assert run.told == []
+
+
+async def test_what_was_saved_is_not_fetched_again(run, monkeypatch):
+    """A coordinator is started again soon after it has saved a checkpoint. Another round's would be another one."""
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    run.store.save(60, run.manifest, states_of(59))
+    run.reach(60)
+    for told in (["The checkpoint of optimizer step 60 is saved."], []):
+        run.told.clear()
+        async with run.written(monkeypatch, every=10):
+            pass
+        assert run.told == told
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000060.1"]
+    assert run.saved == [60, 60]
+
+
+async def test_a_store_that_does_not_answer_has_nothing(run, monkeypatch, caplog):
+    def newest_that(*_):
+        raise UserError("no network")
+
+    monkeypatch.setattr(run.store, "newest_that", newest_that)
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    run.reach(60)
+    async with run.written(monkeypatch, every=10):
+        pass
+    assert run.told == ["The checkpoint of optimizer step 60 is saved."]
+    assert "checkpoints_not_seen reason=no network" in caplog.text
+
+
+async def test_after_a_rewind_what_holds_is_not_saved_again_and_what_is_made_anew_is(run, monkeypatch):
+    for name, stage, round_number in (("a", 0, 30), ("b", 1, 30), ("c", 0, 60), ("d", 1, 60)):
+        await run.add(name, stage, round_number, FIRST_TIMELINE)
+    run.reach(1)
+    async with run.written(monkeypatch, every=30) as looks:
+        for optimizer_step in (30, 60, 55):  # peers have no snapshots of step 30 any more when it is at 55
+            await looks()
+            run.peers = run.peers[-2:] if optimizer_step == 55 else run.peers
+            run.reach(optimizer_step)
+        await looks()
+        assert run.told == [f"The checkpoint of optimizer step {step} is saved." for step in (30, 60)]
+        run.told.clear()
+        for name, stage in (("e", 0), ("f", 1)):
+            await run.add(name, stage, 80, Timeline(75, 55, 55))
+        run.reach(60, first_round=20)
+    assert run.told == ["The checkpoint of optimizer step 60 is saved."]
+    assert run.store.newest().round_number == 80
 
 
 async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
