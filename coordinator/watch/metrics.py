@@ -36,6 +36,7 @@ class CoordinatorMetrics:
         self._is_local = all(map(is_loopback, dht.addresses))
         self._round_number = -1
         self._num_moves = 0
+        self._dht = dht
         self._checkpoint_step: int | None = None
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
@@ -58,7 +59,10 @@ class CoordinatorMetrics:
             "stage_time_share", "How a stage's peers spend their time, in the mean, from 0 to 1", "stage", "activity"
         )
         gauge("checkpoint_every_steps", "Optimizer steps between checkpoints; 0 for none").set(checkpoint_every)
-        self._uncovered = gauge("steps_since_checkpoint", "Optimizer steps that no checkpoint of this coordinator has")
+        self._uncovered = gauge(
+            "steps_since_checkpoint",
+            "Optimizer steps that no checkpoint of this coordinator has; 0 while another coordinator writes them",
+        )
         show_disk(registry, "swarm_run", output)
         self._moves = Counter(
             "swarm_run_moves", "Moves between stages that this coordinator has assigned", registry=registry
@@ -110,9 +114,14 @@ class CoordinatorMetrics:
                     self._time_share.remove(stage, activity)
 
     def _update_checkpoint(self, watch: RunWatch) -> None:
-        """Count from the newest checkpoint, or from the first step that this coordinator has seen."""
+        """Count from the newest checkpoint, or from the first step that this coordinator was to save."""
         if watch.lines:
-            first = watch.optimizer_step if self._checkpoint_step is None else self._checkpoint_step
-            newest = first if watch.checkpoint_step is None else watch.checkpoint_step
+            first = self._checkpoint_step
+            if first is None or self._is_term_of_another(watch):
+                first = watch.optimizer_step
+            newest = first if watch.checkpoint_step is None else max(first, watch.checkpoint_step)
             self._checkpoint_step = min(newest, watch.optimizer_step)
             self._uncovered.set(watch.optimizer_step - self._checkpoint_step)
+
+    def _is_term_of_another(self, watch: RunWatch) -> bool:
+        return watch.coordination is not None and watch.coordination[0].coordinator != self._dht.identity.peer_id

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.targets import scrape_targets
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
 from swarm_peer.runtime.network.addresses import metrics_address
@@ -38,7 +39,9 @@ def test_a_peer_announces_where_others_reach_its_metrics(host, addresses, expect
 
 
 def metrics_of(output):
-    return CoordinatorMetrics(output, SimpleNamespace(addresses=[PUBLIC], metrics=PeerMetrics()))
+    return CoordinatorMetrics(
+        output, SimpleNamespace(addresses=[PUBLIC], metrics=PeerMetrics(), identity=SimpleNamespace(peer_id="me"))
+    )
 
 
 def view_of(*addresses):
@@ -100,10 +103,11 @@ def test_the_disk_is_shown_and_a_folder_that_is_gone_is_no_error(tmp_path):
 
 def test_steps_without_a_checkpoint_are_counted_from_the_first_that_this_coordinator_saw(tmp_path):
     metrics = metrics_of(tmp_path)
-    watch = SimpleNamespace(lines=[], optimizer_step=0, checkpoint_step=None)
+    watch = SimpleNamespace(lines=[], optimizer_step=0, checkpoint_step=None, coordination=None)
 
-    def uncovered(optimizer_step, checkpoint_step=None):
+    def uncovered(optimizer_step, checkpoint_step=None, acts=None):
         watch.optimizer_step, watch.checkpoint_step, watch.lines = optimizer_step, checkpoint_step, [{}]
+        watch.coordination = acts and (Term(1, acts), None)
         metrics._update_checkpoint(watch)
         return metrics.registry.get_sample_value("swarm_run_steps_since_checkpoint")
 
@@ -112,3 +116,6 @@ def test_steps_without_a_checkpoint_are_counted_from_the_first_that_this_coordin
     assert uncovered(1070) == 70
     assert uncovered(1110, checkpoint_step=1100) == 10
     assert uncovered(1080, checkpoint_step=1100) == 0, "the run has gone back"
+    assert uncovered(1130, checkpoint_step=1100, acts="me") == 30
+    assert uncovered(1900, checkpoint_step=1100, acts="another") == 0, "the other one writes them"
+    assert uncovered(1950, checkpoint_step=1100, acts="me") == 50
