@@ -12,6 +12,9 @@ MAX_ROUND = 2**40 - 1
 # The run makes fewer rounds than this while an announcement is valid and a view is in use, so no honest peer can seem
 # further ahead. A smaller lie wastes round numbers, and the time of newcomers, which idle until the run gets there.
 MAX_ROUNDS_AHEAD = 500
+# The last round that a report from stage 0 may tell of: messages must carry the rounds after it, too, in which the run
+# goes on or is resumed. No honest run comes so far (policy/recovery.py: MIN_ROUNDS_LEFT).
+LAST_BELIEVED_ROUND = MAX_ROUND - MAX_ROUNDS_AHEAD
 
 
 class Position(NamedTuple):
@@ -55,12 +58,14 @@ def is_reached(position: Position, told: Mapping[str, Collection[Position]], vie
     believed in time. A dishonest majority of stage 0 can invent up to MAX_ROUNDS_AHEAD rounds, and one of another stage
     can keep all reports from being believed. With a single stage, a dishonest majority can invent anything, and a
     dishonest half can hold all reports back. For rounds that are long over, other peers can confirm the number alone,
-    so one peer can invent their losses.
+    so one peer can invent their losses. Nobody can invent a round after LAST_BELIEVED_ROUND.
 
     Args:
         told: the positions that each peer of stage 0 reports, by peer id
         last: the position that was believed last
     """
+    if position.round_number > LAST_BELIEVED_ROUND:
+        return False
     # A peer that has been rewound still confirms the rounds right before the rewind, up to the weights that it kept.
     continues = position.follows(last)
     authors = [peer for peer in view.in_stage(0) if peer.state is not PeerState.JOINING]

@@ -22,7 +22,7 @@ from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.policy.run_progress import LAST_BELIEVED_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, TimeShares
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -552,6 +552,15 @@ def test_one_of_stage_0_neither_ends_the_run_nor_makes_its_account_deaf(lie, num
             view = SwarmView(2, (*peers[:2], peer("c", 1, round_number=optimizer_step)))
             watch.observe(view, told, 1.0)
         assert (watch.optimizer_step, watch.round_number) == (optimizer_step, optimizer_step - 1)
+
+
+@pytest.mark.parametrize("round_number", [LAST_BELIEVED_ROUND, 2**40 - 1])
+def test_no_majority_of_a_single_stage_makes_up_a_round_that_no_message_could_follow(round_number):
+    """The coordinator publishes the round after it, and checkpoints begin with that."""
+    watch = make_watch()
+    view = SwarmView(1, (peer("a", 0, round_number=1), peer("b", 0), peer("c", 0)))
+    lie = record(report(1), report(2, round_number=round_number))
+    assert steps_of(watch.observe(view, {"a": record(report(1)), "b": lie, "c": lie}, 0.0)) == [1]
 
 
 def test_who_is_alone_in_stage_0_tells_of_nothing_that_the_others_are_far_from():
