@@ -47,13 +47,16 @@ class CheckpointStore:
         url: a path, or an address that fsspec understands
         keep: number of complete checkpoints that `prune` leaves
 
+    Attributes:
+        url: as it was given
+
     Raises:
         UserError: the address cannot work
     """
 
     def __init__(self, url: str, keep: int = 3):
         assert keep >= 1, "the newest checkpoint is never removed"
-        self._url = url
+        self.url = url
         self._keep = keep
         self._files = FileStore(url)
 
@@ -85,7 +88,7 @@ class CheckpointStore:
         try:
             self.prune(known_good=folder)
         except (OSError, UserError) as error:
-            log.warning("checkpoints_not_pruned path=%s reason=%s", self._url, one_line(error))
+            log.warning("checkpoints_not_pruned path=%s reason=%s", self.url, one_line(error))
         return self._files.address(folder)
 
     @property
@@ -104,8 +107,8 @@ class CheckpointStore:
         """
         if not self.is_empty:
             raise UserError(
-                f"{self._url} has checkpoints of an earlier run, and this run begins anew: name another folder or URL "
-                f"with --checkpoints, or go on from the earlier run with --resume {self._url}"
+                f"{self.url} has checkpoints of an earlier run, and this run begins anew: name another folder or URL "
+                f"with --checkpoints, or go on from the earlier run with --resume {self.url}"
             )
 
     def newest(self, manifest: RunManifest | None = None) -> Checkpoint | None:
@@ -121,7 +124,7 @@ class CheckpointStore:
         newest = next(self._good(manifest, reasons), None)
         if newest is None and reasons:
             raise UserError(
-                f"none of the {len(reasons)} checkpoints in {self._url} can be used, the newest because {reasons[0]}: "
+                f"none of the {len(reasons)} checkpoints in {self.url} can be used, the newest because {reasons[0]}: "
                 f"restore its files, or name another folder"
             )
         return newest
@@ -175,7 +178,7 @@ class CheckpointStore:
         if not found:
             known = ", ".join(map(str, sorted({optimizer_step_of(folder) for folder in folders}))) or "none"
             raise UserError(
-                f"{self._url} has no checkpoint of step {optimizer_step}: name one of those it has ({known})"
+                f"{self.url} has no checkpoint of step {optimizer_step}: name one of those it has ({known})"
             )
         complete = [folder for folder in found if self._is_complete(folder)]
         return open_checkpoint(self._files, (complete or found)[0])
@@ -216,7 +219,7 @@ class CheckpointStore:
             found = self._files.folders()
         except OSError as error:
             raise UserError(
-                f"cannot list {self._url} ({one_line(error)}): correct the address, or check permissions and network"
+                f"cannot list {self.url} ({one_line(error)}): correct the address, or check permissions and network"
             ) from error
         return sorted((path for name, path in found.items() if FOLDER.fullmatch(name)), key=age_of, reverse=True)
 

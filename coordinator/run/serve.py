@@ -228,7 +228,8 @@ def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> st
     if is_saved:
         return "The run is over; peers that have not heard of it wait. The same command tells them."
     if not view.peers:
-        begun = f"the same command with --resume {output} goes on from its last checkpoint, if there is one."
+        place = output if options.plan.store is None else options.plan.store.url
+        begun = f"the same command with --resume {place} goes on from its last checkpoint, if there is one."
         return f"The run has no peers; {begun if has_begun(output) else 'the same command begins it.'}"
     without = "" if options.plan.resume is None else " without --resume"
     again = f"the same command{without} coordinates them again."

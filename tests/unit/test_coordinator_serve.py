@@ -163,28 +163,50 @@ async def test_a_run_under_other_settings_is_told_by_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "is_begun", "is_resumed", "told"),
+    ("stages", "is_begun", "is_resumed", "url", "told"),
     [
-        ((0, 1), True, False, "The run's peers train on; the same command coordinates them again."),
-        ((0, 1), True, True, "The run's peers train on; the same command without --resume coordinates them again."),
-        ((1,), True, False, "The run's peers wait for a peer of stage 0; the same command coordinates them again."),
+        ((0, 1), True, False, None, "The run's peers train on; the same command coordinates them again."),
+        (
+            (0, 1),
+            True,
+            True,
+            None,
+            "The run's peers train on; the same command without --resume coordinates them again.",
+        ),
+        (
+            (1,),
+            True,
+            False,
+            None,
+            "The run's peers wait for a peer of stage 0; the same command coordinates them again.",
+        ),
         (
             (),
             True,
             True,
+            None,
             "The run has no peers; the same command with --resume OUTPUT goes on from its last checkpoint",
         ),
-        ((), False, False, "The run has no peers; the same command begins it."),
+        (
+            (),
+            True,
+            False,
+            "memory://bucket/run",
+            "The run has no peers; the same command with --resume memory://bucket/run goes on from its last checkpoint",
+        ),
+        ((), False, False, None, "The run has no peers; the same command begins it."),
     ],
 )
 def test_who_stops_a_coordinator_learns_what_now(
-    tmp_path: Path, stages: Sequence[int], is_begun: bool, is_resumed: bool, told: str
+    tmp_path: Path, stages: Sequence[int], is_begun: bool, is_resumed: bool, url: str | None, told: str
 ) -> None:
     if is_begun:
         (tmp_path / "metrics.jsonl").write_text("{}\n")
     peers = tuple(PeerView(peer_id=f"p{stage}", stage=stage, state=PeerState.SERVING) for stage in stages)
     service: Any = SimpleNamespace(watch=SimpleNamespace(view=SwarmView(2, peers)))
-    options: Any = SimpleNamespace(output=tmp_path, plan=SimpleNamespace(resume=object() if is_resumed else None))
+    store = None if url is None else CheckpointStore(url)
+    plan = CheckpointPlan(store, resume=object() if is_resumed else None)  # type: ignore[arg-type]
+    options = RunOptions(output=tmp_path, plan=plan)
     what_now = serve._what_now(service, options, is_saved=False)
     assert what_now.startswith(told.replace("OUTPUT", str(tmp_path)))
 
