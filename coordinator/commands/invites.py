@@ -12,12 +12,15 @@ from dataclasses import asdict
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import Json, Positive, RunFolder
+from coordinator.commands.options import Json, RunFolder
 from swarm_peer.config import RUN
 from swarm_peer.errors import UserError
 
+# As many as a ticket can say (swarm_peer/wire/passes.py); importing that would make --help slow.
+MAX_AT_ONCE = 2**20 - 1
 SECONDS = {"h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
@@ -27,7 +30,7 @@ def invite(
     *,
     label: Annotated[str, RUN],
     expires: Annotated[str, RUN] = "30d",
-    at_once: Annotated[int, RUN, Positive] = 8,
+    at_once: Annotated[int, RUN, Parameter(validator=Number(gt=0, lte=MAX_AT_ONCE))] = 8,
 ) -> None:
     """Print an invite to a run, which whoever has it joins with. Keep it as secret as a password.
 

@@ -150,6 +150,8 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ("end /nowhere", "there is no folder /nowhere: name that of a run"),
         ("end /usr", "/usr/identity is not there: only the run's key ends it"),
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
+        ("invite x --label a --at-once 0", 'Invalid value "0" for --at-once. Must be > 0'),
+        ("invite x --label a --at-once 1048576", 'Invalid value "1048576" for --at-once. Must be <= 1048575'),
         ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
         ("sample --prompt a --seed 18446744073709551616", 'Invalid value "18446744073709551616" for --seed.'),
         (
