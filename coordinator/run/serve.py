@@ -121,9 +121,10 @@ async def _serve_on(
             way_in.tell(service.lasting_peers.addresses)
 
         def on_update(watch: RunWatch) -> None:
+            # The view comes first, since a full disk stops the other.
+            live.update(watch)
             # This machine may have moved to another network, or heard how others see it; and peers come and go.
             way_in.tell(service.lasting_peers.addresses)
-            live.update(watch)
 
         events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line)
         write_run_file(options.output, run_key.peer_id, manifest)

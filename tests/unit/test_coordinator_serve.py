@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run import serve
 from coordinator.run.addresses import KnownPeers
+from coordinator.run.events import RunEvents
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_files import note_end
 from coordinator.run.run_options import RunOptions, lock_folder
@@ -24,6 +26,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.dht import NobodyAnswers
+from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import ManifestRecord
 
 HOLDS_LOCK = """
@@ -145,6 +148,30 @@ async def test_no_run_begins_anew_with_the_checkpoints_of_another(
         with pytest.raises(UserError, match="has checkpoints of an earlier run, and this run begins anew"):
             await join()
         assert len(served) == 1
+
+
+async def test_the_terminal_goes_on_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def tell(*_: Any) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    def make_service(*_: Any, events: RunEvents, **__: Any) -> Any:
+        return SimpleNamespace(events=events, lasting_peers=SimpleNamespace(addresses=()))
+
+    async def look(service: Any, options: RunOptions) -> None:
+        service.events.on_update("watch")
+
+    monkeypatch.setattr(serve, "LiveView", lambda _: nullcontext(SimpleNamespace(print=None, update=seen.append)))
+    monkeypatch.setattr(serve, "WayIn", lambda **_: SimpleNamespace(tell=tell))
+    monkeypatch.setattr(serve, "RunService", make_service)
+    monkeypatch.setattr(serve, "_serve", look)
+    node: Any = SimpleNamespace(addresses=())
+    resolved: Any = SimpleNamespace(manifest=MANIFEST)
+    key = Identity.generate()
+    with pytest.raises(OSError, match="No space left"):
+        await serve._serve_on(node, key, resolved, NodeOptions(), RunOptions(output=tmp_path), ())
+    assert seen == ["watch"]
 
 
 async def test_a_run_under_other_settings_is_told_by_them() -> None:
