@@ -166,7 +166,8 @@ class CheckpointWriter:
                 self._inherited_round = self._watch.created_at_round(due) or -1
             has_acted = acts
             key = due, self._watch.created_at_round(due)
-            if acts and due > 0 and key not in self._done:
+            # The round is not known of a step that was due before this process looked, or long ago.
+            if acts and due > 0 and key[1] is not None and key not in self._done:
                 self._done.add(key)
                 async with self._saving:
                     await self._save_unless_inherited(transport, *key)

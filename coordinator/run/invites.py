@@ -5,10 +5,12 @@ The folder holds the run's key, so whoever may write there may invite. Files wit
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -142,9 +144,24 @@ class InviteBook:
         ticket = invite.opened_ticket()
         issued = Issued(ticket.label, ticket.key, ticket.expires, ticket.at_once)
         path = self._folder / ISSUED
-        # Not appended to: a power failure could leave half a line.
-        known = path.read_text() if path.exists() else ""
-        replace_file(path, known + json.dumps(asdict(issued)) + "\n")
+        with self._locked():
+            # Not appended to: a power failure could leave half a line.
+            known = path.read_text() if path.exists() else ""
+            replace_file(path, known + json.dumps(asdict(issued)) + "\n")
+
+    @contextmanager
+    def _locked(self, *, waits: bool = True) -> Iterator[None]:
+        """Let no other process change the lists while this one does, such as a command and the coordinator at once.
+
+        Raises:
+            BlockingIOError: another one does, and this one is not to wait
+        """
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            yield
+        finally:
+            os.close(folder)
 
     def issued(self) -> list[Issued]:
         """All invites that were given to somebody, the oldest first."""
@@ -226,15 +243,17 @@ class InviteBook:
 
         Raises:
             UserError: the file is not the list of this run, or both lists together are too long
+            OSError: it cannot be written now; another process may be changing it
         """
-        own = self.revocations(run_key.peer_id)
-        known = Revoked(own.serial, frozenset(own.tickets), frozenset(own.peers))
-        tickets, peers = known.tickets | heard.tickets, known.peers | heard.peers
-        lacks_some = (tickets, peers) != (known.tickets, known.peers)
-        is_unheard = own.serial <= heard.serial and (tickets, peers) != (heard.tickets, heard.peers)
-        if lacks_some or is_unheard:
-            self._write_revocations(run_key, Revoked(max(own.serial, heard.serial), tickets, peers))
-        return self.envelope()
+        with self._locked(waits=False):
+            own = self.revocations(run_key.peer_id)
+            known = Revoked(own.serial, frozenset(own.tickets), frozenset(own.peers))
+            tickets, peers = known.tickets | heard.tickets, known.peers | heard.peers
+            lacks_some = (tickets, peers) != (known.tickets, known.peers)
+            is_unheard = own.serial <= heard.serial and (tickets, peers) != (heard.tickets, heard.peers)
+            if lacks_some or is_unheard:
+                self._write_revocations(run_key, Revoked(max(own.serial, heard.serial), tickets, peers))
+            return self.envelope()
 
     def _write_revocations(self, run_key: Identity, revoked: Revoked) -> None:
         """Write a list under the next serial.
@@ -259,15 +278,16 @@ class InviteBook:
         Raises:
             UserError: there is no such invite or several such peers, or too many were revoked
         """
-        known = self.revocations(run_key.peer_id)
-        tickets, peers = set(known.tickets), set(known.peers)
-        of_label = {issued.key for issued in self.issued() if issued.label == whom}
-        if of_label:
-            tickets |= of_label
-        else:
-            whom = self._peer_by(whom)
-            peers.add(whom)
-        self._write_revocations(run_key, Revoked(known.serial, frozenset(tickets), frozenset(peers)))
+        with self._locked():
+            known = self.revocations(run_key.peer_id)
+            tickets, peers = set(known.tickets), set(known.peers)
+            of_label = {issued.key for issued in self.issued() if issued.label == whom}
+            if of_label:
+                tickets |= of_label
+            else:
+                whom = self._peer_by(whom)
+                peers.add(whom)
+            self._write_revocations(run_key, Revoked(known.serial, frozenset(tickets), frozenset(peers)))
         return f"the invite {whom} and all peers that came by it" if of_label else f"the peer {whom}"
 
     def _peer_by(self, text: str) -> str:

@@ -96,19 +96,32 @@ class ReplicaParts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageData:
+    """The data that stage 0 reads.
+
+    Attributes:
+        reader: it has read already how many slices there are
+        held_out: samples (N, T+1) that a peer validates with
+    """
+
+    reader: SliceReader
+    held_out: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assembly:
     """Makes the parts of one replica out of these.
 
     Attributes:
         incarnation: which life of this peer it is
-        held_out: samples (N, T+1) that a stage-0 peer validates with; None at other stages
+        data: None at other stages than the first
         counted: told of each microbatch that a stage-0 peer counts; for tests
     """
 
     peer: PeerParts
     trainer: StageTrainer
     incarnation: int
-    held_out: npt.NDArray[np.int32] | None
+    data: StageData | None
     counted: CountedHook | None = None
 
     def assemble(self) -> ReplicaParts:
@@ -263,11 +276,11 @@ class Assembly:
 
     def _make_leases(self, progress: ProgressBook, admission: RoundAdmission) -> SliceLeases:
         context = self.peer.context
-        reader = SliceReader(manifest=context.resolved.manifest, cache_dir=context.options.cache_dir)
+        assert self.data is not None, "stage 0 reads data"
         return SliceLeases(
             context=context,
-            reader=reader,
-            pool=SamplePool(context=context, reader=reader),
+            reader=self.data.reader,
+            pool=SamplePool(context=context, reader=self.data.reader),
             transport=self.peer.transport,
             progress=progress,
             view=lambda: self.peer.directory.view,
@@ -304,12 +317,12 @@ class Assembly:
         )
 
     def _make_launcher(self, core: ReplicaCore, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:
-        assert self.held_out is not None, "stage 0 has samples to validate with, if only none of them"
+        assert self.data is not None, "stage 0 reads data"
         return MicrobatchLauncher(
             context=self.peer.context,
             core=core,
             swarm=swarm,
             leases=leases,
-            validation=self.held_out,
+            validation=self.data.held_out,
             counted=self.counted,
         )

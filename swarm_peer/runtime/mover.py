@@ -56,6 +56,7 @@ class Mover:
         prepared, self._prepared = self._prepared, None
         self.moving_to = UNDECIDED
         self._failed.clear()
+        self._num_hub_failures = 0
         return prepared
 
     async def obey(self, replica: StageReplica, since: int) -> None:

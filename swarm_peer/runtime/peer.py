@@ -13,7 +13,7 @@ from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerSt
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
-from swarm_peer.runtime.data.prefetch import HUB_PAUSE_S
+from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory
 from swarm_peer.runtime.host.processes import first_error
@@ -228,10 +228,13 @@ class Peer:
         # The stage that was left has to be out of memory before the next one is made.
         self._replica = self._mover.take_prepared()
         await self._context.threads.run(free_device_memory, self._parts.device)
+        began_s = self._context.clock.monotonic_s()
         while self._replica is None and not self._lifecycle.has_ended:
             try:
                 self._replica = await self._open(stage)
             except HubFailed as error:  # this peer has left its stage, and would leave the run
+                if self._context.clock.monotonic_s() - began_s >= HUB_PATIENCE_S:
+                    raise
                 log.warning("waiting stage=%d reason=%s", stage, error)
                 with anyio.move_on_after(HUB_PAUSE_S):
                     await self._lifecycle.ended.wait()

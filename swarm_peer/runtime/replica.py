@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 import anyio
-import numpy as np
-import numpy.typing as npt
 
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, OtherTimeline, UserError
@@ -20,10 +18,10 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
-from swarm_peer.runtime.assembly import Assembly, PeerParts
+from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
-from swarm_peer.runtime.data.slices import validation_samples
+from swarm_peer.runtime.data.slices import SliceReader, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state.recovery import Start
@@ -37,6 +35,7 @@ DRAINING_SHARE = 0.5
 # A leaving replica has this long to write its last replies. Calls of stage-mates that wait for a round are not
 # answered.
 LAST_REPLIES_S = 3.0
+LAST_REPLIES_SHARE = 0.15  # of `--grace-s`, if that is shorter
 # For a job of the device thread that is under way as the time to hand over is up.
 LAST_JOB_S = 5.0
 
@@ -73,14 +72,14 @@ class StageReplica:
         context = peer.context
         resolved, options = context.resolved, context.options
         spec = resolved.specs[stage]
-        held_out = None
+        data = None
         if spec.is_first:  # it may wait for the hub
-            held_out = await context.threads.run(_read_held_out, resolved, options, abandon_on_cancel=True)
+            data = await context.threads.run(_read_data, resolved, options, abandon_on_cancel=True)
         make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
         trainer = await context.threads.run(make)
         # Two lives may begin in the same millisecond, and somebody may set the clock back.
         incarnation = max(int(context.clock.unix_s() * 1000), peer.directory.serial + 1)
-        return cls(Assembly(peer=peer, trainer=trainer, incarnation=incarnation, held_out=held_out, counted=counted))
+        return cls(Assembly(peer=peer, trainer=trainer, incarnation=incarnation, data=data, counted=counted))
 
     def start_answering(self) -> None:
         """Answer calls from now on.
@@ -229,8 +228,9 @@ class StageReplica:
                 await parts.core.admission.drained()
             if draining.cancelled_caught:
                 await parts.core.device_thread.run(Priority.STEP, parts.core.executor.give_up)
+                parts.core.admission.give_up_inside()
             # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
-            with anyio.move_on_after(LAST_REPLIES_S):
+            with anyio.move_on_after(min(LAST_REPLIES_S, LAST_REPLIES_SHARE * grace_s)):
                 await self._peer.transport.answered()
             await parts.step_loop.leave(may_end_round=not self.leaves_timeline)
         if grace.cancelled_caught and self.step.phase is not Phase.LEFT:
@@ -277,12 +277,15 @@ def check_data(resolved: ResolvedManifest, options: PeerOptions) -> None:
     load_tokenizer(resolved.manifest.data, resolved.vocab_size, options.cache_dir)
 
 
-def _read_held_out(resolved: ResolvedManifest, options: PeerOptions) -> npt.NDArray[np.int32]:
-    """Samples that the run is validated with.
+def _read_data(resolved: ResolvedManifest, options: PeerOptions) -> StageData:
+    """Read what stage 0 needs of the data before it serves.
 
     Raises:
         UserError: this machine may not read the run's data, or cannot read it or its tokenizer
     """
     check_data(resolved, options)
     manifest = resolved.manifest
-    return validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)
+    held_out = validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)
+    reader = SliceReader(manifest=manifest, cache_dir=options.cache_dir)
+    reader.num_slices()
+    return StageData(reader=reader, held_out=held_out)

@@ -187,3 +187,16 @@ async def test_a_leaving_peer_turns_all_away_and_keeps_those_inside(admission, g
     assert admission.admitted == 1
     await leaves(inside)
     await admission.drained()
+
+
+async def test_who_gives_up_what_is_inside_waits_for_it_no_more():
+    admission = make_admission()
+    begin(admission, 0)
+    guests = Guests(admission)
+    await guests.send(0)
+    admission.leave()
+    waiting = asyncio.ensure_future(admission.drained())
+    await anyio.wait_all_tasks_blocked()
+    assert not waiting.done()
+    admission.give_up_inside()
+    await waiting

@@ -290,12 +290,15 @@ def out_of_memory():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: unknown error\nmore"), out_of_memory()])
-async def test_a_device_that_fails_for_long_is_broken(device, error):
+@pytest.mark.parametrize("forward_fits", [False, True])
+async def test_a_device_that_fails_for_long_is_broken(device, error, forward_fits):
     for _ in range(_FAILURES_OF_BROKEN):
-        await device.attempt(error)
+        await device.attempt(None if forward_fits else error)
+        await device.attempt(error, Priority.BACKWARD)
     assert not device.is_broken(), "others may have taken the memory for a moment"
+    await device.attempt(None if forward_fits else error)
     await device.attempt(error, Priority.BACKWARD, after_s=_BROKEN_AFTER_S)
-    with pytest.raises(SwarmError, match=f"failed at {_FAILURES_OF_BROKEN + 1} microbatches in a row, .* with: .*; st"):
+    with pytest.raises(SwarmError, match=r"failed at all microbatches for a minute, the last time with: .*; start"):
         await device.thread.watch()
 
 

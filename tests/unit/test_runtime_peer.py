@@ -16,6 +16,7 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.peer import Peer
@@ -230,7 +231,8 @@ def between_two_stays(monkeypatch, open_replica):
 
     monkeypatch.setattr(peers.StageReplica, "open", open_replica)
     peer = object.__new__(Peer)
-    peer._context, peer._counted, peer._moved_from = SimpleNamespace(threads=SimpleNamespace(run=run)), None, 1
+    peer._context = SimpleNamespace(threads=SimpleNamespace(run=run), clock=MovedClock())
+    peer._counted, peer._moved_from = None, 1
     peer._mover, peer._parts = SimpleNamespace(take_prepared=lambda: None), SimpleNamespace(device=None)
     peer._lifecycle = Lifecycle(MovedClock())
     for state in (PeerState.SERVING, PeerState.DRAINING, PeerState.LEFT):
@@ -290,7 +292,9 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
     replica.parts = SimpleNamespace(
         core=SimpleNamespace(
             rounds=SimpleNamespace(step=SimpleNamespace(phase=Phase.LEFT)),
-            admission=SimpleNamespace(leave=lambda: None, drained=anyio.sleep_forever),
+            admission=SimpleNamespace(
+                leave=lambda: None, drained=anyio.sleep_forever, give_up_inside=lambda: steps.append("end the wait")
+            ),
             executor=SimpleNamespace(stop_waiting=lambda: None, give_up=lambda: steps.append("give up")),
             device_thread=SimpleNamespace(run=run),
         ),
@@ -298,7 +302,7 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
         step_loop=SimpleNamespace(leave=leave),
     )
     await replica.leave()
-    assert steps == ["give up", "hand over"]
+    assert steps == ["give up", "end the wait", "hand over"]
 
 
 @pytest.mark.parametrize(
@@ -349,3 +353,14 @@ async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():
     peer._dht = SimpleNamespace(is_reachable=None, addresses=())
     peer._replica, peer._moved_from = None, UNDECIDED
     assert (peer._describe().too_large, peer._describe().moving_to) == ((0,), 1)
+
+
+async def test_a_hub_that_fails_for_an_hour_ends_a_peer_that_waits_for_it(monkeypatch):
+    async def open_replica(parts, stage, counted):
+        peer._context.clock.passed_s += HUB_PATIENCE_S / 2
+        raise HubFailed("there is no such data set")
+
+    monkeypatch.setattr(peers, "HUB_PAUSE_S", 0.0)
+    peer = between_two_stays(monkeypatch, open_replica)
+    with pytest.raises(HubFailed):
+        await peer._begin_stay(0)

@@ -282,6 +282,27 @@ async def test_reading_goes_on_where_the_hub_failed(monkeypatch: pytest.MonkeyPa
         assert pool.take_ends() == [WindowRange(0, 0, 20, 20, True)]
 
 
+async def test_other_slices_are_read_while_the_hub_fails_at_one() -> None:
+    reader = FakeReader(20, 20)
+    reader.errors[SampleId(0, 0, 0)] = HubFailed("this file cannot be read")
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
+        assert ids(await pool.next_samples(20)) == [SampleId(0, 1, n) for n in range(20)]
+
+
+async def test_later_passes_are_not_read_while_the_hub_fails_at_this_one() -> None:
+    reader = FakeReader(20)
+    reader.errors[SampleId(0, 0, 0)] = HubFailed("this file cannot be read")
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        pool.add_lease(SliceId(1, 0), ALL_WINDOWS)
+        while not pool._resting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await anyio.wait_all_tasks_blocked()
+        assert reader.read == []
+
+
 async def test_a_hub_that_fails_for_long_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.001)
     monkeypatch.setattr(samples, "HUB_PATIENCE_S", 0.003)

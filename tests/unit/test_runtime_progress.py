@@ -201,6 +201,24 @@ def test_who_makes_no_progress_loses_patience_with():
     assert book.active(peers, 10.0) == set(peers)
 
 
+def test_who_has_counted_nothing_keeps_the_next_rounds_waiting_no_more():
+    """It waits for its data, perhaps, or nobody reaches it."""
+    now = 100.0
+    book = make_book(clock=ReadClock(lambda: now))
+    begin_counting(book, 0)
+    peers = [AUTHOR.peer_id, ME.peer_id]
+    now = 111.0
+    assert book.active(peers, 10.0) == set()
+    begin_counting(book, 1)
+    assert book.active(peers, 10.0) == {ME.peer_id}
+    book.merge([signed(2, round_number=1)])
+    assert book.active(peers, 10.0) == set(peers), "it is back"
+    now = 122.0
+    assert book.active(peers, 10.0) == set()
+    begin_counting(book, 2)
+    assert book.active(peers, 10.0) == set(peers), "it had counted its share"
+
+
 def test_counts_of_far_rounds_are_ignored():
     book = make_book()
     begin_counting(book, 10)

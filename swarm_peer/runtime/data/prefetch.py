@@ -30,7 +30,7 @@ SAMPLES_AHEAD = 256
 # calls. But a batch that lacks one sample waits for a whole call.
 WINDOWS_AT_A_TIME = 8
 # `datasets` itself tries for some two minutes to read from the hub. After that the pool tries again after such pauses,
-# for an hour: if its peers left, the run would lose stage 0.
+# for an hour from a slice's first failure: if its peers left, the run would lose stage 0.
 HUB_PAUSE_S = 30.0
 HUB_PATIENCE_S = 3600.0
 
@@ -54,6 +54,7 @@ class SamplePool:
 
     def __init__(self, *, context: PeerContext, reader: SliceReader):
         self._threads = context.threads
+        self._clock = context.clock
         self._reader = reader
         self._rng = context.random.stream("samples")
         self._changed = context.changed
@@ -64,6 +65,8 @@ class SamplePool:
         self._awaited: list[int] = []  # the number of samples that each waiting task wants
         self._ends: list[WindowRange] = []
         self._empty_in_a_row = 0
+        self._resting: set[SliceId] = set()  # the hub has just failed at these
+        self._failing_since_s: dict[SliceId, float] = {}
         self._error: UserError | None = None
 
     async def run(self) -> None:
@@ -72,22 +75,23 @@ class SamplePool:
         When cancelled, `run` does not wait for the read that is under way: a remote file system may hang. It lets go of
         that slice and of whatever the read returns later, and closes all other slices at once.
         """
-        waited_s = 0.0
         try:
-            while True:
-                await self._stock.wait_for(self._may_read)
-                try:
-                    await self._read_some()
-                    waited_s = 0.0
-                except HubFailed as error:
-                    if waited_s >= HUB_PATIENCE_S:
+            async with anyio.create_task_group() as pauses:
+                while True:
+                    await self._stock.wait_for(self._may_read)
+                    slice_id = self._choose()
+                    try:
+                        await self._read_some(slice_id)
+                        self._failing_since_s.pop(slice_id, None)
+                    except HubFailed as error:
+                        since_s = self._failing_since_s.setdefault(slice_id, self._clock.monotonic_s())
+                        if self._clock.monotonic_s() - since_s >= HUB_PATIENCE_S:
+                            self._fail(error)
+                        else:
+                            self._resting.add(slice_id)
+                            pauses.start_soon(self._rest, slice_id, error)
+                    except Exception as error:  # `next_samples` raises it, which ends the peer
                         self._fail(error)
-                        continue
-                    log.warning("reading_waits seconds=%.0f reason=%s", HUB_PAUSE_S, error)
-                    await anyio.sleep(HUB_PAUSE_S)
-                    waited_s += HUB_PAUSE_S
-                except Exception as error:  # `next_samples` raises it, which ends the peer
-                    self._fail(error)
         finally:
             self._unread.clear()  # closes the files that they have open
 
@@ -159,12 +163,24 @@ class SamplePool:
 
     # --- reading
 
+    async def _rest(self, slice_id: SliceId, error: HubFailed) -> None:
+        """Leave a slice alone for a while; others are read meanwhile."""
+        pause_s = HUB_PAUSE_S
+        log.warning("reading_waits slice=%d seconds=%.0f reason=%s", slice_id.slice_index, pause_s, error)
+        await anyio.sleep(pause_s)
+        self._resting.discard(slice_id)
+        self._stock.notify()
+
     def _may_read(self) -> bool:
         has_room = self._num_ready() < max([SAMPLES_AHEAD, *self._awaited])
-        return bool(self._unread) and has_room and self._error is None
+        return bool(self._readable()) and has_room and self._error is None
 
-    async def _read_some(self) -> None:
-        slice_id = self._choose()
+    def _readable(self) -> list[SliceId]:
+        """The slices to read from: of the oldest pass that is not read out, those that do not rest."""
+        oldest = min((slice_id.pass_number for slice_id in self._unread), default=0)
+        return [known for known in self._unread if known.pass_number == oldest and known not in self._resting]
+
+    async def _read_some(self, slice_id: SliceId) -> None:
         windows = self._unread[slice_id]
         items, error = await self._threads.run(_next_windows, windows, abandon_on_cancel=True)
         if self._unread.get(slice_id) is windows:  # otherwise the slice was dropped meanwhile
@@ -173,10 +189,8 @@ class SamplePool:
             raise error
 
     def _choose(self) -> SliceId:
-        """The slice to read: of the oldest pass, with the fewest samples ready."""
-        oldest = min(slice_id.pass_number for slice_id in self._unread)
-        candidates = [slice_id for slice_id in self._unread if slice_id.pass_number == oldest]
-        return min(candidates, key=lambda slice_id: len(self._ready.get(slice_id, ())))
+        """The slice to read: the one with the fewest samples ready."""
+        return min(self._readable(), key=lambda slice_id: len(self._ready.get(slice_id, ())))
 
     def _keep(self, slice_id: SliceId, windows: SliceWindows, items: list[tuple[int, npt.NDArray[np.int32]]]) -> None:
         """Keep what was read of a slice, and note its end if that was found."""

@@ -67,6 +67,7 @@ class ProgressBook:
         self._signed: dict[int, dict[str, dict[int, bytes]]] = {}  # by round, peer and incarnation
         self._step = step
         self._counted_timeline = 0  # the first round of the timeline that the counts are of
+        self._silent: set[str] = set()  # peers that have counted nothing since they kept a round waiting
         self._heard_at: dict[str, float] = {}  # when a count of each peer last grew, in this round
         self._num_messages = 0
 
@@ -171,6 +172,7 @@ class ProgressBook:
             if self.counter.merge(record.round_number, author, record.count()):
                 self._keep(record.round_number, author, envelope)
                 self._heard_at[peer_id] = self._context.clock.monotonic_s()
+                self._silent.discard(peer_id)
                 for listener in self._listeners:
                     listener(record.round_number, author, before)
         return num_left_out
@@ -200,13 +202,17 @@ class ProgressBook:
         return True
 
     def active(self, peers: Iterable[str], patience_s: float) -> set[str]:
-        """The peers whose counts have grown within the last `patience_s`; at the start of a round, all of `peers`.
+        """The peers whose counts have grown within the last `patience_s`; at the start of a round, nearly all.
 
         Some peer may announce stage 0 and never count anything, since its data cannot be read or no other peer can
-        reach it. It must not keep its share of the global batch for ever.
+        reach it. It must not keep its share of the global batch for ever, nor have the others wait in each round: if it
+        has counted nothing in a round for so long, it is not active before its counts grow again.
         """
-        oldest = self._context.clock.monotonic_s() - patience_s
-        return {peer for peer in peers if max(self._heard_at.get(peer, 0.0), self._step().began_s) >= oldest}
+        known, oldest, began_s = set(peers), self._context.clock.monotonic_s() - patience_s, self._step().began_s
+        late = {peer for peer in known if max(self._heard_at.get(peer, 0.0), began_s) < oldest}
+        counted = {life.peer_id for life, _ in self.counter.counts(self.round_number)}
+        self._silent = (self._silent & known) | (late - counted - {self.author.peer_id})
+        return known - late - self._silent
 
     def forget_past(self) -> None:
         """Forget the counts of all rounds before the previous one; after a change of the timeline, all."""

@@ -50,6 +50,7 @@ class RoundAdmission:
         self._rounds = rounds
         self._newest_asked = 0
         self._leaving = False
+        self._gives_up_inside = False
         self._changed = changed
 
     @property
@@ -144,10 +145,15 @@ class RoundAdmission:
         present = self._rounds.step.round_number
         return RoundClosed(f"round {round_number} is closed here; this peer is in round {present}", present)
 
+    def give_up_inside(self) -> None:
+        """Wait no longer for the microbatches that are inside: the executor counts none of them any more."""
+        self._gives_up_inside = True
+        self._changed.notify()
+
     async def drained(self) -> None:
-        """Wait until no microbatch is inside the present round."""
+        """Wait until no microbatch is inside the present round that may still count."""
         present = self._rounds.current
-        await self._changed.wait_for(lambda: present.admitted == 0)
+        await self._changed.wait_for(lambda: present.admitted == 0 or self._gives_up_inside)
 
     @property
     def is_behind(self) -> bool:

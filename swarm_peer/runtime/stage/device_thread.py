@@ -87,7 +87,8 @@ class DeviceThread:
         self._trained_at = -math.inf
         # Seconds of all jobs that have ended, and when the present one began. One tuple, so that it is read at once.
         self._busy: tuple[float, float | None] = (0.0, None)
-        self._num_failures, self._failing_since_s = 0, 0.0  # since a pass ended well
+        # Failures of passes, and since when, since one of that kind ended well: each takes another amount of memory.
+        self._failures = dict.fromkeys(_PASSES, (0, 0.0))
         self._broken = asyncio.Event()
         self._last_failure = ""
         self._join = threads.start(self._work, "device")
@@ -132,8 +133,8 @@ class DeviceThread:
         """Raise SwarmError once the device is broken: this peer would go on announcing that it serves."""
         await self._broken.wait()
         raise SwarmError(
-            f"the device has failed at {self._num_failures} microbatches in a row, the last time with: "
-            f"{self._last_failure}; start the peer again, and see what else uses the device"
+            f"the device has failed at all microbatches for a minute, the last time with: {self._last_failure}; start "
+            f"the peer again, and see what else uses the device"
         )
 
     @property
@@ -187,7 +188,7 @@ class DeviceThread:
 
     def _settle(self, priority: Priority, future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
         if priority in _PASSES:
-            self._note(error)
+            self._note(priority, error)
         if future.done():
             return
         if error is not None:
@@ -195,14 +196,14 @@ class DeviceThread:
         else:
             future.set_result(outcome)
 
-    def _note(self, error: Exception | None) -> None:
+    def _note(self, priority: Priority, error: Exception | None) -> None:
         if error is None:
-            self._num_failures = 0
+            self._failures[priority] = 0, 0.0
         elif is_fault(error):
             now_s = self._clock.monotonic_s()
-            if not self._num_failures:
-                self._failing_since_s = now_s
-            self._num_failures += 1
+            number, since_s = self._failures[priority]
+            number, since_s = number + 1, since_s if number else now_s
+            self._failures[priority] = number, since_s
             self._last_failure = first_line(error)
-            if self._num_failures >= _FAILURES_OF_BROKEN and now_s - self._failing_since_s >= _BROKEN_AFTER_S:
+            if number >= _FAILURES_OF_BROKEN and now_s - since_s >= _BROKEN_AFTER_S:
                 self._broken.set()
