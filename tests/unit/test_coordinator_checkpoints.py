@@ -897,6 +897,16 @@ async def test_a_coordinator_that_takes_over_complains_of_nothing_that_was_due_b
     assert run.told == []
 
 
+async def test_a_checkpoint_whose_line_of_metrics_is_forgotten_is_not_missed(run, monkeypatch):
+    """A coordinator remembers some thousand lines, and checkpoints may lie further apart."""
+    run.store.save(30, run.manifest, states_of(30))
+    run.reach(55)
+    async with run.written(monkeypatch, every=30) as looks:
+        await looks()
+        run.watch.created_at_round = lambda step: None
+    assert run.told == []
+
+
 async def test_what_was_saved_is_not_fetched_again(run, monkeypatch):
     """A coordinator is started again soon after it has saved a checkpoint. Another round's would be another one."""
     for name, stage in (("a", 0), ("b", 1)):
