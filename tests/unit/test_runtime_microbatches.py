@@ -1484,6 +1484,24 @@ async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, m
     assert leaving.metric("lost_samples") == SAMPLES
 
 
+async def test_a_share_is_handed_over_though_a_microbatch_inside_does_not_end(swarm):
+    """It is in neither peer's gradient when it ends after all."""
+    _, leaving, staying = await group_of_two(swarm)
+    present, late = leaving.rounds.current, make_microbatch(2)
+    passed = leaving.executor._forward(present, late, make_tensors(tokens(2))[1])
+    async with leaving.admission.enter(0):
+        leaving.admission.leave()
+        assert leaving.executor.give_up() == SAMPLES
+        leaving.admission.give_up_inside()
+        await leaving.admission.drained()
+        assert await leaving.handover.hand_over()
+        with pytest.raises(NotServing, match="hands nothing over any more"):
+            leaving.executor._backward(present, late, passed, HopResult(1.0))
+    assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (0, 2 * SAMPLES)
+    assert_equal(staying.trainer.gradient_sums()[0], last_stage_sums(swarm.manifest, (1, 0)))
+    assert not any(gradient.any() for gradient in leaving.gradients())
+
+
 async def test_a_share_that_is_added_half_way_is_in_no_gradient(swarm, monkeypatch):
     """The leaving peer offers it to others, and what the device has taken of it would be there twice."""
     _, leaving, staying = await group_of_two(swarm)
