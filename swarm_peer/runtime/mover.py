@@ -99,7 +99,7 @@ class Mover:
             whether it moves
         """
         try:
-            await self._context.threads.run(self._check, stage)
+            await self._context.threads.run(self._check, stage, abandon_on_cancel=True)  # it may wait for the hub
             prepared = await self._prepare(replica, stage)
         except CallError as error:
             self._stay_for_now(replica, stage, error)

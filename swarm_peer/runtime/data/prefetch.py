@@ -123,6 +123,7 @@ class SamplePool:
         self._leased.discard(slice_id)
         self._unread.pop(slice_id, None)
         self._ready.pop(slice_id, None)
+        self._failing_since_s.pop(slice_id, None)
         self._stock.notify()
 
     def take_ends(self) -> list[WindowRange]:
