@@ -7,8 +7,9 @@ in a task of its own, as it would on another machine: its caller does not wait f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -118,7 +119,7 @@ class MemoryNetwork:
             raise fault.fail
         if callee not in self._handlers:
             raise PeerUnreachable(f"nobody is {callee}")
-        answer = await self._run_task(callee, self._handle(self._handlers[callee], caller, frame))
+        answer = await self._run_task(callee, partial(self._handle, self._handlers[callee], caller, frame))
         if fault.after is not None:
             await fault.after.wait()
         if fault.drop_reply:
@@ -129,14 +130,14 @@ class MemoryNetwork:
         reply = Reply(answer.body or {}, answer.tensors)
         return reply if fault.tamper is None else fault.tamper(reply)
 
-    async def _run_task(self, callee: str, handling: Any) -> Frame:
+    async def _run_task(self, callee: str, handle: Callable[[], Coroutine[Any, Any, Frame]]) -> Frame:
         """Run a handler; cancel it if the caller is cancelled or the callee dies."""
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         scope = anyio.CancelScope()
 
         async def run() -> None:
             with scope:
-                result = await handling
+                result = await handle()
                 if not answer.done():
                     answer.set_result(result)
 

@@ -20,6 +20,7 @@ def connect(monkeypatch):
 
     def make():
         loop, transport = Mock(asyncio.AbstractEventLoop), Mock(asyncio.Transport)
+        loop.create_task = Mock(side_effect=lambda coroutine, **_: coroutine.close() or Mock())  # not run
         transport.get_extra_info.return_value = None
         made = Connection(config, state, {}, loop)
         made.connection_made(transport)

@@ -183,26 +183,19 @@ async def test_who_cannot_read_its_data_leaves_as_upon_a_signal():
         await peer.run(0, anyio.Event())
 
 
-async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no_average():
-    """A stage-mate that asks whether this peer is ready learns first that it has left."""
-    phases = []
+async def nothing(*_):
+    pass
 
-    async def nothing(*_):
-        pass
+
+def leaving_replica(phase, leave, give_up, drained=nothing, give_up_inside=lambda: None):
+    """A replica that has little time to leave; what else it does is up to the test."""
 
     async def run(priority, job):
         return job()
 
-    async def leave(**terms):
-        await anyio.sleep_forever()
-
-    def give_up():
-        phases.append(rounds.step.phase)
-        return 3
-
     rounds = RoundBook(Condition())
     rounds.begin(StepState(round_number=7))
-    rounds.enter(Phase.ENDING)
+    rounds.enter(phase)
     context = make_context(MANIFEST, options=OPTIONS.model_copy(update={"grace_s": 0.01}), clock=MovedClock())
     replica = object.__new__(StageReplica)
     replica.leaves_timeline = False
@@ -211,16 +204,31 @@ async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no
     replica.parts = SimpleNamespace(
         core=SimpleNamespace(
             rounds=rounds,
-            admission=SimpleNamespace(leave=lambda: None, drained=nothing),
+            admission=SimpleNamespace(leave=lambda: None, drained=drained, give_up_inside=give_up_inside),
             executor=SimpleNamespace(stop_waiting=lambda: None, give_up=give_up),
             device_thread=SimpleNamespace(run=run),
         ),
         launcher=None,
         step_loop=SimpleNamespace(leave=leave),
     )
+    return replica
+
+
+async def test_what_nobody_has_taken_in_time_is_reported_once_it_can_get_into_no_average():
+    """A stage-mate that asks whether this peer is ready learns first that it has left."""
+    phases = []
+
+    async def leave(**terms):
+        await anyio.sleep_forever()
+
+    def give_up():
+        phases.append(replica.step.phase)
+        return 3
+
+    replica = leaving_replica(Phase.ENDING, leave, give_up)
     await replica.leave()
     assert phases == [Phase.LEFT]
-    assert context.metrics.lost_samples._value.get() == 3
+    assert replica._peer.context.metrics.lost_samples._value.get() == 3
 
 
 def between_two_stays(monkeypatch, open_replica):
@@ -276,30 +284,15 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
     """A later peer has just died, perhaps. The microbatch fails before, so that it is in no gradient that is given."""
     steps = []
 
-    async def nothing(*_):
-        pass
-
-    async def run(priority, job):
-        return job()
-
     async def leave(**terms):
         steps.append("hand over")
 
-    replica = object.__new__(StageReplica)
-    replica.leaves_timeline = False
-    context = make_context(MANIFEST, options=OPTIONS.model_copy(update={"grace_s": 0.01}), clock=MovedClock())
-    replica._peer = SimpleNamespace(context=context, transport=SimpleNamespace(answered=nothing))
-    replica.parts = SimpleNamespace(
-        core=SimpleNamespace(
-            rounds=SimpleNamespace(step=SimpleNamespace(phase=Phase.LEFT)),
-            admission=SimpleNamespace(
-                leave=lambda: None, drained=anyio.sleep_forever, give_up_inside=lambda: steps.append("end the wait")
-            ),
-            executor=SimpleNamespace(stop_waiting=lambda: None, give_up=lambda: steps.append("give up")),
-            device_thread=SimpleNamespace(run=run),
-        ),
-        launcher=None,
-        step_loop=SimpleNamespace(leave=leave),
+    replica = leaving_replica(
+        Phase.OPEN,
+        leave,
+        give_up=lambda: steps.append("give up"),
+        drained=anyio.sleep_forever,
+        give_up_inside=lambda: steps.append("end the wait"),
     )
     await replica.leave()
     assert steps == ["give up", "end the wait", "hand over"]
