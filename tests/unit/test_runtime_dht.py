@@ -203,6 +203,7 @@ async def test_a_name_is_resolved_before_it_is_dialled(monkeypatch):
 @pytest.mark.parametrize(("own", "dialled"), [("/ip4/10.0.0.5/tcp/1", False), ("/ip4/127.0.0.1/tcp/1", True)])
 async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
     p2p = object.__new__(GuardedP2P)
+    p2p._terminate = lambda: None  # hivemind's __del__ calls it, and there is nothing to end
     p2p._visible_maddrs, p2p._client = [own], SimpleNamespace(connect=AsyncMock())
     p2p.announced = lambda peer_id: [f"/dns4/localhost/tcp/22/p2p/{peer_id}"]
     await p2p.dial(PeerID.from_base58(OTHER.peer_id))
