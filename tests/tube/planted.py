@@ -230,12 +230,6 @@ def barrier_does_not_wait() -> Any:
 
 
 @defect
-def counts_while_handing_over() -> Any:
-    """A leaving peer that waits for the microbatches inside no longer counts those that still end."""
-    return patch.object(StageExecutor, "give_up", lambda executor: executor._trainer.strategy.pending_samples)
-
-
-@defect
 def history_not_compared() -> Any:
     """At the barrier, a peer takes all stage-mates to hold its own weights."""
 

@@ -115,6 +115,7 @@ class SamplePool:
         """
         assert slice_id not in self._leased, slice_id
         self._leased.add(slice_id)
+        self._failing_since_s.pop(slice_id, None)  # of an earlier lease
         self._unread[slice_id] = self._reader.open(slice_id, left)
         self._stock.notify()
 
@@ -123,7 +124,6 @@ class SamplePool:
         self._leased.discard(slice_id)
         self._unread.pop(slice_id, None)
         self._ready.pop(slice_id, None)
-        self._failing_since_s.pop(slice_id, None)
         self._stock.notify()
 
     def take_ends(self) -> list[WindowRange]:
@@ -166,9 +166,8 @@ class SamplePool:
 
     async def _rest(self, slice_id: SliceId, error: HubFailed) -> None:
         """Leave a slice alone for a while; others are read meanwhile."""
-        pause_s = HUB_PAUSE_S
-        log.warning("reading_waits slice=%d seconds=%.0f reason=%s", slice_id.slice_index, pause_s, error)
-        await anyio.sleep(pause_s)
+        log.warning("reading_waits slice=%d seconds=%.0f reason=%s", slice_id.slice_index, HUB_PAUSE_S, error)
+        await anyio.sleep(HUB_PAUSE_S)
         self._resting.discard(slice_id)
         self._stock.notify()
 
