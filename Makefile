@@ -12,7 +12,7 @@ DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
 SEEDS ?= 30
 
-.PHONY: help setup demo test test-all quick unit simulation tube integration faults soak lint format clean
+.PHONY: help setup demo test test-all quick unit simulation tube integration faults gpu soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +65,9 @@ integration: $(VENV)/.installed-dev  ## Run the tests that start real swarms
 
 faults: $(VENV)/.installed-dev  ## Run the tests in which peers fail, slow ones included
 	$(BIN)/python -m pytest tests/faults
+
+gpu: $(VENV)/.installed-dev  ## Run the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -n 2 -m gpu tests
 
 soak: $(VENV)/.installed-dev  ## Half an hour of kills, joins, stalls and departures
 	$(BIN)/python tests/faults/soak.py

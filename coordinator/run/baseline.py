@@ -171,7 +171,7 @@ def _mean(brought: Sequence[tuple[Sequence[torch.Tensor], int]]) -> list[torch.T
 
 def _received(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> torch.Tensor:
     """A tensor as the peer reads it to whom it is sent."""
-    return tensor if codec == "none" else decode(encode(tensor, codec, seed), tensor.shape, codec)
+    return tensor if codec == "none" else decode(encode(tensor, codec, seed), tensor.shape, codec, tensor.device)
 
 
 def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iterator[list[torch.Tensor]]:

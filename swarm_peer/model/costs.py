@@ -86,9 +86,13 @@ class _Stage:
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
         self.logit_bytes = FP32_BYTES * self.tokens * resolved.vocab_size
-        self.layer_bytes = [
-            self.tokens * self.family.layer_activation_bytes(index, self.length, self.half) for index in spec.layers
-        ]
+        self.layer_bytes = [self.tokens * self._layer_bytes_per_token(index) for index in spec.layers]
+
+    def _layer_bytes_per_token(self, index: int) -> float:
+        kept = self.family.layer_activation_bytes(index, self.length, self.half)
+        # GPUs of the last years, which compute in 16 bits, take grouped queries as they are, and so do CPUs.
+        copied = 0 if self.on_cpu or self.half else 2 * self.family.copied_key_width(index, self.length)
+        return kept + FP32_BYTES * copied
 
 
 def _stage_costs(stage: _Stage) -> StageCosts:

@@ -62,8 +62,10 @@ def encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memor
     return bytes_of(encoded.contiguous().cpu())
 
 
-def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor:
-    """Decode to an fp32 CPU tensor, which may share memory with `data`; torch needs `data` to be writable.
+def decode(data: memoryview, shape: Sequence[int], codec: Codec, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Decode to an fp32 tensor on a device, where the work is done.
+
+    A CPU tensor may share memory with `data`; torch needs `data` to be writable.
 
     Raises:
         InvalidMessage: the length is wrong for the shape, or a number is not finite
@@ -72,13 +74,14 @@ def decode(data: memoryview, shape: Sequence[int], codec: Codec) -> torch.Tensor
     if len(data) != expected:
         raise InvalidMessage(f"tensor of {len(data)} bytes; {expected} are right for shape {tuple(shape)} as {codec}")
     if not expected:  # torch makes nothing of no bytes
-        return torch.empty(tuple(shape))
+        return torch.empty(tuple(shape), device=device)
+    raw = torch.frombuffer(data, dtype=torch.uint8).to(device)
     if codec == "blockwise_8bit":
-        tensor = _decode_8bit(data, shape)
+        tensor = _decode_8bit(raw, shape)
     elif codec == "int4_hadamard":
-        tensor = decode_int4(torch.frombuffer(data, dtype=torch.uint8), math.prod(shape)).view(tuple(shape))
+        tensor = decode_int4(raw, math.prod(shape)).view(tuple(shape))
     else:
-        tensor = torch.frombuffer(data, dtype=_DTYPE[codec]).view(tuple(shape)).float()
+        tensor = raw.view(_DTYPE[codec]).view(tuple(shape)).float()
     if not _is_finite(tensor):
         raise InvalidMessage(f"tensor of shape {tuple(shape)} holds non-finite numbers")
     return tensor
@@ -123,25 +126,26 @@ def _encode_8bit(tensor: torch.Tensor) -> memoryview:
     if not _is_finite(tensor):
         raise OverflowError("the values are not finite")
     quantized, state = quantize_blockwise(tensor.float().contiguous(), blocksize=CODEC_BLOCK_SIZE)
-    scales = state.absmax.float().cpu().view(torch.uint8)
-    return bytes_of(torch.cat([scales, quantized.view(-1).cpu()]))
+    return bytes_of(torch.cat([state.absmax.float().view(torch.uint8), quantized.view(-1)]).cpu())
 
 
-@lru_cache(maxsize=1)
-def _dynamic_map() -> torch.Tensor:
+@lru_cache(maxsize=16)
+def _dynamic_map(device: torch.device) -> torch.Tensor:
     """The 256 values of bitsandbytes' dynamic 8-bit type, which its encoder uses by default."""
     from bitsandbytes.functional import create_dynamic_map
 
-    return torch.as_tensor(create_dynamic_map())  # type: ignore[no-untyped-call]
+    return torch.as_tensor(create_dynamic_map(), device=device)  # type: ignore[no-untyped-call]
 
 
-def _decode_8bit(data: memoryview, shape: Sequence[int]) -> torch.Tensor:
+def _decode_8bit(raw: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_blockwise
 
     num_elements = math.prod(shape)
-    raw = torch.frombuffer(data, dtype=torch.uint8)
     absmax = raw[: raw.numel() - num_elements].clone().view(torch.float32)
     decoded = dequantize_blockwise(
-        raw[raw.numel() - num_elements :].clone(), absmax=absmax, code=_dynamic_map(), blocksize=CODEC_BLOCK_SIZE
+        raw[raw.numel() - num_elements :].clone(),
+        absmax=absmax,
+        code=_dynamic_map(raw.device),
+        blocksize=CODEC_BLOCK_SIZE,
     )
     return decoded.view(tuple(shape)).float()

@@ -95,14 +95,17 @@ def encode_int4(tensor: Tensor, seed: int | None) -> Tensor:
 
 
 def decode_int4(raw: Tensor, num_values: int) -> Tensor:
-    """Decode bytes (uint8, CPU) of the right length to fp32. Only steps that are not finite make such numbers."""
+    """Decode bytes (uint8) of the right length to fp32, on their device.
+
+    Only steps that are not finite make numbers that are not.
+    """
     num_blocks = -(-num_values // INT4_BLOCK_SIZE)
     steps = raw[: 2 * num_blocks].clone().view(torch.bfloat16).float()
     codes = raw[2 * num_blocks :].view(torch.int8).view(_HALF, num_blocks)
-    values = torch.empty(num_blocks, INT4_BLOCK_SIZE)
+    values = torch.empty(num_blocks, INT4_BLOCK_SIZE, device=raw.device)
     for begin in range(0, num_blocks, _PIECE):
         piece = codes[:, begin : begin + _PIECE]
-        whole = torch.empty(INT4_BLOCK_SIZE, piece.shape[1])
+        whole = torch.empty(INT4_BLOCK_SIZE, piece.shape[1], device=raw.device)
         whole[:_HALF] = (piece << 4) >> 4  # the shift to the right repeats the sign
         whole[_HALF:] = piece >> 4
         blocks = values[begin : begin + _PIECE]

@@ -12,6 +12,8 @@ NUMBER says at which occurrence, from 1. Kinds:
 * cut-off: from the first time that it asks stage-mates for a state, they cannot be reached for SECONDS
 * slow: the device takes SECONDS for a sample, forward and backward, in a stage of average cost
 * clock: the wall clock is off by SECONDS, from the beginning
+* device-breaks: at the NUMBERth forward pass the GPU fails, and from then on at all that it is asked for
+* little-memory: the GPU gives the peer NUMBER megabytes
 * moves: no fault: the peer is assigned to another stage NUMBER times, at most once in a round, and notes what it uses
 """
 
@@ -274,6 +276,27 @@ def _moves(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     mover.wait_for_assignment = assign  # type: ignore[attr-defined]
 
 
+def _device_breaks(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    """A kernel fails an assertion: from then on, all that this process asks of the GPU fails."""
+
+    def fail(name: str) -> None:
+        strike("the GPU fails")
+        torch.zeros(1, device="cuda")[torch.full((1,), 9, device="cuda")]
+        torch.cuda.synchronize()
+
+    _around(StageTrainer, "forward", number, fail, None)
+
+
+def _little_memory(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    """The GPU gives this process so many megabytes, and does not say so."""
+
+    def limit(name: str) -> None:
+        strike(f"{number} MB")
+        torch.cuda.set_per_process_memory_fraction(number * 1e6 / torch.cuda.mem_get_info()[1])
+
+    _around(StageTrainer, "__init__", 1, limit, None)
+
+
 _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "kill-before-forward": lambda n, s, strike, die: _around(StageTrainer, "forward", n, die, None),
     "kill-after-forward": lambda n, s, strike, die: _around(StageTrainer, "forward", n, None, die),
@@ -291,4 +314,6 @@ _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "slow": _slow,
     "clock": _clock,
     "moves": _moves,
+    "device-breaks": _device_breaks,
+    "little-memory": _little_memory,
 }

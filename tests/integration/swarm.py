@@ -257,6 +257,7 @@ def run_swarm(
     script: Script | None = None,
     launch: Callable[[Path, str], Launch] = forked_peer,
     listen_on: str = LOOPBACK,
+    device: str = "cpu",
     **options: Any,
 ) -> SwarmRun:
     """Train to the manifest's last step and fetch the state of every peer.
@@ -265,6 +266,7 @@ def run_swarm(
         script: acts on the live run; the run goes on to its end after it
         launch: how peers are started, of a folder to write to and a fault
         listen_on: the coordinator's address
+        device: of the peers
         options: of the coordinator's RunOptions
     """
     records = folder / "records"
@@ -275,7 +277,7 @@ def run_swarm(
         async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (listen_on,)) as dht:
             service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
             invite = InviteBook(folder).standing(run_key, dht.addresses)
-            peers = LocalPeers([invite.text()], peers_by_stage, folder, launch=launch(records, ""))
+            peers = LocalPeers([invite.text()], peers_by_stage, folder, device=device, launch=launch(records, ""))
             async with peers.running():
                 live = LiveSwarm(service, dht, invite.text(), peers, records, launch)
                 states = await _train_and_fetch(live, dht, script, timeout_s)

@@ -55,12 +55,12 @@ def check_stage_mates(run: SwarmRun) -> None:
             assert all(torch.equal(other.tensors[name], tensor) for name, tensor in first.tensors.items())
 
 
-def check_weights(run: SwarmRun, baseline: Baseline) -> None:
+def check_weights(run: SwarmRun, baseline: Baseline, tolerance: float = 1e-5) -> None:
     """Every weight and moment is that of the reference, but for the rounding of sums."""
     for trainer, states in zip(baseline.trainers, run.states, strict=True):
         for name, expected in trainer.state().items():
             difference = relative_difference(states[0].tensors[name], expected)
-            assert difference < 1e-5, f"{name} differs by {difference:.2e}"
+            assert difference < tolerance, f"{name} differs by {difference:.2e}"
 
 
 def check_nothing_lost(run: SwarmRun) -> None:
@@ -149,3 +149,32 @@ def test_weights_equal_the_single_process_whatever_the_wires_round(codec: Codec,
         loss, _ = baseline.train_step(run.counted[round_number], run.ids[round_number])
         assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=1e-5)
     check_weights(run, baseline)
+
+
+# Sums on a GPU differ by their last digit, and now and then such a digit is rounded to another 16-bit number.
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-3), ("fp16", 1e-3)])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_8bit"])
+def test_weights_equal_the_single_process_on_a_gpu(
+    optimizer: str, precision: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Two stages of two peers share the GPU."""
+    config = GPT2 | {"n_embd": 96}  # bitsandbytes quantises matrices of 4096 numbers and more
+    manifest = tiny_manifest(
+        model={"config": config, "precision": precision, "activation_checkpointing": optimizer != "sgd"},
+        stages={"peers_to_start": 2},
+        optimizer={"name": optimizer, "learning_rate": 0.1 if optimizer == "sgd" else 1e-3},
+        averaging={"compare_weights_every": 2},
+    )
+    run = run_swarm(manifest, [2, 2], tmp_path, device="cuda")
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    check_nothing_lost(run)
+    baseline = Baseline(ResolvedManifest.of(manifest), "cuda")
+    for round_number in range(manifest.training.steps):
+        loss, _ = baseline.train_step(run.counted[round_number])
+        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=10 * tolerance)
+    if optimizer == "sgd":
+        check_weights(run, baseline, tolerance)

@@ -260,6 +260,10 @@ class Family(ABC):
             half: products, queries, keys and values are of 16 bits, as under autocast; normalisations stay fp32
         """
 
+    def copied_key_width(self, index: int, sequence_length: int) -> int:
+        """Values of a token's keys that attention copies on GPUs without a kernel for grouped queries."""
+        return 0
+
     def cap_activation_bytes(self, half: bool) -> float:
         """Bytes per token that cap_logits() keeps for the backward pass."""
         return 0.0

@@ -24,7 +24,7 @@ class Gemma2Family(GemmaFamily):
     @property
     def attention_implementation(self) -> str:
         """Scaled-dot-product attention takes no soft cap."""
-        return "sdpa" if self.config.attn_logit_softcapping is None else "eager"
+        return super().attention_implementation if self.config.attn_logit_softcapping is None else "eager"
 
     def layer_activation_bytes(self, index: int, sequence_length: int, half: bool) -> float:
         """Besides, where attention is capped, what each head makes of all tokens.

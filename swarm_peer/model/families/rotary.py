@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from swarm_peer.model.families.attention import GROUPED_ATTENTION
 from swarm_peer.model.families.base import Family
 
 # Transformers 5.24 has given the argument another name, and warns of the old one. Nothing is cached here.
@@ -37,6 +38,11 @@ class RotaryFamily(Family):
         "num_key_value_heads",
     )
     widths = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+    @property
+    def attention_implementation(self) -> str:
+        """Queries may share keys."""
+        return GROUPED_ATTENTION
 
     def rope_types(self) -> tuple[str, ...]:
         """One, for all layers."""
@@ -91,12 +97,13 @@ class RotaryFamily(Family):
         """Bytes per token that a layer keeps for its backward pass.
 
         Of each normalisation its input, the normalised values and its output; query and result; keys and values; the
-        gate before and after its activation function, what it multiplies, and the product.
+        gate before and after its activation function, what it multiplies, and the product. Autocast makes an output
+        anew for each product that it goes into: query, key and value, or the gate and what it multiplies.
         """
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         attention = 2 * self.attention_width + 2 * self.kept_key_width(index, sequence_length)
         if half:
-            return float(20 * hidden + 2 * attention + 8 * inner)
+            return float(26 * hidden + 2 * attention + 8 * inner)
         return float(24 * hidden + 4 * attention + 16 * inner)
 
     def kept_key_width(self, index: int, sequence_length: int) -> int:
@@ -104,3 +111,7 @@ class RotaryFamily(Family):
         masked = self.is_masked(index, sequence_length)
         width: int = (self.config.num_attention_heads if masked else self.config.num_key_value_heads) * self.head_dim
         return width
+
+    def copied_key_width(self, index: int, sequence_length: int) -> int:
+        """The copies that grouped_attention makes, where GPUs compute in fp32."""
+        return self.attention_width - self.kept_key_width(index, sequence_length)

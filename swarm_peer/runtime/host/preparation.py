@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import ByteSize
 
-from swarm_peer.errors import UserError
+from swarm_peer.errors import UserError, first_line
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -109,5 +109,16 @@ def free_device_memory(device: torch.device) -> None:
 
 
 def _memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device's memory that are free, and all of them."""
-    return torch.cuda.mem_get_info(device) if device.type == "cuda" else host_memory()
+    """Bytes of a device's memory that are free, and all of them.
+
+    Raises:
+        UserError: the device cannot be used: its driver is too old for torch, or others have taken all of its memory
+    """
+    if device.type != "cuda":
+        return host_memory()
+    try:
+        return torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        raise UserError(
+            f"{device} cannot be used ({first_line(error)}): mend that, or take another with --device"
+        ) from error

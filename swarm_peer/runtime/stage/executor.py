@@ -233,9 +233,9 @@ class StageExecutor:
         shape = num_samples, length, _ = microbatch.hidden_shape(self._resolved)
         num_tokens = length + (microbatch.mode != "predict")
         tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
-        hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations)
         graph: ForwardPass | None = None
         with out_of_memory_fails_hop():
+            hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations, trainer.device)
             if microbatch.mode == "train":
                 graph = trainer.forward(tokens_BS, hidden_BTD)
                 output = graph.output
@@ -271,13 +271,17 @@ class StageExecutor:
         grad_BTD = None
         if not trainer.spec.is_last:
             assert result.grad is not None
-            grad_BTD = decode(result.grad, microbatch.hidden_shape(self._resolved), codec)
+            with out_of_memory_fails_hop():
+                grad_BTD = decode(result.grad, microbatch.hidden_shape(self._resolved), codec, trainer.device)
         counts, held = microbatch.id not in entered.counted, trainer.num_samples
         try:
             with out_of_memory_fails_hop():
                 input_grad_BTD = trainer.backward(passed.graph, grad_BTD, counts=counts)
                 seed = rounding_seed(microbatch.id, trainer.spec.index)
                 encoded = None if input_grad_BTD is None else self._encode(input_grad_BTD, codec, seed)
+                if encoded is None and trainer.device.type == "cuda":
+                    # Nothing is read from the GPU: its time, and its errors, would count as those of a later pass.
+                    torch.cuda.synchronize(trainer.device)
         except (InvalidMessage, RoundClosed):
             raise  # nothing has been added
         except Exception as error:
