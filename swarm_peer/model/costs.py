@@ -41,11 +41,13 @@ class StageCosts:
         parameters: number of weights
         flops: compute of one token, forward and backward, recomputation included
         memory: what it takes of the memory that the peer trains in
+        host_bytes: what it takes of the machine's memory beside its trainer; on a CPU a part of `memory`
     """
 
     parameters: int
     flops: int
     memory: StageMemory
+    host_bytes: float
 
 
 def stage_costs(resolved: ResolvedManifest, device_type: str) -> tuple[StageCosts, ...]:
@@ -100,7 +102,7 @@ def _stage_costs(stage: _Stage) -> StageCosts:
     if stage.checkpoints:
         flops += stage.layers.forward_flops  # computed once more; the head is not
     parameters = stage.whole.parameters
-    microbatch_bytes = _microbatch_bytes(stage)
+    microbatch_bytes, host_bytes = _microbatch_bytes(stage), _host_bytes(stage)
     return StageCosts(
         parameters=parameters,
         flops=flops,
@@ -108,11 +110,12 @@ def _stage_costs(stage: _Stage) -> StageCosts:
             weight_bytes=FP32_BYTES * parameters,
             weight_gradient_bytes=FP32_BYTES * parameters,
             optimizer_bytes=optimizer_bytes(stage.manifest.optimizer) * parameters,
-            host_bytes=_host_bytes(stage) if stage.on_cpu else 0.0,
+            host_bytes=host_bytes if stage.on_cpu else 0.0,
             working_bytes=_working_bytes(stage, microbatch_bytes),
             update_bytes=_update_bytes(stage),
             microbatch_bytes=microbatch_bytes,
         ),
+        host_bytes=host_bytes,
     )
 
 

@@ -102,7 +102,9 @@ class StageModule(nn.Module):
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if device.type != "cuda" or self.section.precision == "fp32":
             return nullcontext()
-        return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.section.precision])
+        # Its cache keeps a 16-bit copy of each weight until the pass is over, though a checkpointed layer is done with.
+        caches = self.section.share_layers or not self.section.activation_checkpointing
+        return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.section.precision], cache_enabled=caches)
 
 
 def allocate(module: StageModule) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import torch
 
-from swarm_peer.config import PeerOptions
+from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_pretrained
@@ -23,7 +23,7 @@ from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_fo
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
-from swarm_peer.runtime.host.preparation import choose_device, stages_too_large
+from swarm_peer.runtime.host.preparation import check_device, choose_device, stages_too_large
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
@@ -31,7 +31,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.peer import Peer
-from swarm_peer.runtime.stage.device_errors import is_out_of_memory
+from swarm_peer.runtime.stage.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
@@ -53,7 +53,7 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
 
     Raises:
         UserError: the options, the run or this machine do not fit together; the message says what to change
-        SwarmError: the device ran out of memory outside of a pass
+        SwarmError: the device has failed, or ran out of memory outside of a pass
     """
     metrics = PeerMetrics()
     if options.metrics_port is not None:
@@ -71,6 +71,8 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         try:
             run_loop(_run, options, metrics, device, entrance, folder, identity_path, counted)
         except (RuntimeError, MemoryError) as error:
+            if is_lost(error):
+                raise SwarmError(f"the device has failed, start the peer again ({first_line(error)})") from error
             if not is_out_of_memory(error):
                 raise
             # Elsewhere than in a pass, which fails alone: weights may be half updated.
@@ -107,7 +109,7 @@ async def _run(
         run_id, manifest = await find_manifest(dht, entrance, options.run_id)
         threads = SystemThreads()
         # Slow work happens in threads: this process is a node of the DHT already.
-        resolved = await threads.run(ResolvedManifest.of, manifest)
+        resolved, too_large = await threads.run(_examine, manifest, device, options.max_memory)
         context = PeerContext(
             run_id=run_id,
             resolved=resolved,
@@ -119,7 +121,7 @@ async def _run(
             storage=FolderStorage(folder / "snapshots"),
             metrics=metrics,
             changed=Condition(),
-            too_large=await threads.run(stages_too_large, resolved, device, options.max_memory),
+            too_large=too_large,
         )
         stage = await choose_first_stage(context, dht)
         await threads.run(check_pretrained, manifest, options.data_dir)
@@ -136,10 +138,23 @@ async def _run(
                 dht=dht,
                 transport=transport,
                 device=device,
-                device_thread=DeviceThread(clock=context.clock, threads=threads, metrics=metrics),
+                device_thread=DeviceThread(clock=context.clock, threads=threads, metrics=metrics, device=device),
                 counted=counted,
             )
             await peer.run(stage, ended)
+
+
+def _examine(
+    manifest: RunManifest, device: torch.device, max_memory: int | None
+) -> tuple[ResolvedManifest, tuple[int, ...]]:
+    """The run's manifest with its model's config, and the stages that this machine has no memory for.
+
+    Raises:
+        UserError: the device cannot be used, or no stage fits into its memory
+    """
+    check_device(device, manifest.model.precision)
+    resolved = ResolvedManifest.of(manifest)
+    return resolved, stages_too_large(resolved, device, max_memory)
 
 
 def _max_payload_bytes(resolved: ResolvedManifest) -> int:

@@ -29,8 +29,7 @@ def test_a_peer_whose_gpu_fails_ends_and_others_go_on(tmp_path: Path) -> None:
         steps.append(live.optimizer_step)
         await live.reached(live.optimizer_step + 5)
         log = live.log("broken")
-        assert "the device has failed at all microbatches for a minute" in log, log[-3000:]
-        print(log[-2000:])
+        assert "SwarmError: the device has failed" in log, log[-3000:]
         raise SwarmStopped
 
     manifest = tiny_manifest(stages={"count": 1}, training={"steps": 100_000, "validation_every": 0})

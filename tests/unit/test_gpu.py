@@ -21,7 +21,8 @@ from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.stage.device_errors import is_fault, is_out_of_memory
+from swarm_peer.runtime.host.preparation import free_device_memory
+from swarm_peer.runtime.stage.device_errors import is_fault, is_lost, is_out_of_memory
 from swarm_peer.wire.codecs import decode, encode
 
 pytestmark = [
@@ -54,7 +55,8 @@ def make_trainers(resolved: ResolvedManifest, device: str = "cuda") -> list[Stag
 
 
 def tokens(seed: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (3, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    # Token 0 pads, and is made of zeros: each of Gemma's normalisations makes a thousandfold of its gradient.
+    return torch.randint(1, VOCABULARY, (3, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
 
 
 def passes(trainers: list[StageTrainer], tokens_BS: torch.Tensor) -> list[ForwardPass]:
@@ -87,9 +89,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_are_those_of_a_cpu(name: str, precision: str, checkpointing: bool) -> None:
-    config = CONFIGS[name]
-    if "gemma" not in name:  # whose normalisations make fp16's infinity of the gradients of so narrow an MLP
-        config = config | {"initializer_range": 0.02}
+    config = CONFIGS[name] | {"initializer_range": 0.02}
     model = {"config": config, "precision": precision, "activation_checkpointing": checkpointing}
     on_gpu, on_cpu = (make_trainers(resolve(model=model), device) for device in ("cuda", "cpu"))
     for trainers in (on_gpu, on_cpu):
@@ -139,10 +139,17 @@ def test_gpus_encode_as_cpus_do(codec: Codec, dtype: torch.dtype) -> None:
     assert relative_error(on_gpu, on_cpu) < (2e-3 if codec in ("blockwise_8bit", "int4_hadamard") else 1e-9)
 
 
+@pytest.fixture(autouse=True)
+def memory_before() -> int:
+    """Bytes that are in use when a test begins."""
+    free_device_memory(torch.device("cuda"))
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
 @pytest.fixture
-def little_memory() -> Iterator[None]:
+def little_memory(memory_before: int) -> Iterator[None]:
     """Half a gigabyte for torch's allocator."""
-    torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(2**29 / total)
     yield
@@ -165,27 +172,31 @@ def test_a_gpu_that_runs_out_of_memory_goes_on(little_memory: None) -> None:
         waiting.extend(trainers[0].forward(tokens(1)) for _ in itertools.count())
     assert is_out_of_memory(caught.value)
     assert is_fault(caught.value)
+    assert not is_lost(caught.value)
     del waiting, hog, caught
     train(trainers, range(1, 3))
 
 
 def test_a_failed_backward_pass_leaves_no_gradients(little_memory: None) -> None:
-    trainers = make_trainers(resolve())
+    width = 1024  # the gradient of a layer's largest matrix has 16 MB
+    config = GPT2 | {"n_embd": width, "n_layer": 2}
+    trainers = make_trainers(resolve(config, optimizer={"name": "sgd"}))
     train(trainers, range(1))
     passed = trainers[0].forward(tokens(1))
     passes(trainers, tokens(2))
-    gradient_BTD = torch.full((3, LENGTH, 24), 1e-3, device="cuda")
+    gradient_BTD = torch.full((3, LENGTH, width), 1e-4, device="cuda")
+    for trainer in trainers:
+        trainer.discard_gradients()
+    trainers[0].num_samples = 3
+    torch.cuda.empty_cache()
     held: list[torch.Tensor] = []
     fill(held, 2**20)
-    fill(held, 512)
     with pytest.raises(RuntimeError) as caught:
         trainers[0].backward(passed, gradient_BTD)
     assert is_out_of_memory(caught.value)
     assert trainers[0].num_samples == 0
     assert all(parameter.grad is None for parameter in trainers[0].module.parameters())
     del held, caught, passed
-    for trainer in trainers:
-        trainer.discard_gradients()
     train(trainers, range(1, 3))
 
 
@@ -207,22 +218,24 @@ for job in (
         job()
         print("ended well")
     except Exception as error:
-        print(type(error).__mro__, test_gpu.is_fault(error), test_gpu.is_out_of_memory(error), str(error)[:200])
+        print("lost" if test_gpu.is_lost(error) else "not lost", type(error).__mro__, str(error)[:200])
 """
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_grouped_queries_take_no_memory_of_length_squared(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_queries_take_no_memory_of_length_squared(
+    precision: str, memory_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor on a GPU that has no flash attention."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     length = 4096
     config = LLAMA | {"max_position_embeddings": length, "num_hidden_layers": 2}
     resolved = resolve(model={"config": config, "precision": precision}, data={"sequence_length": length})
     trainers = make_trainers(resolved)
-    torch.cuda.reset_peak_memory_stats()
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         trainers[0].forward(torch.zeros(1, length + 1, dtype=torch.int64))
-    assert torch.cuda.max_memory_allocated() < 2 * length**2
+    # One value for each pair of tokens, in one of four heads, would be as much.
+    assert torch.cuda.max_memory_allocated() - memory_before < 4 * length**2
 
 
 MEMORY_CASES = [
@@ -234,10 +247,8 @@ MEMORY_CASES = [
 
 
 @pytest.mark.parametrize("case", MEMORY_CASES, ids=lambda case: f"{case.title}, {case.precision}")
-def test_memory_is_predicted_as_it_is_measured(case: Case) -> None:
+def test_memory_is_predicted_as_it_is_measured(case: Case, memory_before: int) -> None:
     resolved = case.resolved()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
     trainer = StageTrainer(resolved, resolved.specs[case.stage], device="cuda")
     shape = 2, case.length, trainer.module.config.hidden_size
     tokens_BS = torch.randint(trainer.module.config.vocab_size, (2, case.length + 1))
@@ -253,7 +264,7 @@ def test_memory_is_predicted_as_it_is_measured(case: Case) -> None:
         while waiting:
             trainer.backward(waiting.pop(), None if trainer.spec.is_last else torch.full(shape, 1e-3, device="cuda"))
         trainer.apply(trainer.mean_gradients())
-    measured = torch.cuda.max_memory_allocated() - before
+    measured = torch.cuda.max_memory_allocated() - memory_before
     predicted = stage_costs(resolved, "cuda")[case.stage].memory.peak_bytes(case.in_flight)
     print(f"{predicted / 1e6:.0f} MB predicted, {measured / 1e6:.0f} MB measured, {predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.15)
@@ -264,5 +275,6 @@ def test_an_error_that_stays_is_no_lack_of_memory() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", BROKEN], env=environment, capture_output=True, text=True, timeout=60)
     print(result.stdout, result.stderr[-2000:])
-    lines = [line for line in result.stdout.splitlines() if "True False" in line]
+    lines = [line for line in result.stdout.splitlines() if "lost" in line]
     assert len(lines) >= 2
+    assert all(line.startswith("lost") for line in lines)

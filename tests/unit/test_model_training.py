@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.model.architecture import parse_model_config
-from swarm_peer.model.gradient_norm import MAX_GRADIENT_NORM
+from swarm_peer.model.gradient_norm import MAX_GRADIENT_NORM, total_norm
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import FP16_LOSS_SCALE, StageTrainer
 
@@ -450,6 +450,12 @@ def test_what_may_travel_in_fp16_is_what_a_backward_pass_can_take():
     large = torch.full_like(forward_pass.output, 2.0**6 * first.loss_scale)
     with pytest.raises(InvalidMessage, match="gradient has norm"):
         first.backward(forward_pass, large)
+
+
+@pytest.mark.parametrize("size", [1, 2**10, 2**10 + 1, 3 * 10**6])
+def test_a_norm_is_right_however_many_values_it_is_of(size):
+    tensors = [torch.full((size,), 1e-3), torch.full((2, 3), 2e-3), torch.zeros(5)]
+    assert float(total_norm(tensors)) == pytest.approx(math.sqrt(1e-6 * size + 6 * 4e-6), rel=1e-6)
 
 
 def test_a_gradient_that_has_exploded_is_handed_on_at_the_largest_norm():

@@ -289,7 +289,7 @@ def out_of_memory():
     return error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: unknown error\nmore"), out_of_memory()])
+@pytest.mark.parametrize("error", [RuntimeError("cuDNN error: failed\nmore"), out_of_memory()])
 @pytest.mark.parametrize("forward_fits", [False, True])
 async def test_a_device_that_fails_for_long_is_broken(device, error, forward_fits):
     for _ in range(_FAILURES_OF_BROKEN):
@@ -311,7 +311,7 @@ async def test_a_device_that_fails_for_long_is_broken(device, error, forward_fit
     ],
 )
 async def test_a_device_that_works_is_not_broken(device, error, priority):
-    broken = RuntimeError("CUDA error: unknown error")
+    broken = RuntimeError("cuDNN error: failed")
     for _ in range(2 * _FAILURES_OF_BROKEN):
         if error is None:
             await device.attempt(broken, after_s=_BROKEN_AFTER_S / 2)
@@ -323,8 +323,17 @@ async def test_a_device_that_works_is_not_broken(device, error, priority):
 
 async def test_two_failures_far_apart_are_no_broken_device(device):
     for after_s in (0.0, 10 * _BROKEN_AFTER_S):
-        await device.attempt(RuntimeError("CUDA error: unknown error"), after_s=after_s)
+        await device.attempt(RuntimeError("cuDNN error: failed"), after_s=after_s)
     assert not device.is_broken()
+
+
+@pytest.mark.parametrize("priority", Priority)
+async def test_a_gpu_that_this_process_has_lost_is_broken_at_once(device, priority):
+    await device.attempt(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), priority)
+    assert not device.is_broken(), "that is a lack of memory"
+    await device.attempt(RuntimeError("CUDA error: device-side assert triggered\nSearch for"), priority)
+    with pytest.raises(SwarmError, match=r"^the device has failed: CUDA error: device-side assert triggered; start"):
+        await device.thread.watch()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.host import preparation
 from swarm_peer.runtime.host.preparation import (
+    RESERVED_BYTES,
     UNCHECKED_IN_FLIGHT,
+    check_device,
     has_room_beside,
     microbatch_capacity,
     stages_too_large,
@@ -60,9 +62,10 @@ def test_a_peer_that_is_not_told_its_memory_takes_more_microbatches_where_more_a
         (0, memory.peak_bytes(3) + 1, 3),
         (0, memory.peak_bytes(1) + 1, 1),
     ):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", {device: (int(free_bytes), int(all_bytes))}.__getitem__)
+        figures = int(free_bytes) + RESERVED_BYTES, int(all_bytes) + RESERVED_BYTES
+        monkeypatch.setattr(torch.cuda, "mem_get_info", {device: figures}.__getitem__)
         assert microbatch_capacity(resolved, resolved.specs[0], device, None) == fit
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, int(memory.peak_bytes(1)) - 1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, RESERVED_BYTES + int(memory.peak_bytes(1)) - 1))
     with pytest.raises(
         UserError, match=r"GiB is too little: stage 0 needs about .*GiB; serve a smaller stage, or allow"
     ):
@@ -79,10 +82,32 @@ def test_stages_are_too_large_for_a_device_by_its_own_needs(device: str, monkeyp
     assert stages_too_large(resolved, chosen, int(max(needed)) + 1) == ()
     assert stages_too_large(resolved, chosen, room) == tuple(sorted(order[2:]))
     monkeypatch.setattr(preparation, "host_memory", lambda: (0, room))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", {chosen: (0, room)}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {chosen: (0, room + RESERVED_BYTES)}.__getitem__)
     assert stages_too_large(resolved, chosen, None) == tuple(sorted(order[2:])), "what is free now does not count"
     with pytest.raises(UserError, match=r"no stage of this run fits into 1\.0GiB of memory: the smallest needs about"):
         stages_too_large(resolved, chosen, 2**30)
+
+
+def test_a_stage_is_too_large_where_the_machine_has_no_memory_for_what_is_kept_beside_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
+    gpu = torch.device("cuda:0")
+    beside = [int(costs.host_bytes) for costs in stage_costs(resolved, "cuda")]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, max(beside)))
+    assert stages_too_large(resolved, gpu, None) == ()
+    monkeypatch.setattr(preparation, "host_memory", lambda: (2**40, max(beside) - 1))
+    largest = beside.index(max(beside))
+    assert stages_too_large(resolved, gpu, None) == (largest,)
+    with pytest.raises(UserError, match=r"this machine's memory of .*GiB is too little: beside the GPU's, stage"):
+        microbatch_capacity(resolved, resolved.specs[largest], gpu, None)
+
+
+def test_a_device_that_cannot_compute_is_refused() -> None:
+    check_device(torch.device("cpu"), "bf16")
+    with pytest.raises(UserError, match=r"^meta cannot be used \(.*\): mend that, or take another with --device"):
+        check_device(torch.device("meta"), "fp32")
 
 
 def test_a_second_replica_needs_the_memory_that_both_take() -> None:

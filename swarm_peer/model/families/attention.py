@@ -13,8 +13,9 @@ from transformers.masking_utils import sdpa_mask
 
 # The name by which transformers finds the function below.
 GROUPED_ATTENTION = "swarm_grouped_sdpa"
-# Flash attention, the one kernel of torch's that takes grouped queries, needs 16 bits and a GPU from Ampere on.
-_AMPERE = (8, 0)
+# Compute capability of the first GPUs with bf16, and with flash attention, the one kernel of torch's that takes grouped
+# queries, in 16 bits.
+AMPERE = (8, 0)
 
 
 def grouped_attention(
@@ -46,7 +47,7 @@ def grouped_attention(
 
 def _has_flash_attention(query_BHTD: Tensor) -> bool:
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query_BHTD.dtype
-    return dtype != torch.float32 and torch.cuda.get_device_capability(query_BHTD.device) >= _AMPERE
+    return dtype != torch.float32 and torch.cuda.get_device_capability(query_BHTD.device) >= AMPERE
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from pydantic import ByteSize
 
 from swarm_peer.errors import UserError, first_line
-from swarm_peer.model.costs import stage_costs
+from swarm_peer.model.costs import StageCosts, stage_costs
+from swarm_peer.model.families.attention import AMPERE
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.processes import free_memory
 
+log = logging.getLogger(__name__)
+
+# Of a GPU's memory: kernels, their workspaces, and gaps between what torch gives out, some 0.4 GB at stages of 5 to
+# 20 GB (benchmarks/gpu-2026-11-26.md).
+RESERVED_BYTES = 5 * 10**8
 # A peer that is not told its memory holds so many microbatches whatever its device has free, as long as the device is
 # large enough, and more only if they fit. Weights that are there already are counted twice then, and what others use
 # now may be free later.
@@ -37,7 +45,28 @@ def choose_device(name: str) -> torch.device:
             f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices that torch can use; use cpu "
             f"or auto, or install a CUDA build of torch and a driver for it"
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def check_device(device: torch.device, precision: str) -> None:
+    """Compute something on the device, so that it fails here and not in the run.
+
+    Args:
+        precision: that the run asks GPUs to compute in
+
+    Raises:
+        UserError: the device cannot be used: its driver is too old for torch, torch has nothing for so old a GPU, or
+            others have taken all of its memory
+    """
+    try:
+        float(torch.ones(1, device=device).add_(1))
+    except Exception as error:  # torch has no common class for what goes wrong when it initialises CUDA
+        raise UserError(
+            f"{device} cannot be used ({first_line(error)}): mend that, or take another with --device"
+        ) from error
+    if device.type == "cuda" and precision == "bf16" and torch.cuda.get_device_capability(device) < AMPERE:
+        name = torch.cuda.get_device_name(device)
+        log.warning("bf16_is_emulated device=%s: much slower; a run with model.precision=fp16 suits it", name)
 
 
 def microbatch_capacity(
@@ -52,11 +81,17 @@ def microbatch_capacity(
         UserError: the stage does not fit, even with one microbatch
     """
     limit = resolved.manifest.limits.max_in_flight
-    memory = stage_costs(resolved, device.type)[spec.index].memory
+    costs = stage_costs(resolved, device.type)[spec.index]
+    memory = costs.memory
     free_bytes, all_bytes = _memory_bytes(device) if max_memory is None else (max_memory, max_memory)
     capacity = memory.window(free_bytes, limit)
     if max_memory is None:
         capacity = max(capacity, memory.window(all_bytes, min(UNCHECKED_IN_FLIGHT, limit)))
+    if _host_is_too_small(costs, device):
+        raise UserError(
+            f"this machine's memory of {ByteSize(host_memory()[1]).human_readable()} is too little: beside the GPU's, "
+            f"stage {spec.index} needs about {ByteSize(costs.host_bytes).human_readable()}; serve a smaller stage"
+        )
     if not capacity:
         short = f"{ByteSize(all_bytes).human_readable()} is too little: stage {spec.index} needs about"
         needed = ByteSize(memory.peak_bytes(1)).human_readable()
@@ -76,13 +111,18 @@ def stages_too_large(resolved: ResolvedManifest, device: torch.device, max_memor
         UserError: it has memory for no stage
     """
     room = _memory_bytes(device)[1] if max_memory is None else max_memory
-    needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, device.type)]
+    all_costs = stage_costs(resolved, device.type)
+    needed = [costs.memory.peak_bytes(1) for costs in all_costs]
     if room < min(needed):
         raise UserError(
             f"no stage of this run fits into {ByteSize(room).human_readable()} of memory: the smallest needs about "
             f"{ByteSize(min(needed)).human_readable()}; take a device with more, or raise --max-memory"
         )
-    return tuple(stage for stage, bytes_ in enumerate(needed) if bytes_ > room)
+    return tuple(
+        stage
+        for stage, costs in enumerate(all_costs)
+        if costs.memory.peak_bytes(1) > room or _host_is_too_small(costs, device)
+    )
 
 
 def has_room_beside(
@@ -108,17 +148,14 @@ def free_device_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device's memory that are free, and all of them.
+def _host_is_too_small(costs: StageCosts, device: torch.device) -> bool:
+    """Whether the machine lacks memory for what a peer keeps beside the memory that it trains in."""
+    return device.type == "cuda" and costs.host_bytes > host_memory()[1]
 
-    Raises:
-        UserError: the device cannot be used: its driver is too old for torch, or others have taken all of its memory
-    """
+
+def _memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of a device's memory that are free for training, and that would be if nothing else used it."""
     if device.type != "cuda":
         return host_memory()
-    try:
-        return torch.cuda.mem_get_info(device)
-    except RuntimeError as error:
-        raise UserError(
-            f"{device} cannot be used ({first_line(error)}): mend that, or take another with --device"
-        ) from error
+    free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+    return max(free_bytes - RESERVED_BYTES, 0), all_bytes - RESERVED_BYTES

@@ -7,8 +7,16 @@ import torch
 from swarm_peer.errors import SwarmError
 
 # torch has a class for its own allocator's errors on GPUs. Those of its CPU allocator, of the driver and of CUDA's
-# libraries have texts alone.
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+# libraries have texts alone. The last one is what torch fails at where it is about to say that memory is out, and the
+# driver's tools are another version's.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "NVML_SUCCESS == r",
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -16,6 +24,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether this process has lost its GPU (a kernel that failed, a driver that crashed): all that follows fails."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error)
 
 
 def is_fault(error: Exception) -> bool:

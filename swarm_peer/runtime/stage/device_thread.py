@@ -16,11 +16,12 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 import anyio
+import torch
 
 from swarm_peer.errors import SwarmError, first_line
 from swarm_peer.runtime.context import Clock, Threads
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.device_errors import is_fault
+from swarm_peer.runtime.stage.device_errors import is_fault, is_lost
 
 Result = TypeVar("Result")
 
@@ -77,9 +78,14 @@ class SpeedMeter:
 
 
 class DeviceThread:
-    """Runs the jobs of all replicas one at a time, by priority and then by age. `run` belongs to the event loop."""
+    """Runs the jobs of all replicas one at a time, by priority and then by age. `run` belongs to the event loop.
 
-    def __init__(self, *, clock: Clock, threads: Threads, metrics: PeerMetrics):
+    Args:
+        device: that the jobs compute on
+    """
+
+    def __init__(self, *, clock: Clock, threads: Threads, metrics: PeerMetrics, device: torch.device | str = "cpu"):
+        self._device = torch.device(device)
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._clock = clock
@@ -90,7 +96,7 @@ class DeviceThread:
         # Failures of passes, and since when, since one of that kind ended well: each takes another amount of memory.
         self._failures = dict.fromkeys(_PASSES, (0, 0.0))
         self._broken = asyncio.Event()
-        self._last_failure = ""
+        self._failure = ""
         self._join = threads.start(self._work, "device")
 
     async def run(
@@ -132,10 +138,7 @@ class DeviceThread:
     async def watch(self) -> None:
         """Raise SwarmError once the device is broken: this peer would go on announcing that it serves."""
         await self._broken.wait()
-        raise SwarmError(
-            f"the device has failed at all microbatches for a minute, the last time with: {self._last_failure}; start "
-            f"the peer again, and see what else uses the device"
-        )
+        raise SwarmError(f"{self._failure}; start the peer again, and see what else uses the device")
 
     @property
     def idle_s(self) -> float:
@@ -153,6 +156,9 @@ class DeviceThread:
         self._join(timeout_s)
 
     def _work(self) -> None:
+        if self._device.type == "cuda":
+            # Each thread has its own. Libraries that are not told a device would take memory of the first one.
+            torch.cuda.set_device(self._device)
         while self._run_next():
             pass
 
@@ -189,6 +195,10 @@ class DeviceThread:
     def _settle(self, priority: Priority, future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
         if priority in _PASSES:
             self._note(priority, error)
+        if is_lost(error):
+            assert error is not None
+            self._failure = f"the device has failed: {first_line(error)}"
+            self._broken.set()
         if future.done():
             return
         if error is not None:
@@ -204,6 +214,8 @@ class DeviceThread:
             number, since_s = self._failures[priority]
             number, since_s = number + 1, since_s if number else now_s
             self._failures[priority] = number, since_s
-            self._last_failure = first_line(error)
             if number >= _FAILURES_OF_BROKEN and now_s - since_s >= _BROKEN_AFTER_S:
+                self._failure = (
+                    f"the device has failed at all microbatches for a minute, the last time with: {first_line(error)}"
+                )
                 self._broken.set()
