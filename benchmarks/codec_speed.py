@@ -18,8 +18,8 @@ import torch
 from swarm_peer.config import Codec
 from swarm_peer.wire.codecs import decode, encode, encoded_bytes
 
-# A hop of configs/demo.yaml, and one of configs/gpt2-124m.yaml.
-SHAPES = ((8, 128, 192), (4, 1024, 768))
+# A hop of configs/demo.yaml, one of configs/gpt2-124m.yaml, and one of a model of 7 billion parameters.
+SHAPES = ((8, 128, 192), (4, 1024, 768), (2, 2048, 4096))
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -39,7 +39,7 @@ def measure(shape: tuple[int, ...], device: str, tries: int) -> dict[Codec, dict
             for name, work in (
                 ("nearest", partial(encode, tensor, codec)),
                 ("stochastic", partial(encode, tensor, codec, 1)),
-                ("decode", partial(decode, data, shape, codec)),
+                ("decode", partial(decode, data, shape, codec, device)),
             ):
                 times[name] = min(times.get(name, float("inf")), seconds(work))
     return best

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from swarm import GPT2, LiveSwarm, SwarmStopped, forked_peer, run_swarm, tiny_manifest
-from test_keystone import check_counts
+from test_keystone import check_counts, relative_difference
 
-from coordinator.run.local_peers import Launch
+from coordinator.run.baseline import Baseline
+from coordinator.run.local_peers import Launch, Process
+from swarm_peer.model.resolved import ResolvedManifest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +38,37 @@ def test_a_peer_whose_gpu_fails_ends_and_others_go_on(tmp_path: Path) -> None:
     manifest = tiny_manifest(stages={"count": 1}, training={"steps": 100_000, "validation_every": 0})
     run_swarm(manifest, [1], tmp_path, script=script, device="cuda")
     assert steps
+
+
+def test_a_cpu_and_a_gpu_train_one_stage(tmp_path: Path) -> None:
+    """They round differently. When they compare weights, one takes over the other's, and loses its part of a round."""
+    manifest = tiny_manifest(
+        stages={"count": 1, "peers_to_start": 2},
+        training={"steps": 7},
+        averaging={"compare_weights_every": 3},
+    )
+    run = run_swarm(manifest, [2], tmp_path, launch=peer_of_either_kind, device="cuda")
+    check_counts(run, manifest)
+    baseline = Baseline(ResolvedManifest.of(manifest))
+    for round_number in range(manifest.training.steps):
+        loss, _ = baseline.train_step(run.counted[round_number])
+        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=0.02)
+    assert len(run.states[0]) == 2
+    for state in run.states[0]:
+        for name, expected in baseline.state().items():
+            assert relative_difference(state.tensors[name], expected) < 0.05, name
+    print("\n".join(line for line in run.logs().splitlines() if "resync" in line or "lost" in line))
+
+
+def peer_of_either_kind(records: Path, fault: str) -> Launch:
+    """A peer on the GPU, but for the second of a stage."""
+    launch = forked_peer(records, fault)
+
+    def start(options: Sequence[str], log_file: Path, threads: int) -> Process:
+        name = options[options.index("--name") + 1]
+        return launch(["cpu" if name.endswith(".1") and o == "cuda" else o for o in options], log_file, threads)
+
+    return start
 
 
 def limited_peer(limit: str, records: Path, fault: str) -> Launch:

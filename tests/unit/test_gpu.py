@@ -227,9 +227,9 @@ def test_grouped_queries_take_no_memory_of_length_squared(
     precision: str, memory_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor on a GPU that has no flash attention."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     length = 4096
-    config = LLAMA | {"max_position_embeddings": length, "num_hidden_layers": 2}
+    config = LLAMA | {"max_position_embeddings": length, "num_hidden_layers": 2, "hidden_size": 64}
     resolved = resolve(model={"config": config, "precision": precision}, data={"sequence_length": length})
     trainers = make_trainers(resolved)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):

@@ -1017,6 +1017,20 @@ async def test_a_peer_whose_device_has_no_memory_to_send_what_it_computed_goes_o
 
 
 @pytest.mark.parametrize("function", ["forward", "backward"])
+async def test_the_error_of_a_pass_without_memory_holds_nothing_of_the_pass(swarm, pair, monkeypatch, function):
+    """Before it reaches anybody, other passes run."""
+
+    def fail(*args, **options):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(pair[0].trainer, function, fail)
+    with pytest.raises(HopFailed) as caught:
+        await pair[0].run(make_microbatch())
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert caught.value.__cause__.__traceback__ is None
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
 @pytest.mark.parametrize(("error", "left"), [(torch.OutOfMemoryError, 2), (HopFailed, 8)])
 async def test_a_peer_that_runs_out_of_memory_takes_fewer_microbatches(swarm, pair, monkeypatch, function, error, left):
     """And its callers, which are told of that failure alone, take as many as before."""
