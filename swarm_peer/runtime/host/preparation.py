@@ -64,9 +64,12 @@ def check_device(device: torch.device, precision: str) -> None:
         raise UserError(
             f"{device} cannot be used ({first_line(error)}): mend that, or take another with --device"
         ) from error
-    if device.type == "cuda" and precision == "bf16" and torch.cuda.get_device_capability(device) < AMPERE:
-        name = torch.cuda.get_device_name(device)
-        log.warning("bf16_is_emulated device=%s: much slower; a run with model.precision=fp16 suits it", name)
+    if device.type != "cuda":
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    log.info("gpu device=%s name=%s capability=%d.%d", device, name, *capability)
+    if precision == "bf16" and capability < AMPERE:
+        log.warning("bf16_is_emulated name=%s: much slower; a run with model.precision=fp16 suits it", name)
 
 
 def microbatch_capacity(
