@@ -1323,7 +1323,6 @@ class Follower:
             barrier=barrier,
             digest_weights=self.digest_weights,
         )
-        self.calls = barrier.calls | group.calls
         gossip = Gossip(
             manifest_hash=MANIFEST.hash,
             transport=transport,
@@ -1331,6 +1330,8 @@ class Follower:
             welcome=barrier.welcome,
             drop=lambda peer, serial: None,
         )
+        self.barrier = barrier
+        self.calls = barrier.calls | group.calls | gossip.calls
         core = ReplicaCore(
             trainer=self.trainer,
             capacity=Capacity(8),
@@ -2252,8 +2253,27 @@ def delayed(monkeypatch):
 
 
 @pytest.fixture
+def periodic(monkeypatch):
+    """Have updates be averaged every other round."""
+    averaging = MANIFEST.averaging.model_copy(update={"mode": "periodic", "inner_steps": 2})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+
+
+@pytest.fixture
 async def delayed_mates(delayed, tmp_path):
-    async with begun_mates(tmp_path) as mates:
+    async for mates in averaging_ahead(tmp_path):
+        yield mates
+
+
+@pytest.fixture(params=["delayed", "periodic"])
+async def mates_of_another_mode(request, tmp_path):
+    request.getfixturevalue(request.param)
+    async for mates in averaging_ahead(tmp_path):
+        yield mates
+
+
+async def averaging_ahead(folder):
+    async with begun_mates(folder) as mates:
         running = [asyncio.ensure_future(member.steps._group.ahead.run()) for member in mates.members]
         await anyio.wait_all_tasks_blocked()
         yield mates
@@ -2440,3 +2460,138 @@ async def test_a_newcomer_that_replays_to_other_weights_downloads_at_the_next_co
     await mates.end_round(*mates.members)
     assert_alike(mates.members, 3)
     assert [num_resyncs(member, "other_weights") for member in mates.members] == [0, 0, 0, 1]
+
+
+# --- catching up after having been left behind ------------------------------------------------------------------------
+
+
+async def hold_up(mates, odd):
+    """Have a peer miss a round, for which its stage-mates waited in vain: they wait for it no more."""
+    others = [member for member in mates.members if member is not odd]
+    was_late(odd, others)
+    await mates.end_round(*others)
+    return others
+
+
+def was_late(odd, others):
+    for member in others:
+        member.barrier._mates.was_late(odd.peer_id, odd.steps.step.round_number)
+
+
+def slow_down(odd, mates, others, monkeypatch):
+    """Have a peer's stage-mates end a round while it downloads a state. Returns the rounds of the states."""
+    downloaded, take_over = [], odd.steps._take_over
+
+    async def take_late(state, **options):
+        downloaded.append(state.round_number)
+        await until(lambda: all(member.steps.step.round_number == state.round_number for member in others))
+        was_late(odd, others)
+        await mates.end_round(*others)
+        await take_over(state, **options)
+
+    monkeypatch.setattr(odd.steps, "_take_over", take_late)
+    return downloaded
+
+
+async def end_alone(odd):
+    """Have a peer end a round that is over at its stage-mates."""
+    with anyio.fail_after(20.0):
+        await odd.steps._end(odd.rounds.current)
+    odd.rounds.enter(Phase.OPEN)
+
+
+async def test_a_peer_whose_download_outlasts_a_round_is_with_its_stage_mates_after_one(mates, monkeypatch):
+    odd = mates.members[-1]
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    others = await hold_up(mates, odd)
+    downloaded = slow_down(odd, mates, others, monkeypatch)
+    await end_alone(odd)
+    assert downloaded == [3]
+    assert_alike(mates.members, 4)
+    for round_number in (5, 6, 7):
+        await mates.end_round(*mates.members)
+        assert_alike(mates.members, round_number)
+    assert downloaded == [3]
+    for member in others:
+        assert not member.barrier._mates.is_left_out(odd.peer_id), "they average with it again"
+
+
+async def test_in_the_other_modes_a_download_that_outlasts_a_round_is_caught_up_from_too(
+    mates_of_another_mode, monkeypatch
+):
+    mates = mates_of_another_mode
+    odd = mates.members[-1]
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    others = await hold_up(mates, odd)
+    await mates.end_round(*others)  # an average ends this round or the one before, and nobody has kept it
+    downloaded = slow_down(odd, mates, others, monkeypatch)
+    while not downloaded:  # a round without an average is gone through first
+        await end_alone(odd)
+    assert downloaded == [4]
+    for round_number in (5, 6, 7, 8, 9):
+        for member in mates.members:
+            assert member.steps.step.round_number == round_number
+            assert member.steps.step.history_hash == odd.steps.step.history_hash
+            assert await member.digest_weights() == await odd.digest_weights()
+        await mates.end_round(*mates.members)
+    assert downloaded == [4]
+    for member in others:
+        assert not member.barrier._mates.is_left_out(odd.peer_id)
+
+
+async def test_a_peer_that_is_left_behind_again_after_a_download_takes_the_update_and_no_state(mates, monkeypatch):
+    """It came out as its stage-mates were averaging without it."""
+    odd = mates.members[-1]
+    others = await hold_up(mates, odd)
+    downloaded = slow_down(odd, mates, others, monkeypatch)
+    await end_alone(odd)
+    for round_number in (3, 4):
+        await mates.end_round(*others)
+        odd.trainer.num_samples = 2
+        await end_alone(odd)
+        assert_alike(mates.members, round_number)
+    assert downloaded == [1]
+    assert num_resyncs(odd, "left_behind") == 1
+    assert lost(odd) == 4, "the stage-mates made these updates without it"
+
+
+async def test_who_computed_other_weights_catches_up_from_those_of_the_others(mates, monkeypatch):
+    *others, odd = mates.members
+    for _ in range(2):
+        await mates.end_round(*mates.members)
+    miscompute(odd)
+    downloaded = slow_down(odd, mates, others, monkeypatch)
+    await mates.end_round(*mates.members)
+    assert downloaded == [3]
+    assert num_resyncs(odd, "other_weights") == 1
+    assert_alike(mates.members, 4)
+
+
+@pytest.mark.parametrize("greeted", ["stalls", "knows it not"])
+async def test_a_stage_mate_that_does_not_return_a_greeting_keeps_nobody_behind(mates, monkeypatch, greeted):
+    monkeypatch.setattr(steps, "GREETING_S", 0.1)
+    odd = mates.members[-1]
+    others = await hold_up(mates, odd)
+    slow_down(odd, mates, others, monkeypatch)
+    stalled = {"before": anyio.Event()} if greeted == "stalls" else {"fail": NotServing("not seen")}
+    fault = mates.network.fault(op="greet", to=others[0].peer_id, times=10**6, **stalled)
+    await end_alone(odd)
+    assert fault.fired
+    assert_alike(mates.members, 2)
+
+
+async def test_a_peer_follows_stage_mates_that_say_they_are_ahead_and_give_no_update_a_few_times(mates, monkeypatch):
+    odd = mates.members[-1]
+    others = await hold_up(mates, odd)
+    downloaded = slow_down(odd, mates, others, monkeypatch)
+    refused = mates.network.fault(op="state_index", skip=2 + 2, times=10**6, fail=NotServing("not kept here any more"))
+    await end_alone(odd)
+    assert refused.fired
+    assert (downloaded, odd.steps.step.round_number) == ([1], 1)
+    assert mates.network.num_calls("greet") <= len(others) * steps.CATCH_UP_TRIES
+    refused.times = 0
+    await end_alone(odd)
+    assert_alike(mates.members, 2)
+    assert downloaded == [1], "an update did"

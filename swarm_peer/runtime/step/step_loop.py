@@ -41,8 +41,11 @@ log = logging.getLogger(__name__)
 
 # Callers may be a round ahead for as long as the slowest hop takes. A peer that is behind for longer has missed news.
 BEHIND_S = 3.0
-# Tries to catch up. A newcomer that is still behind afterwards serves all the same, until the end of the round.
+# Tries to catch up. A peer that is still behind afterwards serves all the same, until the end of the round.
 CATCH_UP_TRIES = 4
+# A peer that was left behind greets its stage-mates for so long: one that stalls, or says that it does not know this
+# peer, must not have it miss the next round as well.
+GREETING_S = 3.0
 # Says which stage-mates are on the run's timeline, and that timeline if it is known; see RunWatch.choose_donors.
 DonorChoice = Callable[[], Awaitable[tuple[list[str], Timeline | None]]]
 
@@ -272,14 +275,25 @@ class StepLoop:
             tasks.cancel_scope.cancel()
         if settlement.verdict is Verdict.COMMIT:
             await self._commit(settlement)
-        # A newcomer takes no part in an average that began before it came, and has the weights that it belongs to.
-        elif not (self._may_replay(settlement) and await self._replay(settlement.holders)):
+        # Each update that this peer missed is a third of a state, as long as stage-mates keep it. A newcomer takes over
+        # one, too: it takes no part in an average that began before it came, and has the weights that it belongs to. If
+        # this peer has made another update than the stage-mates, theirs do not go on with its history and are refused.
+        elif settlement.cause == "other_weights" or not await self._replay(settlement.holders):
             self._metrics.resyncs.labels(settlement.cause).inc()
             await self._catch_up_by_state(settlement.holders, ending.number + 1, timeline=self.step.timeline)
+            await self._follow(settlement.holders)
 
-    def _may_replay(self, settlement: Settlement) -> bool:
-        """Whether the updates of stage-mates belong to this peer's weights, and to a round that it has worked for."""
-        return self._manifest.averaging.mode != "synchronous" and settlement.cause != "other_weights"
+    async def _follow(self, holders: Sequence[str]) -> None:
+        """Apply the updates that stage-mates have made while this peer downloaded their state.
+
+        They do not wait for a peer that has held them up. In a round that is over there, it would be left behind anew.
+        """
+        for _ in range(CATCH_UP_TRIES):
+            newest, mates = None, [peer.peer_id for peer in self._view().serving(self._stage)]
+            with anyio.move_on_after(GREETING_S):
+                newest = await self._gossip.greet(self._stage, mates)
+            if newest == self.step.round_number or not await self._replay(holders):
+                return
 
     def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
         return contributions(self._trainer, self._metrics, self.step.round_number)
