@@ -272,6 +272,7 @@ class Assembly:
             digest_weights=lambda: self.peer.device_thread.run(
                 Priority.STEP, lambda: digest_weights(self.trainer.strategy.shared_weights())
             ),
+            device=self.trainer.device,
         )
 
     def _make_leases(self, progress: ProgressBook, admission: RoundAdmission) -> SliceLeases:

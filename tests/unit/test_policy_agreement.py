@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.agreement import Verdict, Vote, agree
+from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -87,6 +87,54 @@ def test_of_equal_peers_the_smallest_checksum_wins():
 def test_the_reason_says_what_happened(votes, may_retry, reason):
     agreement = agree("a", {peer: Vote(0, digest, 4) for peer, digest in votes.items()}, may_retry=may_retry)
     assert agreement.reason == reason
+
+
+# --- which weights to go on with --------------------------------------------------------------------------------------
+
+held_weights = st.builds(HeldWeights, st.sampled_from("hi"), st.sampled_from("xyz"), st.integers(0, 3))
+held_by_peer = st.dictionaries(st.sampled_from("abcdef"), held_weights, min_size=1)
+
+
+@given(held_by_peer, st.randoms(use_true_random=False))
+def test_peers_that_know_the_same_go_on_with_the_same_weights(held, rng):
+    shuffled = list(held.items())
+    rng.shuffle(shuffled)
+    chosen = {peer: choose_weights(peer, dict(shuffled)) for peer in held}
+    [holders] = {choice.holders for choice in chosen.values()}
+    assert holders == tuple(sorted(holders))
+    assert {peer for peer, choice in chosen.items() if choice.verdict is Verdict.COMMIT} == set(holders)
+    [weights] = {(held[peer].history_hash, held[peer].digest) for peer in holders}
+    alike = {peer for peer, known in held.items() if (known.history_hash, known.digest) == weights}
+    assert alike == set(holders), "nobody who holds them is left out"
+
+
+@given(st.sampled_from([("h", "a"), ("h", "z"), ("a", "a"), ("z", "z")]), st.integers(0, 10**9))
+def test_no_number_of_samples_outweighs_a_peer(weights, claimed):
+    held = dict.fromkeys("ab", HeldWeights("h", "x", 1)) | {"c": HeldWeights(*weights, claimed)}
+    assert choose_weights("c", held).holders == ("a", "b")
+
+
+@given(st.permutations([HeldWeights("h", "x", 4), HeldWeights("h", "y", 60)]))
+def test_of_as_many_peers_the_most_samples_go_on(held):
+    peers = dict(zip("ab", held, strict=True))
+    [holder] = choose_weights("a", peers).holders
+    assert peers[holder].samples == 60
+
+
+def test_the_samples_of_all_who_hold_the_same_weights_count():
+    held = {"a": ("x", 5), "b": ("x", 5), "c": ("y", 8), "d": ("y", 1)}
+    chosen = choose_weights("a", {peer: HeldWeights("h", *known) for peer, known in held.items()})
+    assert (chosen.verdict, chosen.holders) == (Verdict.COMMIT, ("a", "b"))
+
+
+def test_a_history_is_not_lost_since_those_who_hold_it_round_otherwise():
+    held = {"a": ("h", "x", 1), "b": ("h", "y", 2), "c": ("h", "z", 1), "d": ("i", "w", 9), "e": ("i", "w", 9)}
+    assert choose_weights("a", {peer: HeldWeights(*known) for peer, known in held.items()}).holders == ("b",)
+
+
+def test_of_as_many_peers_and_samples_the_smallest_digest_goes_on():
+    held = {"a": HeldWeights("h", "y", 5), "b": HeldWeights("h", "x", 5)}
+    assert choose_weights("a", held).holders == ("b",)
 
 
 # --- choosing a stage -------------------------------------------------------------------------------------------------

@@ -1322,6 +1322,7 @@ class Follower:
             averager=AveragerOfEqualGradients(),
             barrier=barrier,
             digest_weights=self.digest_weights,
+            device=torch.device("cpu"),
         )
         gossip = Gossip(
             manifest_hash=MANIFEST.hash,

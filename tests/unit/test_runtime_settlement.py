@@ -127,6 +127,7 @@ class Member:
             averager=self,
             barrier=self.barrier,
             digest_weights=self.digest_weights,
+            device=torch.device("cpu"),
         )
         self.gossip = Gossip(
             manifest_hash=MANIFEST.hash,
@@ -968,6 +969,63 @@ async def test_of_two_whose_weights_differ_after_the_same_updates_one_goes_on(gr
     assert settled["b"].verdict is Verdict.COMMIT, "the smaller digest wins"
     assert settled["a"].verdict is Verdict.RESYNC
     assert settled["a"].holders == (second.peer_id,)
+
+
+@pytest.mark.parametrize("digests", ["xy", "yx"])
+async def test_of_two_whose_weights_differ_the_one_with_more_samples_goes_on(group, digests):
+    for member, digest in zip(await group.add("ab", round_number=8), digests, strict=True):
+        member.weights_digest = digest
+    settled = await group.settle(a=4, b=60)
+    assert settled["a"].verdict is Verdict.RESYNC
+    assert_committed([settled["b"]], group.members["b"].gradients, 60)
+
+
+async def test_samples_whose_average_runs_ahead_count_where_weights_differ(group):
+    members = first, second = await group.add("ab", round_number=8)
+    first.weights_digest, second.weights_digest = "x", "y"
+    settling = [
+        asyncio.ensure_future(
+            member.group.settle(member.rounds_of.current, member.gradients, 2, (member.gradients, more))
+        )
+        for member, more in zip(members, (4, 60), strict=True)
+    ]
+    settled = await asyncio.gather(*settling)
+    assert [settlement.verdict for settlement in settled] == [Verdict.RESYNC, Verdict.COMMIT]
+
+
+async def test_one_peer_with_other_weights_does_not_win_by_its_samples(group):
+    majority = await group.add("ab", round_number=4)
+    [odd] = await group.add("c", round_number=4)
+    odd.weights_digest = "a smaller digest"
+    settled = await group.settle(a=2, b=2, c=10**6)
+    assert_committed([settled["a"], settled["b"]], mean(majority, [2, 2]), 4)
+    assert settled["c"].verdict is Verdict.RESYNC
+
+
+async def test_a_minority_of_another_history_does_not_win_since_the_devices_of_the_others_differ(group):
+    others = await group.add("abc", round_number=4)
+    await group.add("de", round_number=4, history_hash="another")
+    for member in others:
+        member.weights_digest = f"of {member.name}"
+    settled = await group.settle(a=2, b=6, c=2, d=2, e=2)
+    assert settled["b"].verdict is Verdict.COMMIT
+    causes = {name: settled[name].cause for name in "acde" if settled[name].verdict is Verdict.RESYNC}
+    assert causes == {"a": "other_weights", "c": "other_weights", "d": "left_behind", "e": "left_behind"}
+
+
+@pytest.mark.parametrize(
+    ("device", "named"),
+    [("cuda:1", "device='a GPU of cuda:1'"), ("cpu", f"device='CPU with {torch.backends.cpu.get_cpu_capability()}, ")],
+)
+async def test_who_holds_other_weights_says_what_it_computes_with(group, caplog, monkeypatch, device, named):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU of {device}")
+    odd, _ = await group.add("ab", round_number=4)
+    odd.weights_digest, odd.group._device = "x", torch.device(device)
+    await group.settle(a=2, b=2)
+    [line] = [record.getMessage() for record in caplog.records if "weights_differ" in record.getMessage()]
+    assert named in line
+    assert f" torch={torch.__version__} " in line
+    assert "averaging.compare_weights_every, which is 4, to 0" in line
 
 
 async def test_of_two_histories_the_weights_are_not_named_as_the_cause(group):

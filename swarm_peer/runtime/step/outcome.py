@@ -51,17 +51,33 @@ def resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
     return Settlement(Verdict.RESYNC, holders=tuple(holders))
 
 
-def resync_weights(ending: Round, holders: Sequence[str]) -> Settlement:
-    """Have this peer take over the state of stage-mates whose weights differ after the same updates."""
-    # PyTorch picks its kernels by the instruction set, and their results differ in the last digits.
+def resync_weights(
+    ending: Round, holders: Sequence[str], device: torch.device, compare_weights_every: int
+) -> Settlement:
+    """Have this peer take over the state of stage-mates whose weights differ after the same updates.
+
+    Args:
+        device: that this peer computes the weights on
+        compare_weights_every: of the manifest's averaging section
+    """
+    # PyTorch and its libraries pick their kernels by the device, and the results differ in the last digits.
     log.warning(
-        "weights_differ round=%d optimizer_step=%d instruction_set=%s threads=%d reason=%d stage-mates hold different "
-        "weights after the same updates; if this comes back with each comparison, their devices compute differently",
+        "weights_differ round=%d optimizer_step=%d device=%r torch=%s reason=%d stage-mates hold different weights "
+        "after the same updates; if this comes back with each comparison, their devices compute differently: set "
+        "averaging.compare_weights_every, which is %d, to 0 for a run without comparisons",
         ending.number,
         ending.step.optimizer_step,
-        torch.backends.cpu.get_cpu_capability(),
-        torch.get_num_threads(),
+        _describe(device),
+        torch.__version__,
         len(holders),
+        compare_weights_every,
     )
     behind = resync(ending, holders, "stage-mates hold different weights after the same updates")
     return replace(behind, cause="other_weights")
+
+
+def _describe(device: torch.device) -> str:
+    """Say in words what PyTorch picks its kernels by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

@@ -18,7 +18,7 @@ import torch
 
 from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
-from swarm_peer.policy.agreement import Verdict, Vote, agree
+from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
@@ -49,11 +49,13 @@ class StageGroup:
         averager: GradientAverager,
         barrier: Barrier,
         digest_weights: Callable[[], Awaitable[str]],
+        device: torch.device,
     ):
         """Make a group.
 
         Args:
             digest_weights: computes a digest of this peer's weights
+            device: that it computes the weights on
         """
         manifest = context.resolved.manifest
         self._clock = context.clock
@@ -70,6 +72,7 @@ class StageGroup:
         self._metrics = context.metrics
         self._changed = context.changed
         self._digest_weights = digest_weights
+        self._device = device
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -117,11 +120,11 @@ class StageGroup:
             if ending.asked_attempt > attempt:
                 attempt = ending.asked_attempt
                 continue
-            held = {peer: Vote(0, f"{reply.history_hash} {reply.weights_digest}") for peer, reply in members.items()}
-            by_weights = agree(self._me, held, may_retry=False)
+            by_weights = choose_weights(self._me, {peer: _held(reply) for peer, reply in members.items()})
             if by_weights.verdict is Verdict.RESYNC:
                 if members[by_weights.holders[0]].history_hash == ending.step.history_hash:
-                    return resync_weights(ending, by_weights.holders)
+                    every = self._manifest.averaging.compare_weights_every
+                    return resync_weights(ending, by_weights.holders, self._device, every)
                 return resync(ending, by_weights.holders, "other stage-mates hold different weights")
             peers = set(by_weights.holders)
             newest = max(reply.attempt or 0 for reply in members.values())
@@ -239,3 +242,8 @@ class StageGroup:
         if self._rounds.is_past(call.round_number):
             raise self._rounds.refusal(call.round_number)
         return Reply(VoteReply(attempt=None).model_dump())
+
+
+def _held(reply: ReadyReply) -> HeldWeights:
+    """The weights of a member. Where updates are delayed, other weights cost it the work of two rounds."""
+    return HeldWeights(reply.history_hash, reply.weights_digest, reply.samples + reply.next_samples)
