@@ -16,6 +16,7 @@ from swarm_peer.config import Section
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 from swarm_peer.policy.planning.resources import PeerGroup
+from swarm_peer.policy.stage_memory import RESERVED_BYTES
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -27,8 +28,6 @@ USUAL_UTILISATION: dict[Precision, float] = {"fp32": 0.6, "bf16": 0.3, "fp16": 0
 USUAL_LINK_UTILISATION = 0.65
 # An average has many parts on their way, which fill gaps that microbatches leave: of the same measurements.
 AVERAGING_GAIN = 1.15
-# Memory that training cannot use: the CUDA context, kernels' workspaces, and gaps between allocations.
-RESERVED_BYTES = 1.0e9
 
 
 def reached_bytes_per_s(mbps: float, utilisation: float = USUAL_LINK_UTILISATION) -> float:

@@ -115,7 +115,8 @@ def _stage_costs(stage: _Stage) -> StageCosts:
             update_bytes=_update_bytes(stage),
             microbatch_bytes=microbatch_bytes,
         ),
-        host_bytes=host_bytes,
+        # On a CPU the mean gradients count among what the end of a round takes.
+        host_bytes=host_bytes + (0.0 if stage.on_cpu else FP32_BYTES * parameters),
     )
 
 

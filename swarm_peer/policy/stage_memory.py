@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Memory of a GPU that training cannot use: the CUDA context, some 0.5 GB; kernels' workspaces, and gaps between
+# allocations, which took 0.2 to 2 GB of an H200's (benchmarks/gpu-2026-11-26.md).
+RESERVED_BYTES = 10**9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:

@@ -166,6 +166,7 @@ def test_weights_equal_the_single_process_on_a_gpu(
         stages={"peers_to_start": 2},
         optimizer={"name": optimizer, "learning_rate": 0.1 if optimizer == "sgd" else 1e-3},
         averaging={"compare_weights_every": 2},
+        wire={} if optimizer == "sgd" else {"activations": "blockwise_8bit", "gradients": "int4_hadamard"},
     )
     run = run_swarm(manifest, [2, 2], tmp_path, device="cuda")
 
@@ -174,7 +175,8 @@ def test_weights_equal_the_single_process_on_a_gpu(
     check_nothing_lost(run)
     baseline = Baseline(ResolvedManifest.of(manifest), "cuda")
     for round_number in range(manifest.training.steps):
-        loss, _ = baseline.train_step(run.counted[round_number])
-        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=10 * tolerance)
+        loss, _ = baseline.train_step(run.counted[round_number], run.ids[round_number])
+        # Wires round to another number, too, where sums differ by their last digit.
+        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=max(10 * tolerance, 1e-3))
     if optimizer == "sgd":
         check_weights(run, baseline, tolerance)

@@ -19,7 +19,7 @@ from coordinator.cli import app
 from coordinator.config_files import load_manifest
 from coordinator.planning.gpus import find_gpu, gpus
 from coordinator.planning.live_peers import LivePeers, live_groups, with_prices
-from coordinator.planning.peers_file import AVERAGING_GAIN, RESERVED_BYTES, USUAL_LINK_UTILISATION, load_peers
+from coordinator.planning.peers_file import AVERAGING_GAIN, USUAL_LINK_UTILISATION, load_peers
 from coordinator.planning.plan import make_report
 from coordinator.planning.plan_report import print_report
 from coordinator.planning.stage_work import stage_works, widened_layer_flops
@@ -33,6 +33,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule, initialise
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.planning.resources import PeerGroup
+from swarm_peer.policy.stage_memory import RESERVED_BYTES
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.identity import Identity
 

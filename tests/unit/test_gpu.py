@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tiny_models import CONFIGS, GPT2, LENGTH, LLAMA, VOCABULARY
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from swarm_peer.config import Codec, RunManifest
+from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
@@ -137,6 +139,33 @@ def test_gpus_encode_as_cpus_do(codec: Codec, dtype: torch.dtype) -> None:
     on_gpu, on_cpu = (decode(encode(t, codec, 5), t.shape, codec) for t in (tensor.cuda(), tensor))
     # A few numbers of a million are rounded to the next step.
     assert relative_error(on_gpu, on_cpu) < (2e-3 if codec in ("blockwise_8bit", "int4_hadamard") else 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(3, 200, 24), (301,), (1, 1)], ids=str)
+@pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "blockwise_8bit", "int4_hadamard"])
+def test_gpus_decode_as_cpus_do(codec: Codec, shape: tuple[int, ...]) -> None:
+    data = encode(torch.randn(shape, generator=torch.Generator().manual_seed(0)), codec)
+    on_gpu = decode(data, shape, codec, "cuda")
+    assert on_gpu.is_cuda
+    torch.testing.assert_close(on_gpu.cpu(), decode(data, shape, codec), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        ("none", torch.float32),
+        ("fp16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("blockwise_8bit", torch.float32),  # scales come first
+        ("int4_hadamard", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused_on_a_gpu(codec: Codec, dtype: torch.dtype, bad: float) -> None:
+    data = encode(torch.ones(300), codec)
+    torch.frombuffer(data, dtype=dtype, count=2)[1] = bad
+    with pytest.raises(InvalidMessage, match="non-finite"):
+        decode(data, (300,), codec, "cuda")
 
 
 @pytest.fixture(autouse=True)

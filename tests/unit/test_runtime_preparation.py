@@ -12,10 +12,10 @@ from swarm_peer.config import PeerOptions
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.stage_memory import RESERVED_BYTES
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.host import preparation
 from swarm_peer.runtime.host.preparation import (
-    RESERVED_BYTES,
     UNCHECKED_IN_FLIGHT,
     check_device,
     has_room_beside,
@@ -88,20 +88,29 @@ def test_stages_are_too_large_for_a_device_by_its_own_needs(device: str, monkeyp
         stages_too_large(resolved, chosen, 2**30)
 
 
-def test_a_stage_is_too_large_where_the_machine_has_no_memory_for_what_is_kept_beside_the_gpu(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_peer_on_a_gpu_warns_where_the_machine_is_short_of_memory_beside_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
     gpu = torch.device("cuda:0")
-    beside = [int(costs.host_bytes) for costs in stage_costs(resolved, "cuda")]
+    needed = int(stage_costs(resolved, "cuda")[1].host_bytes)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
-    monkeypatch.setattr(preparation, "host_memory", lambda: (0, max(beside)))
-    assert stages_too_large(resolved, gpu, None) == ()
-    monkeypatch.setattr(preparation, "host_memory", lambda: (2**40, max(beside) - 1))
-    largest = beside.index(max(beside))
-    assert stages_too_large(resolved, gpu, None) == (largest,)
-    with pytest.raises(UserError, match=r"this machine's memory of .*GiB is too little: beside the GPU's, stage"):
-        microbatch_capacity(resolved, resolved.specs[largest], gpu, None)
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, needed + 1))
+    assert microbatch_capacity(resolved, resolved.specs[1], gpu, None)
+    assert not caplog.text
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, needed - 1))
+    assert microbatch_capacity(resolved, resolved.specs[1], gpu, None)
+    assert "host_memory_is_short stage=1 has=1.3GiB needs=1.3GiB" in caplog.text
+
+
+def test_a_second_replica_on_a_gpu_needs_the_memory_beside_it_that_both_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = ResolvedManifest.of(load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ()))
+    both = sum(costs.host_bytes for costs in stage_costs(resolved, "cuda")[:2])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**40, 2**40))
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, int(both) + 1))
+    assert has_room_beside(resolved, 0, 1, torch.device("cuda:0"), None)
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, int(both) - 1))
+    assert not has_room_beside(resolved, 0, 1, torch.device("cuda:0"), None)
 
 
 def test_a_device_that_cannot_compute_is_refused() -> None:

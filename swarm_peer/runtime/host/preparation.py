@@ -8,18 +8,16 @@ import torch
 from pydantic import ByteSize
 
 from swarm_peer.errors import UserError, first_line
-from swarm_peer.model.costs import StageCosts, stage_costs
+from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.families.attention import AMPERE
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.stage_memory import RESERVED_BYTES
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.processes import free_memory
 
 log = logging.getLogger(__name__)
 
-# Of a GPU's memory: kernels, their workspaces, and gaps between what torch gives out, some 0.4 GB at stages of 5 to
-# 20 GB (benchmarks/gpu-2026-11-26.md).
-RESERVED_BYTES = 5 * 10**8
 # A peer that is not told its memory holds so many microbatches whatever its device has free, as long as the device is
 # large enough, and more only if they fit. Weights that are there already are counted twice then, and what others use
 # now may be free later.
@@ -90,17 +88,20 @@ def microbatch_capacity(
     capacity = memory.window(free_bytes, limit)
     if max_memory is None:
         capacity = max(capacity, memory.window(all_bytes, min(UNCHECKED_IN_FLIGHT, limit)))
-    if _host_is_too_small(costs, device):
-        raise UserError(
-            f"this machine's memory of {ByteSize(host_memory()[1]).human_readable()} is too little: beside the GPU's, "
-            f"stage {spec.index} needs about {ByteSize(costs.host_bytes).human_readable()}; serve a smaller stage"
-        )
     if not capacity:
         short = f"{ByteSize(all_bytes).human_readable()} is too little: stage {spec.index} needs about"
         needed = ByteSize(memory.peak_bytes(1)).human_readable()
         if max_memory is None:
             raise UserError(f"memory of {short} {needed}; serve a smaller stage, or allow more with --max-memory")
         raise UserError(f"--max-memory {short} {needed}; raise it, or serve a smaller stage")
+    host_bytes = host_memory()[1]
+    if device.type == "cuda" and costs.host_bytes > host_bytes:
+        log.warning(
+            "host_memory_is_short stage=%d has=%s needs=%s: beside the GPU's; the system may end this peer",
+            spec.index,
+            ByteSize(host_bytes).human_readable(),
+            ByteSize(costs.host_bytes).human_readable(),
+        )
     return capacity
 
 
@@ -114,18 +115,13 @@ def stages_too_large(resolved: ResolvedManifest, device: torch.device, max_memor
         UserError: it has memory for no stage
     """
     room = _memory_bytes(device)[1] if max_memory is None else max_memory
-    all_costs = stage_costs(resolved, device.type)
-    needed = [costs.memory.peak_bytes(1) for costs in all_costs]
+    needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, device.type)]
     if room < min(needed):
         raise UserError(
             f"no stage of this run fits into {ByteSize(room).human_readable()} of memory: the smallest needs about "
             f"{ByteSize(min(needed)).human_readable()}; take a device with more, or raise --max-memory"
         )
-    return tuple(
-        stage
-        for stage, costs in enumerate(all_costs)
-        if costs.memory.peak_bytes(1) > room or _host_is_too_small(costs, device)
-    )
+    return tuple(stage for stage, bytes_ in enumerate(needed) if bytes_ > room)
 
 
 def has_room_beside(
@@ -137,6 +133,8 @@ def has_room_beside(
         max_memory: that the peer may use, in bytes; None for what the device has free
     """
     costs = stage_costs(resolved, device.type)
+    if device.type == "cuda" and costs[serving].host_bytes + costs[joining].host_bytes > host_memory()[1]:
+        return False
     joining_bytes = costs[joining].memory.peak_bytes(0)
     if max_memory is not None:
         in_flight = microbatch_capacity(resolved, resolved.specs[serving], device, max_memory)
@@ -149,11 +147,6 @@ def free_device_memory(device: torch.device) -> None:
     free_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _host_is_too_small(costs: StageCosts, device: torch.device) -> bool:
-    """Whether the machine lacks memory for what a peer keeps beside the memory that it trains in."""
-    return device.type == "cuda" and costs.host_bytes > host_memory()[1]
 
 
 def _memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -26,7 +26,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def is_lost(error: BaseException | None) -> bool:
+def drop_frames(error: Exception) -> Exception:
+    """Have an error that the lack of memory has caused let go of what the job has made so far.
+
+    The next job begins before anybody handles the error, and needs that memory. And from Python 3.12 on, the frames of
+    context managers in such a traceback hold the error itself, until garbage is collected.
+    """
+    if is_out_of_memory(error) or is_out_of_memory(error.__cause__):
+        for each in (error, error.__cause__):
+            if each is not None:
+                each.__traceback__ = None
+    return error
+
+
+def is_lost(error: BaseException) -> bool:
     """Whether this process has lost its GPU (a kernel that failed, a driver that crashed): all that follows fails."""
     return isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error)
 

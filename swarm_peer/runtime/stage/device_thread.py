@@ -21,7 +21,7 @@ import torch
 from swarm_peer.errors import SwarmError, first_line
 from swarm_peer.runtime.context import Clock, Threads
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.device_errors import is_fault, is_lost
+from swarm_peer.runtime.stage.device_errors import drop_frames, is_fault, is_lost
 
 Result = TypeVar("Result")
 
@@ -156,9 +156,6 @@ class DeviceThread:
         self._join(timeout_s)
 
     def _work(self) -> None:
-        if self._device.type == "cuda":
-            # Each thread has its own. Libraries that are not told a device would take memory of the first one.
-            torch.cuda.set_device(self._device)
         while self._run_next():
             pass
 
@@ -177,9 +174,12 @@ class DeviceThread:
         busy_s, _ = self._busy
         self._busy = (busy_s, begin)
         try:
+            if self._device.type == "cuda":
+                # Each thread has its own device. Libraries that are not told one would take memory of the first.
+                torch.cuda.set_device(self._device)
             outcome, error = job(), None
         except Exception as caught:
-            outcome, error = None, caught
+            outcome, error = None, drop_frames(caught)
         seconds = self._clock.monotonic_s() - begin
         self._busy = (busy_s + seconds, None)
         self._metrics.device_busy_seconds.inc(seconds)
@@ -195,8 +195,7 @@ class DeviceThread:
     def _settle(self, priority: Priority, future: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
         if priority in _PASSES:
             self._note(priority, error)
-        if is_lost(error):
-            assert error is not None
+        if error is not None and is_lost(error):
             self._failure = f"the device has failed: {first_line(error)}"
             self._broken.set()
         if future.done():

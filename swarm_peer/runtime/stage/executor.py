@@ -58,9 +58,7 @@ def out_of_memory_fails_hop() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # Its traceback holds what the pass has made so far, and the next job needs that memory. From Python 3.12 on it
-        # also holds itself, by the frames of context managers, until garbage is collected.
-        raise HopFailed(_OUT_OF_MEMORY) from error.with_traceback(None)
+        raise HopFailed(_OUT_OF_MEMORY) from error
 
 
 @dataclass(slots=True)
