@@ -13,6 +13,8 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 
 # After a rewind the run goes on above the highest round that any peer claims. At least this many must remain.
 MIN_ROUNDS_LEFT = 2**30
+# Claims are believed up to a later round: else the peers of a run that a lie has brought there would not be.
+_LAST_BELIEVED = MAX_ROUND - MIN_ROUNDS_LEFT // 2
 # A new timeline begins up to so many rounds later than it has to.
 TIMELINE_OFFSETS = 64
 # If no peer is left that knows how far the run has come, it may have been this many snapshots further than the newest.
@@ -77,7 +79,7 @@ class Claim(NamedTuple):
 def credible(claims: Mapping[str, Claim]) -> dict[str, Claim]:
     """The claims that are possible, and that no more than half of the others contradict."""
     possible = {peer_id: claim for peer_id, claim in claims.items() if claim.timeline.allows_round(claim.round_number)}
-    last = min(last_credible_round(claim.round_number for claim in possible.values()), MAX_ROUND - MIN_ROUNDS_LEFT)
+    last = min(last_credible_round(claim.round_number for claim in possible.values()), _LAST_BELIEVED)
     return {peer_id: claim for peer_id, claim in possible.items() if claim.round_number <= last}
 
 
@@ -136,8 +138,8 @@ def find_viable_standing(first: Timeline, claims: Collection[Claim], all_claims:
     # The run may have been resumed from a checkpoint while most of its peers were out of the operator's sight.
     while standing.timeline > FIRST_TIMELINE and find_overtaking(standing.timeline, all_claims) is not None:
         standing = find_standing(FIRST_TIMELINE, [c for c in all_claims if c.timeline < standing.timeline])
-    # Claims that are not credible count here, too, and peers may lie.
-    return replace(standing, round_number=min(max(newest, standing.round_number), MAX_ROUND - MIN_ROUNDS_LEFT))
+    # Claims that are not credible may count here, too, and peers may lie.
+    return replace(standing, round_number=max(newest, min(standing.round_number, MAX_ROUND - MIN_ROUNDS_LEFT)))
 
 
 def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None:

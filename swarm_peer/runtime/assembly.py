@@ -202,7 +202,7 @@ class Assembly:
             snapshots=self.peer.snapshots,
             beginning=self._beginning,
             unreached=directory.unreached,
-            furthest=lambda: directory.furthest,
+            furthest=directory.furthest,
         )
 
     async def _beginning(self) -> TimelineRecord:

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from swarm_peer.policy.recovery import (
     FIRST_TIMELINE,
     MIN_ROUNDS_LEFT,
+    TIMELINE_OFFSETS,
     Claim,
     Mover,
     SnapshotRef,
@@ -95,7 +96,7 @@ def test_claims_that_cannot_be_are_left_out():
     }
     assert credible(possible) == possible
     assert credible(possible | liars) == possible
-    last = MAX_ROUND - MIN_ROUNDS_LEFT
+    last = MAX_ROUND - MIN_ROUNDS_LEFT // 2
     assert credible({"a": Claim(0, 1, OLD), "b": Claim(1, last, OLD)}).keys() == {"a", "b"}, "either may be right"
     assert credible({"a": Claim(0, 1, OLD), "b": Claim(1, last + 1, OLD)}).keys() == {"a"}
     assert credible({}) == {}
@@ -354,6 +355,15 @@ def test_a_lie_about_its_round_leaves_rounds_for_the_next_timeline():
     told = [Claim(0, 115, AFTER), Claim(1, MAX_ROUND, BEFORE)]
     believed = credible({str(number): claim for number, claim in enumerate(told)})
     assert find_viable_standing(BEFORE, believed.values(), told).round_number == MAX_ROUND - MIN_ROUNDS_LEFT
+
+
+def test_a_run_that_a_lie_has_brought_near_the_last_round_can_be_recovered_again():
+    beyond = find_standing_by_snapshots(FIRST_TIMELINE, [], 10, round_seen=MAX_ROUND, optimizer_step_seen=20)
+    timeline = Timeline(beyond.round_number + TIMELINE_OFFSETS, 20, 20)
+    claims = {str(stage): Claim(stage, timeline.first_round + 1000, timeline) for stage in range(2)}
+    assert credible(claims) == claims
+    standing = find_viable_standing(FIRST_TIMELINE, claims.values(), claims.values())
+    assert standing == Standing(timeline, timeline.first_round + 1000, 1020), "the next timeline begins above it"
 
 
 def test_a_resumed_run_goes_on_with_the_peers_that_have_passed_it():

@@ -14,7 +14,7 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import directory as directory_module
-from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.directory import SERVED_REMEMBERED, Directory
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import stage_key
 
@@ -177,6 +177,55 @@ async def test_who_may_send_microbatches_has_announced_that_it_serves(directory,
     dht.elsewhere[0, "c"] = ANNOUNCEMENT.model_copy(update={"serial": 3, "stage": 0, "state": state})
     await directory.refresh([0, 1])
     assert (directory.serves("c", 0), directory.takes_part("c")) == (serves, takes_part)
+
+
+def standing_at(round_number, state="serving", serial=3):
+    return ANNOUNCEMENT.model_copy(
+        update={
+            "serial": serial,
+            "stage": 0,
+            "state": state,
+            "round_number": round_number,
+            "optimizer_step": round_number,
+        }
+    )
+
+
+async def test_how_far_the_run_has_come_is_told_by_those_who_serve_and_remembered_when_nobody_does(dht):
+    clock, lifetime_s = MovedClock(now=100.0), MANIFEST.limits.announcement_s
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
+    dht.serials = {}
+    dht.elsewhere = {(0, name): standing_at(number) for name, number in (("a", 40), ("b", 41), ("c", 40))}
+    dht.elsewhere |= {(0, "liar"): standing_at(2**40 - 1), (0, "joins"): standing_at(2**39, "joining")}
+    await directory.refresh([0])
+    assert directory.furthest() == (41, 41)
+    clock.now += 5 * lifetime_s
+    dht.elsewhere = {(0, "liar"): standing_at(2**40 - 1, "joining", serial=4)}
+    await directory.refresh([0])
+    assert directory.furthest() == (41, 41)
+
+
+async def test_how_far_a_peer_has_said_that_the_run_has_come_is_forgotten_in_the_end(dht):
+    clock, lifetime_s = MovedClock(now=100.0), MANIFEST.limits.announcement_s
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
+    dht.serials, dht.elsewhere = {}, {(0, "liar"): standing_at(2**40 - 1)}
+    await directory.refresh([0])
+    assert directory.furthest() == (2**40 - 1, 2**40 - 1)
+    dht.elsewhere = {}
+    clock.now += SERVED_REMEMBERED * lifetime_s + 1
+    await directory.refresh([0])
+    assert directory.furthest() == (0, 0)
+
+
+async def test_a_run_has_come_as_far_as_its_last_peers_say_however_many_left_long_ago(dht):
+    clock, lifetime_s = MovedClock(now=100.0), MANIFEST.limits.announcement_s
+    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
+    dht.serials, dht.elsewhere = {}, {(0, f"early {number}"): standing_at(10) for number in range(9)}
+    await directory.refresh([0])
+    clock.now += 2 * lifetime_s
+    dht.elsewhere = {(0, "late"): standing_at(500)}
+    await directory.refresh([0])
+    assert directory.furthest() == (500, 500)
 
 
 async def test_that_a_peer_has_left_is_forgotten_like_any_announcement(dht):

@@ -12,6 +12,7 @@ import anyio
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
+from swarm_peer.policy.recovery import last_credible_round
 from swarm_peer.policy.view import (
     ANNOUNCEMENTS_PER_LIFETIME,
     OVERDUE_ANNOUNCEMENTS,
@@ -37,6 +38,9 @@ FAST_POLL_S_PER_PEER = 0.1
 # How long an announcement tells who a caller is, in its own lifetimes: the next one may be late in the DHT, and this
 # peer may not be able to dial a caller whose calls arrive.
 REMEMBERED = 2
+# How long an announcement tells how far the run has come, in its own lifetimes: where nobody serves any more, newcomers
+# may wait long for a state. Peers forget it in the end, since it may be a lie.
+SERVED_REMEMBERED = 20
 # Most stage-0 peers that are remembered, so that their counts are believed after they are gone.
 AUTHORS_REMEMBERED = 4096
 
@@ -78,6 +82,7 @@ class Directory:
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time at which it arrived
         self._remembered: dict[str, tuple[Announcement, float]] = {}  # the same, for longer
+        self._served: dict[str, tuple[Announcement, float]] = {}  # the last ones of peers that served, for longer still
         self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
         self._looked_s: dict[int, float] = {}  # when each stage was last looked up, and the DHT answered
@@ -85,7 +90,6 @@ class Directory:
         self._has_left = False  # the stage, as it has announced
         self.serial = 0
         self.view = SwarmView(manifest.stages.count)
-        self.furthest = 0, 0
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
         """Look up the peers that announce these stages; the rest of the view stays as it was.
@@ -117,7 +121,8 @@ class Directory:
         known = self._peers.get(peer_id)
         if known is None or announcement.serial > known[0].serial:
             self._peers[peer_id] = self._remembered[peer_id] = (announcement, now_s)
-            self.furthest = max(self.furthest, (announcement.round_number, announcement.optimizer_step))
+            if announcement.state in (PeerState.SERVING.value, PeerState.DRAINING.value):
+                self._served[peer_id] = (announcement, now_s)
             if stage == 0:
                 self._authors.pop(peer_id, None)
                 self._authors[peer_id] = None
@@ -141,6 +146,8 @@ class Directory:
         self._peers = {peer: entry for peer, entry in self._peers.items() if entry[1] >= now_s - lifetime_s}
         oldest = now_s - REMEMBERED * lifetime_s
         self._remembered = {peer: entry for peer, entry in self._remembered.items() if entry[1] >= oldest}
+        oldest = now_s - SERVED_REMEMBERED * lifetime_s
+        self._served = {peer: entry for peer, entry in self._served.items() if entry[1] >= oldest}
         for peer_id in list(self._authors)[:-AUTHORS_REMEMBERED]:
             del self._authors[peer_id]
         self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
@@ -157,6 +164,20 @@ class Directory:
             peers[me.peer_id] = me
         self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()), left.difference(peers))
         self._changed.notify()
+
+    def furthest(self) -> tuple[int, int]:
+        """The latest round that peers stood in when some last served, and its optimizer step; (0, 0) if none has lately.
+
+        A peer that most of them contradict is not believed.
+        """
+        newest_s = max((arrived_s for _, arrived_s in self._served.values()), default=0.0)
+        together = [
+            (announcement.round_number, announcement.optimizer_step)
+            for announcement, arrived_s in self._served.values()
+            if arrived_s >= newest_s - self._manifest.limits.announcement_s
+        ]
+        last = last_credible_round(round_number for round_number, _ in together)
+        return max((stood for stood in together if stood[0] <= last), default=(0, 0))
 
     def overdue(self) -> list[str]:
         """The peers in view that should have announced themselves again by now: they may be gone."""

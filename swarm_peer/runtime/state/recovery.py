@@ -122,7 +122,7 @@ class Recovery:
             beginning: the run's first timeline, and how far it has come; signed by the run key
             unreached: peers with a recent announcement that could not be reached, and are not in the view for that
                 reason
-            furthest: the latest round that any announcement has told of, and its optimizer step
+            furthest: the latest round that peers stood in when some last served, and its optimizer step
         """
         manifest = context.resolved.manifest
         self._context = context
