@@ -195,14 +195,16 @@ def baseline(
     from coordinator.run.run_options import check_not_begun, check_output, lock_folder
     from coordinator.watch.metrics_file import MetricsFile
     from swarm_peer.model.export import export_model
-    from swarm_peer.runtime.host.preparation import choose_device
+    from swarm_peer.runtime.host.preparation import check_device, choose_device
 
     if threads is not None:
         torch.set_num_threads(threads)
     check_output(output)
     with closing(lock_folder(output)):
         check_not_begun(output)
-        trained = Baseline(resolved, choose_device(device), cache_dir=cache_dir)
+        computes_on = choose_device(device)
+        check_device(computes_on, resolved.manifest.model.precision)
+        trained = Baseline(resolved, computes_on, cache_dir=cache_dir)
         with open_loggers(log_to, resolved.manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
             for line in train(trained, cache_dir):
                 metrics.write(line)

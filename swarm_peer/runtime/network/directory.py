@@ -166,7 +166,7 @@ class Directory:
         self._changed.notify()
 
     def furthest(self) -> tuple[int, int]:
-        """The latest round that peers stood in when some last served, and its optimizer step; (0, 0) if none has lately.
+        """The latest round that peers stood in when some last served, and its optimizer step; (0, 0) if none did lately.
 
         A peer that most of them contradict is not believed.
         """
