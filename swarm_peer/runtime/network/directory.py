@@ -166,7 +166,7 @@ class Directory:
         self._changed.notify()
 
     def furthest(self) -> tuple[int, int]:
-        """The latest round that peers stood in when some last served, and its optimizer step; (0, 0) if none did lately.
+        """The round and optimizer step that peers had come to when some last served; (0, 0) if that is long ago.
 
         A peer that most of them contradict is not believed.
         """
