@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, ConsumeMultipleError, CycloptsError, MissingArgumentError, Parameter
 from pydantic import ValidationError
@@ -18,6 +18,10 @@ from swarm_peer.addresses import check_own_addresses, check_peer_addresses
 from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import Interrupted, SwarmError, UserError
+
+# Control characters and Unicode's ends of lines, by their escapes. Peers choose much of what the log and errors quote:
+# a line break would begin a line that looks like the log's own, and a terminal would obey the rest.
+ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def make_app(name: str, examples: str) -> App:
@@ -62,6 +66,23 @@ def _exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 
 
+def on_one_line(text: str) -> str:
+    """The text with escapes instead of control characters: one line that commands no terminal."""
+    return text.translate(ESCAPES)
+
+
+class LineFormatter(logging.Formatter):
+    """Writes a message on one line, whatever it quotes, and a traceback on indented lines below."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        return on_one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """A traceback. Its error may quote line breaks, too, but no indented line looks like the log's own."""
+        return "\n".join(f"  {on_one_line(line)}" for line in super().formatException(ei).split("\n"))
+
+
 class RepeatFilter(logging.Filter):
     """Lets the same complaint about a record of the DHT through once a minute: each look finds that record again."""
 
@@ -90,7 +111,8 @@ def configure_logging(level: str) -> None:
     """Log to stderr as `time level event key=value`; other libraries log errors alone."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RepeatFilter())
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")
@@ -106,10 +128,10 @@ def run_app(application: App) -> Callable[[], None]:
         try:
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         except (UserError, CycloptsError, ValidationError) as error:
-            print(f"{name}: {_explain(name, error)}", file=sys.stderr)
+            print(f"{name}: {on_one_line(_explain(name, error))}", file=sys.stderr)
             sys.exit(2)
         except SwarmError as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            print(f"{name}: {on_one_line(str(error))}", file=sys.stderr)
             sys.exit(130 if isinstance(error, Interrupted) else 1)
         except KeyboardInterrupt:
             sys.exit(130)

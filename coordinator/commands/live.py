@@ -25,6 +25,7 @@ from coordinator.commands.options import (
     RunPeers,
 )
 from coordinator.dashboard.place import parse_place
+from coordinator.watch.plain_text import without_controls
 from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import LOGS, NETWORK, RUN, Addresses
@@ -196,7 +197,7 @@ def sample(
 
         def write(text: str) -> None:
             waiting.stop()
-            print(text, end="", flush=True)
+            print(without_controls(text), end="", flush=True)
 
         sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
         sample_run(addresses_of_run(run, initial_peers), run_id, prompt, sampling, write, cache_dir, data_dir)

@@ -27,6 +27,7 @@ from coordinator.commands.options import (
 from coordinator.dashboard.place import parse_place
 from coordinator.run.options import CheckpointOptions, LocalCheckpointOptions, NodeOptions
 from coordinator.watch.loggers import check_installed, open_loggers
+from coordinator.watch.plain_text import without_controls
 from swarm_peer.addresses import check_own_addresses, check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import MACHINE, RUN
@@ -151,7 +152,7 @@ def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) 
         from coordinator.query.sampling import generate
 
         written = generate(service.resolved, service.model_folder, num_tokens, cache_dir)
-        print(f"\nThe model writes:\n{written}\n")
+        print(f"\nThe model writes:\n{without_controls(written)}\n")
     print(f"Hugging Face checkpoint: {service.model_folder}")
 
 

@@ -24,3 +24,8 @@ def plain_text(text: str, max_length: int) -> str:
             kept.append(" " if category in UNSEEN else character)
     cleaned = " ".join("".join(kept).split())
     return cleaned if len(cleaned) <= max_length else cleaned[: max_length - 1] + "…"
+
+
+def without_controls(text: str) -> str:
+    """The text, or a piece of it, without control characters other than tabs and ends of lines."""
+    return "".join(char for char in text if char in "\t\n" or unicodedata.category(char) != "Cc")

@@ -1,5 +1,6 @@
 """The command lines as newcomers type them: what --help shows, and one line for each mistake, before anything heavy."""
 
+import io
 import logging
 import re
 import sys
@@ -11,8 +12,14 @@ import coordinator.cli
 import swarm_peer.cli
 from coordinator.config_files import PEERS, RUNS, find_file
 from coordinator.planning.peers_file import load_peers
-from swarm_peer.errors import UserError
+from coordinator.query import queries
+from coordinator.run import found_runs
+from swarm_peer.errors import InvalidMessage, SwarmError, UserError
+from swarm_peer.runtime.network.transport import check_body, error_from_body
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import GreetCall
+
+log = logging.getLogger(__name__)
 
 ENTRIES = {"swarm-peer": swarm_peer.cli.run, "swarm-coordinator": coordinator.cli.run}
 COMMANDS = [
@@ -54,6 +61,81 @@ def test_a_bad_record_is_complained_of_once_a_minute():
     assert all(passes("moving from=1 to=2", at_s) for at_s in (0.0, 1.0)), "what happens twice is told twice"
     assert [passes(f"invalid_record key={number}", 0.0) for number in range(3000)] == [True] * 3000
     assert len(filter_._next_s) <= filter_.MOST_REMEMBERED
+
+
+# What a member may put into the name of a field, an error, or what its logits make of a prompt.
+FORGED = "x\n2026-11-26 03:00:00,000 ERROR run_ended reason=stop\x1b]0;owned\x07\r\x7f\x85\x9b2J\u2028\u2029"
+SAID = r"x\n2026-11-26 03:00:00,000 ERROR run_ended reason=stop\x1b]0;owned\x07\r\x7f\x85\x9b2J\u2028\u2029"
+
+
+@pytest.fixture
+def stderr(monkeypatch):
+    """What the programs' log is written to."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    for name in ("HIVEMIND_LOGLEVEL", "TOKENIZERS_PARALLELISM", "USE_LEGACY_BFLOAT16"):
+        monkeypatch.setenv(name, "")
+    level = logging.root.level
+    swarm_peer.cli.configure_logging("info")
+    yield stderr
+    logging.root.setLevel(level)
+
+
+def test_what_a_member_sends_makes_no_line_of_the_log_and_commands_no_terminal(stderr):
+    with pytest.raises(InvalidMessage) as caught:
+        check_body(GreetCall, {FORGED: 1})
+    log.warning("invalid_message peer=a reason=%s", caught.value)
+    log.info("peer_avoided reason=%s", error_from_body({"code": "failed", "message": FORGED, "round_number": None}))
+    invalid, avoided = stderr.getvalue().splitlines()
+    assert re.match(r"[-\d]{10} [:\d]{8},\d{3} WARN(ING)? invalid_message peer=a reason=GreetCall: ", invalid)
+    assert SAID in invalid
+    assert avoided.endswith(f" INFO peer_avoided reason={SAID}")
+
+
+def test_a_traceback_has_lines_of_its_own_and_none_that_looks_like_the_log(stderr):
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        log.exception("handler_failed peer=%s", FORGED)
+    first, *traceback = stderr.getvalue().splitlines()
+    assert first.endswith(f" ERROR handler_failed peer={SAID}")
+    assert traceback[0] == "  Traceback (most recent call last):"
+    assert len(traceback) >= 4
+    assert all(line.startswith("  ") and line.isprintable() for line in traceback)
+    assert "\n".join(traceback).endswith(SAID.partition("x")[2].partition("n")[2]), "what the error quotes is there"
+
+
+@pytest.mark.parametrize(("error", "code"), [(SwarmError(FORGED), 1), (UserError(FORGED), 2)])
+def test_the_error_that_ends_a_program_is_one_line_and_commands_no_terminal(error, code, monkeypatch, capsys):
+    app = swarm_peer.cli.make_app("swarm-peer", "")
+
+    @app.default
+    def fail():
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["swarm-peer"])
+    with pytest.raises(SystemExit) as ended:
+        swarm_peer.cli.run_app(app)()
+    said = capsys.readouterr().err
+    assert ended.value.code == code
+    assert said.startswith("swarm-peer: x")
+    assert said.endswith("\n")
+    assert said[:-1].isprintable()
+    assert r"stop\x1b]0;owned\x07" in said
+
+
+def test_what_a_model_writes_commands_no_terminal(run, monkeypatch):
+    pieces = ["def\tadd(a, b):\r\n", "\x1b[2J\x07", "\x9b31m\u00e9\x00"]
+
+    def sample_run(addresses, run_id, prompt, sampling, write, *folders):
+        for piece in pieces:
+            write(piece)
+
+    monkeypatch.setattr(queries, "sample_run", sample_run)
+    monkeypatch.setattr(found_runs, "addresses_of_run", lambda run, initial_peers: ())
+    code, out, _ = run("swarm-coordinator", "sample", "--prompt", "def", "--initial-peers", ADDRESS)
+    assert (code, out) == (0, "def\tadd(a, b):\n[2J31m\u00e9\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
