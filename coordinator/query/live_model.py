@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 
 import anyio
 import numpy as np
@@ -214,9 +215,11 @@ class LiveModel:
                 raise SwarmError(f"the run gave no answer within {self._patience_s:.0f} s, last: {reason}") from reason
 
     async def _refresh_round(self) -> int:
-        """Look up the newest round that stage 0 announces, which may be some seconds old."""
+        """Look up the round of stage 0, which may be some seconds old."""
         await self._refresh_view()
-        self._round = max(peer.round_number for peer in self._view.serving(0))
+        # Half of the peers may announce anything. In doubt the older round: a peer that has ended it answers with its
+        # own round, and it refuses one that is far ahead.
+        self._round = median_low(peer.round_number for peer in self._view.serving(0))
         return self._round
 
     async def _refresh_view(self) -> None:

@@ -58,6 +58,7 @@ class Fixture:
     def __init__(self, swarm, patience_s=20.0):
         self.swarm = swarm
         self.announced = None  # a round that is older than the peers' own
+        self.lies = {}  # the rounds that some peers announce instead of their own, by name
         transport = swarm.network.transport("observer")
         self.model = LiveModel(
             ResolvedManifest.of(swarm.manifest),
@@ -72,6 +73,7 @@ class Fixture:
     async def look(self, stages):
         def view(peer):
             round_number = peer.rounds.step.round_number if self.announced is None else self.announced
+            round_number = self.lies.get(peer.name, round_number)
             return PeerView(
                 peer_id=peer.peer_id,
                 stage=peer.stage,
@@ -420,6 +422,20 @@ async def test_announcements_may_be_old(run):
     result = await run.model.evaluate(samples(3))
     assert result.loss == pytest.approx(run.plain_loss(samples(3)), abs=1e-5)
     assert result.optimizer_step == result.oldest_optimizer_step == UPDATES + 3
+
+
+@pytest.mark.parametrize("lies", [{"c": 2**39}, {"c": 0}, {"c": 2**39, "d": 2**39, "e": 7}, {"c": 0, "d": 2**39}])
+async def test_rounds_that_half_of_the_peers_make_up_keep_nobody_from_asking(run, lies):
+    for name in "cdefg"[: 2 * len(lies) - 1]:
+        await run.swarm.add(name, 0)
+    for _ in range(3):
+        run.advance()
+    run.lies = lies
+    result = await run.model.evaluate(samples(3))
+    assert result.loss == pytest.approx(run.plain_loss(samples(3)), abs=1e-5)
+    assert result.optimizer_step == result.oldest_optimizer_step == UPDATES + 3
+    failed = [peer.name for peer in run.swarm.peers if peer.metric("microbatches", "score", "not_serving")]
+    assert not failed, "nobody was asked for a round that there is not"
 
 
 async def test_all_stages_answer_with_the_same_round(run):
