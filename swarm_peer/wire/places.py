@@ -53,7 +53,8 @@ LONGEST_LIFETIME_S = 25 * 3600.0
 # longer by another one at most. Otherwise a peer whose clock is an hour ahead would seem present an hour after its
 # death.
 CLOCK_TOLERANCE_S = 30.0
-# Manifests of one run whose records are kept: its key may have published it anew, with more optimizer steps.
+# Manifests of one run whose records are kept, this node's own included: the run's key may have published it anew, with
+# more optimizer steps.
 MOST_MANIFESTS = 4
 # Their author is the run's key.
 _KINDS_OF_THE_RUN_KEY = (ManifestRecord.kind, TimelineRecord.kind, EndRecord.kind, RevocationsRecord.kind)
@@ -77,6 +78,7 @@ class RecordPlaces:
     def __init__(self, *, key_id: Callable[[str], bytes]):
         self._key_id = key_id
         self._run_id: str | None = None
+        self._own = ""  # hash of this node's manifest
         # The places under each key: of records that the run's key signs or warrants, and of those of each of the run's
         # manifests, by its hash, the newest last.
         self._of_run: dict[bytes, _Place] = {}
@@ -84,7 +86,7 @@ class RecordPlaces:
 
     def keep_run(self, run_id: str, manifest: RunManifest) -> None:
         """Keep the records of this run alone, from now on."""
-        self._run_id = run_id
+        self._run_id, self._own = run_id, manifest.hash
         keys = {
             MANIFESTS_KEY: ManifestRecord.kind,
             timeline_key(run_id): TimelineRecord.kind,
@@ -103,7 +105,9 @@ class RecordPlaces:
         self._of_manifests[manifest.hash] = {
             self._key_id(key): _Place(kind, manifest.hash, longest_s) for key, kind in keys.items()
         }
-        for oldest in list(self._of_manifests)[:-MOST_MANIFESTS]:
+        # Anybody may show old manifests again. The node's own has to stay: else it could not announce itself.
+        learned = [known for known in self._of_manifests if known != self._own]
+        for oldest in learned[: 1 - MOST_MANIFESTS]:
             del self._of_manifests[oldest]
 
     def check(self, key: bytes, author: str, envelope: bytes, place: bytes, lifetime_s: float) -> None:

@@ -124,10 +124,29 @@ def test_a_node_that_does_not_know_its_run_yet_keeps_what_is_signed() -> None:
 
 
 def test_a_manifest_that_the_run_key_publishes_anew_is_learned_and_few_are_kept(places: RecordPlaces) -> None:
-    for steps in range(11, 11 + MOST_MANIFESTS):
-        new = manifest(steps)
+    news = [manifest(steps) for steps in range(11, 11 + MOST_MANIFESTS)]
+    for new in news:
         check(places, MANIFESTS_KEY, ManifestRecord(manifest=new.canonical_json().decode()), RUN, RUN_KEY)
         check(places, stage_key(new.hash, 0), ANNOUNCEMENT, new.hash, PEER)
+    oldest, *kept = (new.hash for new in news)
+    with pytest.raises(InvalidMessage, match="a key that run"):
+        check(places, stage_key(oldest, 0), ANNOUNCEMENT, oldest, PEER)
+    for known in kept:
+        check(places, stage_key(known, 0), ANNOUNCEMENT, known, PEER)
+    check(places, MANIFESTS_KEY, ManifestRecord(manifest="{}"), RUN, RUN_KEY)  # of another version
+
+
+def test_a_node_keeps_its_own_run_however_many_manifests_are_shown_again(places: RecordPlaces) -> None:
+    for steps in (*range(11, 31), 10, *range(11, 31)):
+        shown = ManifestRecord(manifest=manifest(steps).canonical_json().decode())
+        check(places, MANIFESTS_KEY, shown, RUN, RUN_KEY)
+        check(places, stage_key(HASH, 0), ANNOUNCEMENT, HASH, PEER)
+        check(places, progress_key(HASH), GOOD[-1][1], HASH, PEER)
+    newest = manifest(30)
+    places.keep_run(RUN, newest)  # and by now it serves another one
+    for steps in range(11, 30):
+        shown = ManifestRecord(manifest=manifest(steps).canonical_json().decode())
+        check(places, MANIFESTS_KEY, shown, RUN, RUN_KEY)
+    check(places, stage_key(newest.hash, 0), ANNOUNCEMENT, newest.hash, PEER)
     with pytest.raises(InvalidMessage, match="a key that run"):
         check(places, stage_key(HASH, 0), ANNOUNCEMENT, HASH, PEER)
-    check(places, MANIFESTS_KEY, ManifestRecord(manifest="{}"), RUN, RUN_KEY)  # of another version
