@@ -53,9 +53,9 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and an unknown key is an error. The text under a field describes it."""
+    """Base of all sections: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -269,7 +269,7 @@ class RecoverySection(Section):
 class LimitsSection(Section):
     """Deadlines, tries and lifetimes that all peers keep."""
 
-    hop_timeout_s: float = Field(60.0, gt=0)
+    hop_timeout_s: float = Field(60.0, gt=0, le=86400)
     """longest wait for one hop's reply, in seconds, the time of later stages included"""
     hop_tries: int = Field(4, ge=1)
     """peers tried for one hop before it fails and the stage before tries another peer"""

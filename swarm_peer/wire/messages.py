@@ -49,6 +49,8 @@ MicrobatchId = Annotated[bytes, Field(min_length=16, max_length=16)]
 # are queries from outside the run.
 Mode = Literal["train", "evaluate", "score", "predict"]
 QUERIES: tuple[Mode, ...] = ("score", "predict")
+# The most time that a call may give its callee.
+LONGEST_CALL_S = 86400.0
 
 
 class Call(Body):
@@ -81,7 +83,7 @@ class MicrobatchCall(RoundCall):
     microbatch: MicrobatchId
     num_samples: int = Field(ge=1, lt=2**20)
     length: int = Field(ge=1, le=2**20)
-    timeout_s: float = Field(gt=0, le=86400, allow_inf_nan=False)
+    timeout_s: float = Field(gt=0, le=LONGEST_CALL_S, allow_inf_nan=False)
     counts: SignedCounts = ()
 
     @field_validator("timeline")

@@ -297,6 +297,13 @@ async def test_a_microbatch_is_computed_as_in_one_process(num_stages):
         assert results[0].grad is None, "there is nobody before stage 0"
 
 
+async def test_a_hop_may_take_as_long_as_a_manifest_may_say():
+    async with Swarm(make_manifest(3, limits={"hop_tries": 2, "hop_timeout_s": 86400.0})) as swarm:
+        first, *_ = [await swarm.add("abc"[stage], stage) for stage in range(3)]
+        result = await first.run(make_microbatch(), timeout_s=1e9)
+        assert result.loss_sum == pytest.approx(reference(swarm.manifest)[0], abs=1e-6)
+
+
 async def test_evaluation_leaves_no_trace(swarm, pair):
     first, last = pair
     result = await first.run(make_microbatch(mode="evaluate"))

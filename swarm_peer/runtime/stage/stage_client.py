@@ -20,7 +20,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Reply, Transport, check_body
 from swarm_peer.wire.codecs import encoded_bytes
-from swarm_peer.wire.messages import QUERIES, MicrobatchCall, MicrobatchReply, Mode
+from swarm_peer.wire.messages import LONGEST_CALL_S, QUERIES, MicrobatchCall, MicrobatchReply, Mode
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,9 @@ class StageClient:
 
     @property
     def timeout_s(self) -> float:
-        """Time for one try, in seconds: one hop for this stage and one for each stage after it."""
-        return self._manifest.limits.hop_timeout_s * (self._manifest.stages.count - self.stage)
+        """Time for one try, in seconds: one hop for this stage and one for each after it, a day at most."""
+        hops = self._manifest.stages.count - self.stage
+        return min(self._manifest.limits.hop_timeout_s * hops, LONGEST_CALL_S)
 
     async def send(self, microbatch: Microbatch, hidden: memoryview | None, deadline: float) -> HopResult:
         """Run a microbatch through this stage and all later ones.
