@@ -1,8 +1,8 @@
 """How fast is a stage on a GPU, and does it take the memory that was predicted?
 
-Each case is a stage of a run that comes with Swarm. As many microbatches as fit into a
-window go forward, then each goes backward and another one forward, as at a peer. A round has some of them and ends with
-the optimizer's step; the first round is not counted. Measured are:
+Each case is a stage of a run that comes with Swarm. Some microbatches go forward; then one goes backward and another
+one forward, as at a peer, until the round has as many as it takes. It ends with the optimizer's step. The first round
+is not counted. Measured are:
 
 * tokens/s of the passes alone (hidden states and their gradients stay on the GPU), and of what a peer's device thread
   does: decoded from bytes before a pass, and encoded to bytes after it, with the run's codecs.
@@ -108,14 +108,14 @@ CASES = (
 class Stage:
     """One stage with made-up neighbours.
 
-    Args:
+    Attributes:
         through_wire: whether it decodes and encodes as a peer does
     """
 
-    def __init__(self, resolved: ResolvedManifest, stage: int, *, through_wire: bool = False):
+    def __init__(self, resolved: ResolvedManifest, stage: int):
         self.manifest = manifest = resolved.manifest
         self.spec = resolved.specs[stage]
-        self.through_wire = through_wire
+        self.through_wire = False
         self.trainer = StageTrainer(resolved, self.spec, device=DEVICE)
         shape = manifest.training.microbatch_size, manifest.data.sequence_length, resolved.hidden_size
         self.shape = shape

@@ -229,28 +229,6 @@ def test_a_failed_backward_pass_leaves_no_gradients(little_memory: None) -> None
     train(trainers, range(1, 3))
 
 
-BROKEN = """
-import test_gpu
-import torch
-
-trainers = test_gpu.make_trainers(test_gpu.resolve())
-test_gpu.train(trainers, range(1))
-bad = torch.full((3,), 10**6, device="cuda")
-torch.zeros(5, device="cuda")[bad]
-for job in (
-    lambda: trainers[0].forward(test_gpu.tokens(1)),
-    lambda: trainers[0].mean_gradients(),
-    lambda: torch.cuda.mem_get_info(),
-    lambda: torch.cuda.empty_cache(),
-):
-    try:
-        job()
-        print("ended well")
-    except Exception as error:
-        print("lost" if test_gpu.is_lost(error) else "not lost", type(error).__mro__, str(error)[:200])
-"""
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_grouped_queries_take_no_memory_of_length_squared(
     precision: str, memory_before: int, monkeypatch: pytest.MonkeyPatch
@@ -297,6 +275,28 @@ def test_memory_is_predicted_as_it_is_measured(case: Case, memory_before: int) -
     predicted = stage_costs(resolved, "cuda")[case.stage].memory.peak_bytes(case.in_flight)
     print(f"{predicted / 1e6:.0f} MB predicted, {measured / 1e6:.0f} MB measured, {predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.15)
+
+
+BROKEN = """
+import test_gpu
+import torch
+
+trainers = test_gpu.make_trainers(test_gpu.resolve())
+test_gpu.train(trainers, range(1))
+bad = torch.full((3,), 10**6, device="cuda")
+torch.zeros(5, device="cuda")[bad]
+for job in (
+    lambda: trainers[0].forward(test_gpu.tokens(1)),
+    lambda: trainers[0].mean_gradients(),
+    lambda: torch.cuda.mem_get_info(),
+    lambda: torch.cuda.empty_cache(),
+):
+    try:
+        job()
+        print("ended well")
+    except Exception as error:
+        print("lost" if test_gpu.is_lost(error) else "not lost", type(error).__mro__, str(error)[:200])
+"""
 
 
 def test_an_error_that_stays_is_no_lack_of_memory() -> None:
