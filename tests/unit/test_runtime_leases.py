@@ -21,8 +21,9 @@ from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import leases as leases_module
-from swarm_peer.runtime.data.leases import PATIENCE, SliceLeases
+from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.data.reading_mates import PATIENCE
 from swarm_peer.runtime.network import progress as progress_module
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.wire.identity import Identity

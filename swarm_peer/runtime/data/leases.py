@@ -15,9 +15,10 @@ from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, merge_
 from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger, arbiter
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import Life, PeerState, SwarmView
+from swarm_peer.policy.view import Life, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.prefetch import Sample, SamplePool
+from swarm_peer.runtime.data.reading_mates import ReadingMates
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
@@ -30,9 +31,6 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 5.0
 # Pause after a request that gave no slice: some stage-mate did not answer, or others wanted the same slices.
 RETRY_S = 0.5
-# In lifetimes of an announcement: the leases of a peer that vanished without a goodbye are respected for this long. It
-# may be alive, and only out of reach of this peer.
-PATIENCE = 2
 # Stage-mates that must say that a pass is over before it is believed, if there are so many.
 PASS_WITNESSES = 2
 
@@ -68,9 +66,13 @@ class SliceLeases:
         self._transport = transport
         self._me = transport.peer_id
         self._progress = progress
-        self._view = view
         self._on_other_timeline = on_other_timeline
-        self._patience_s = PATIENCE * context.resolved.manifest.limits.announcement_s
+        self._mates = ReadingMates(
+            me=transport.peer_id,
+            clock=context.clock,
+            announcement_s=context.resolved.manifest.limits.announcement_s,
+            view=view,
+        )
         self.generation = 0
         self._ledger: SampleLedger | None = None
         self._held: set[SliceId] = set()  # the pool reads them, or still has samples of them
@@ -83,7 +85,6 @@ class SliceLeases:
         self._timeline_first_round = 0
         self._ended = -1  # the newest round whose counts are in the ledger
         self._passes: dict[str, int] = {}  # the pass that each stage-mate last said it is in
-        self._seen: dict[str, float] = {}  # when each stage-mate was last known to be present
         progress.add_listener(self._heard)
 
     @property
@@ -234,23 +235,23 @@ class SliceLeases:
 
     def forget(self, peer_id: str) -> None:
         """Free the slices of a stage-mate that has said goodbye."""
-        self._seen.pop(peer_id, None)
+        self._mates.forget(peer_id)
         if self._ledger is not None:
             self._ledger.release(peer_id)
 
     async def _lease(self) -> bool:
         """Ask stage-mates for slices. Returns whether this peer got any."""
         ledger, generation = self._known(), self.generation
-        self._note_present()
+        self._mates.note_present()
         count = min(self._pool.wants_leases, MAX_SLICES_ASKED)
-        wanted = ledger.wanted(self._me, count, self._live(), run_ahead=self._pool.is_read_out)
-        mates = set(self._present())
+        wanted = ledger.wanted(self._me, count, self._mates.live(), run_ahead=self._pool.is_read_out)
+        mates = set(self._mates.present())
         first = arbiter({*mates, self._me}) if wanted else self._me
         self._asking = set(wanted)
         try:
             if first != self._me:
                 wanted = await self._ask({first}, wanted)
-            live = self._live()
+            live = self._mates.live()
             asked = [slice_id for slice_id in wanted if ledger.grant(slice_id, self._me, live).granted]
             kept = await self._ask(mates - {first}, asked) if asked else []
         finally:
@@ -290,13 +291,13 @@ class SliceLeases:
                 log.info("lease_not_answered peer=%s reason=%s: %s", peer_id, error.code, error)
                 refused.update(wanted)
                 return
-            self._note_present()
+            self._mates.note_present()
             if ledger is self._ledger:  # otherwise the answer is of a timeline that was given up
                 self._note_pass(ledger, peer_id, answer.current_pass)
             ledger.release(peer_id, answer.corrections)
             for slice_id, owner in answer.refused:
                 refused.add(slice_id)
-                if slice_id in wanted and owner is not None and owner != self._me and owner in self._live():
+                if slice_id in wanted and owner is not None and owner != self._me and owner in self._mates.live():
                     ledger.note_lease(slice_id, owner)
             if ledger is self._ledger:
                 told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
@@ -317,7 +318,7 @@ class SliceLeases:
         If there are several stage-mates, PASS_WITNESSES of them must be ahead before this peer begins the next pass.
         """
         self._passes[peer_id] = current_pass
-        mates = self._present()
+        mates = self._mates.present()
         ahead = [mate for mate in mates if self._passes.get(mate, 0) > ledger.current_pass]
         if ahead and len(ahead) >= min(PASS_WITNESSES, len(mates)):
             ledger.begin_pass(ledger.current_pass + 1)  # this peer cannot have missed the end of more than one
@@ -330,8 +331,8 @@ class SliceLeases:
             NotServing: this peer has no ledger yet, is on another timeline, or does not know the caller as a stage-mate
         """
         ledger = self._known()
-        self._note_present()
-        if caller not in self._live():
+        self._mates.note_present()
+        if caller not in self._mates.live():
             raise NotServing("only peers of stage 0 read the data, and this one does not know the caller")
         if call.timeline_first_round != self._timeline_first_round:
             # Without leases this peer sends nothing to the next stage, which would tell it of the other timeline.
@@ -340,12 +341,12 @@ class SliceLeases:
                 f"this peer is on the timeline that begins with round {self._timeline_first_round}, in which other "
                 f"samples have counted"
             )
-        self._seen[caller] = self._context.clock.monotonic_s()
+        self._mates.welcome(caller)
         self._progress.merge(call.counts, vouched=True)
         if len(ledger.leases(caller)) > MAX_FACTS:
             # More than could ever be corrected. The caller itself refuses to others what it really leases.
             ledger.release(caller)
-        live, refused, facts = self._live(), [], list[WindowRange]()
+        live, refused, facts = self._mates.live(), [], list[WindowRange]()
         for slice_id in dict.fromkeys(call.slices):
             known = merge_ranges(
                 [*ledger.counted(slice_id), *(item for item in self._told if item.slice_id == slice_id)]
@@ -366,24 +367,7 @@ class SliceLeases:
 
     def welcome(self, peer_id: str) -> None:
         """Note a stage-mate that has greeted this peer. Its announcement may not have been seen yet."""
-        self._seen[peer_id] = self._context.clock.monotonic_s()
-
-    def _present(self) -> list[str]:
-        """The stage-mates in view that may be reading."""
-        reading = (PeerState.SERVING, PeerState.DRAINING)
-        peers = [peer.peer_id for peer in self._view().in_stage(0) if peer.state in reading]
-        return [peer_id for peer_id in peers if peer_id != self._me]
-
-    def _live(self) -> set[str]:
-        """The peers whose leases are respected: this one, and the stage-mates that were seen a short time ago."""
-        oldest = self._context.clock.monotonic_s() - self._patience_s
-        return {self._me, *self._present(), *(peer_id for peer_id, at in self._seen.items() if at >= oldest)}
-
-    def _note_present(self) -> None:
-        """Remember which stage-mates are in view now, and forget those last seen too long ago."""
-        now = self._context.clock.monotonic_s()
-        self._seen.update((peer_id, now) for peer_id in self._present())
-        self._seen = {peer_id: at for peer_id, at in self._seen.items() if now - at <= self._patience_s}
+        self._mates.welcome(peer_id)
 
     def _let_go(self, slice_id: SliceId) -> None:
         """Stop reading a slice."""
