@@ -511,6 +511,15 @@ def held_back_gradient_survives_a_state() -> Any:
     return _wrapped(DelayedStrategy, "load_state", load_state)
 
 
+# --- periodic averaging: with `--mode periodic`
+
+
+@defect
+def samples_of_a_missed_round_forgotten() -> Any:
+    """Who is left behind keeps its work of the round, and neither it nor stage-mates know which samples that is of."""
+    return patch.object(SliceLeases, "unnamed", lambda leases, ledger: [])
+
+
 # --- eager updates: with `--mode eager`
 
 

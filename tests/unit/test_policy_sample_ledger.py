@@ -201,6 +201,17 @@ def test_gaps_and_the_next_window() -> None:
     assert ledger.uncounted(SliceId(0, 0)) == (((0, 2), (4, 6)), 7), "what is pending is not taken over"
 
 
+def test_what_a_ledger_lacks_is_told_by_name() -> None:
+    ledger = ledger_of([WindowRange(0, 0, 2, 4), WindowRange(0, 0, 6, 7), WindowRange(0, 1, 0, 5, True)])
+    ranges = [WindowRange(0, 0, 1, 3), WindowRange(0, 0, 3, 9, True), WindowRange(0, 1, 3, 8), WindowRange(1, 2, 4, 5)]
+    assert ledger.lacking(ranges * 2) == [
+        *(SampleId(0, 0, window) for window in (1, 4, 5, 7, 8)),
+        SampleId(1, 2, 4),
+    ]
+    ledger.add(ranges)
+    assert ledger.lacking(ranges) == []
+
+
 @pytest.mark.parametrize(
     "item",
     [

@@ -351,6 +351,31 @@ async def test_a_newcomer_goes_on_from_the_ledger_that_it_is_given(swarm: Swarm)
     assert sorted(await b.draw(18)) == [SampleId(0, 0, window) for window in range(12, 30)]
 
 
+@pytest.mark.parametrize("num_missed", [1, 2, 3])
+async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once(swarm: Swarm, num_missed: int) -> None:
+    """Its stage-mate ends rounds without knowing of it; then it takes over the ledger, at once or round by round."""
+    a, b = await swarm.add("a", *[50] * 3), await swarm.add("b", *[50] * 3)
+    counted = await a.draw(4)
+    a.count(counted)
+    ledgers = []
+    for number in range(num_missed):
+        ledgers.append(b.leases.end_round(number))
+        begin_counting(b.progress, number + 1)
+    missing = await a.leases.read_ledger(ledgers[-1])
+    assert a.leases.unnamed(missing) == counted
+    for number, data in enumerate(ledgers) if num_missed == 2 else [(num_missed - 1, ledgers[-1])]:
+        await begin(a.leases, number + 1, FIRST_TIMELINE, data)
+        begin_counting(a.progress, number + 1)
+    drawn = await a.draw(30)
+    assert not set(drawn) & set(counted), "it reads them no more"
+    a.count(drawn)
+    a.tell(b)
+    assert b.leases.end_round(num_missed) == a.leases.end_round(num_missed)
+    assert b.ledger.lacking(ranges_of(counted)) == []
+    assert a.leases.unnamed(missing) == [], "the round has ended, with all that this peer counted"
+    assert (a.repeated, b.repeated) == (0, 0)
+
+
 async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) -> None:
     """Samples that counted in the timeline that is given up are to be read again."""
     a = await swarm.add("a", *[10] * 3)

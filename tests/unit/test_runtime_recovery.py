@@ -1417,13 +1417,16 @@ class Follower:
 class NotedLeases:
     """Leases for which nothing is a ledger but an empty one. They note when they begin."""
 
-    def __init__(self, follower):
-        self.follower, self.begun = follower, []
+    def __init__(self, follower, unnamed=()):
+        self.follower, self.begun, self.samples = follower, [], unnamed
 
     async def read_ledger(self, data):
         if data:
             raise InvalidMessage("no ledger")
         return SampleLedger(1)
+
+    def unnamed(self, ledger):
+        return self.samples
 
     def begin(self, round_number, timeline, ledger):
         asyncio.get_running_loop().call_soon(lambda: self.begun.append(self.follower.steps.step.round_number))
@@ -1953,6 +1956,27 @@ def offer_updates(follower, monkeypatch, ledger=b""):
         return StageState(call.min_round, history_hash, tensors, FIRST_TIMELINE, ledger)
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
+
+
+@pytest.mark.parametrize("unnamed", [(), ("a sample",)])
+async def test_what_stage_mates_do_not_know_to_have_counted_is_dropped_before_their_update_is_applied(
+    follower, monkeypatch, unnamed
+):
+    offer_updates(follower, monkeypatch)
+    monkeypatch.setattr(joining, "last_credible_round", max)
+    follower.peers = [PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=4)]
+    follower.steps._leases = NotedLeases(follower, unnamed)
+    dropped_at = []
+
+    def drop_round():
+        dropped_at.append(follower.trainer.optimizer_step)
+        return 5
+
+    monkeypatch.setattr(follower.trainer.strategy, "drop_round", drop_round)
+    before = lost(follower)
+    assert await follower.steps._replay(["m"])
+    assert dropped_at == ([3] if unnamed else [])
+    assert lost(follower) - before == (5 if unnamed else 0)
 
 
 async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower, monkeypatch):

@@ -49,7 +49,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from swarm_peer.policy.data.ranges import CountedWindows, SliceId, Uncounted, WindowRange
+from swarm_peer.policy.data.ranges import CountedWindows, SampleId, SliceId, Uncounted, WindowRange, merge_ranges
 
 # A slice holds at least some megabytes of text, so a million slices are terabytes.
 MAX_SLICES = 1 << 20
@@ -199,6 +199,16 @@ class SampleLedger:
             if item.slice_id == slice_id:
                 left.add(*item[2:])
         return left.uncounted()
+
+    def lacking(self, ranges: Iterable[WindowRange]) -> list[SampleId]:
+        """The samples in these ranges that have not counted, as far as is known here; in order, each once."""
+        found = list[SampleId]()
+        for item in merge_ranges(ranges):
+            gaps, next_window = self.uncounted(item.slice_id)
+            for start, end in (*gaps, (next_window, MAX_WINDOWS)):
+                windows = range(max(start, item.start), min(end, item.end))
+                found += [SampleId(*item.slice_id, window) for window in windows]
+        return found
 
     # --- leases
 

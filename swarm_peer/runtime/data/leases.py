@@ -81,6 +81,7 @@ class SliceLeases:
         self._drawn: set[SampleId] = set()  # samples in flight, which have not counted yet
         self._given_up: list[SampleId] = []  # to be added to the next count
         self._told: tuple[WindowRange, ...] = ()  # facts from stage-mates, not in the ledger yet
+        self._unnamed: tuple[WindowRange, ...] = ()  # counted here, in rounds that stage-mates ended without them
         self._began = 0  # the round that this generation began in
         self._timeline_first_round = 0
         self._ended = -1  # the newest round whose counts are in the ledger
@@ -114,12 +115,14 @@ class SliceLeases:
             timeline: the timeline that the state belongs to
         """
         goes_on = self._ledger is not None and timeline.first_round == self._timeline_first_round
+        unnamed = self.unnamed(ledger) if goes_on else []
         for slice_id in self._held:
             self._pool.drop(slice_id)
         self._held.clear()
         self._contested.clear()
         self._drawn.clear()
         self._given_up.clear()
+        self._unnamed = ranges_of(unnamed)
         self._pool.take_ends()
         self._told = ()
         self._passes.clear()
@@ -128,9 +131,20 @@ class SliceLeases:
         if goes_on:  # whoever gave the state may not have heard of all that this peer knows to have counted
             for author, count in self._progress.counter.counts(self._ended):
                 ledger.add(self._credible(author, count.ranges))
+            # Peers still tell each other the counts of the round before. This peer's next count tells of earlier ones.
+            self._given_up = ledger.lacking(self._unnamed)
+            self._told = ranges_of(self._given_up)
         self._timeline_first_round = timeline.first_round
         self.generation += 1
         self._context.changed.notify()
+
+    def unnamed(self, ledger: SampleLedger) -> list[SampleId]:
+        """The samples that this peer has counted, in the rounds that it missed the end of, and a ledger does not name.
+
+        To be called before `begin`.
+        """
+        count = self._progress.counter.count_of(self._ended + 1, self._progress.author)
+        return ledger.lacking([*self._unnamed, *count.ranges])
 
     def end_round(self, round_number: int) -> bytes:
         """Add the samples that all peers have counted in a round to the ledger. Returns the encoded ledger."""
@@ -139,7 +153,7 @@ class SliceLeases:
         repeated = sum(ledger.add(self._credible(author, count.ranges)) for author, count in counts)
         self._note_repeated(round_number, repeated)
         ledger.add(self._told)
-        self._told = ()
+        self._told = self._unnamed = ()
         self._ended = round_number
         for slice_id in [known for known in self._held if ledger.is_finished(known)]:
             self._let_go(slice_id)
