@@ -110,7 +110,7 @@ def local(
         steps: Optimizer steps, if other than in the file.
         sample: Tokens to generate with the model at the end.
         restart: Start another peer in the place of one that dies.
-        device: Device of the peers.
+        device: Device of the peers: cpu, cuda for all GPUs in turns, cuda:N, or auto.
     """
     configure_logging(log_level)
     check_installed(log_to)
@@ -123,15 +123,15 @@ def local(
     from coordinator.run.local import run_local
     from coordinator.run.run_options import RunOptions
     from swarm_peer.runtime.data.slices import validation_samples
-    from swarm_peer.runtime.host.preparation import choose_device
+    from swarm_peer.runtime.host.preparation import devices_to_share
 
     # These complain here rather than in a peer's log.
-    choose_device(device)
+    devices = devices_to_share(device)
     validation_samples(manifest, 1, cache_dir)
     plan = plan_checkpoints(manifest, output, checkpoints)
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place)
     service = run_local(
-        manifest, peers_by_stage or [2] * manifest.stages.count, device, options, log_to, restart=restart
+        manifest, peers_by_stage or [2] * manifest.stages.count, devices, options, log_to, restart=restart
     )
     _print_result(service, sample, cache_dir)
     _write_report(output)

@@ -38,7 +38,7 @@ EXIT_CODE_OF_MISTAKES = 2
 def run_local(
     manifest: RunManifest,
     peers_by_stage: Sequence[int],
-    device: str,
+    devices: Sequence[str],
     options: RunOptions,
     log_to: Sequence[LoggerName] = (),
     *,
@@ -47,6 +47,7 @@ def run_local(
     """Run coordinator and peers until the run has its steps and its model is saved.
 
     Args:
+        devices: that the peers take in turns
         restart: start another peer in the place of one that dies
 
     Raises:
@@ -70,13 +71,13 @@ def run_local(
             if options.plan.store is not None:
                 options.plan.store.check_empty()
         spare_imports()
-        return run_loop(_run, resolved, peers_by_stage, device, options, log_to, restart)
+        return run_loop(_run, resolved, peers_by_stage, devices, options, log_to, restart)
 
 
 async def _run(
     resolved: ResolvedManifest,
     peers_by_stage: Sequence[int],
-    device: str,
+    devices: Sequence[str],
     options: RunOptions,
     log_to: Sequence[LoggerName],
     restart: bool,
@@ -89,7 +90,7 @@ async def _run(
         ):
             write_run_file(output, dht.identity.peer_id, manifest)
             service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
-            peers = LocalPeers(dht.addresses, peers_by_stage, output, device=device, cache_dir=options.cache_dir)
+            peers = LocalPeers(dht.addresses, peers_by_stage, output, devices=devices, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
                 live.print(name_processes(peers.peers, restart=restart))
                 await _run_to_its_end(service, PeerWatch(peers=peers, restart=restart, say=live.print))

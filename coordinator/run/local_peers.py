@@ -60,11 +60,13 @@ class LocalPeer:
 
     Attributes:
         place: the name of the first peer that this one stands in for; its own if there was none before it
+        device: that it computes on
     """
 
     name: str
     place: str
     stage: int | str
+    device: str
     process: Process
     log_file: Path
 
@@ -89,6 +91,7 @@ class LocalPeers:
     Args:
         peers_by_stage: how many each stage gets; together they share the cores
         output: folder of the run; the peers' logs go to a folder below it
+        devices: that the peers take in turns, so that stage-mates are on different ones where there are several
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class LocalPeers:
         peers_by_stage: Sequence[int],
         output: Path,
         *,
-        device: str = "cpu",
+        devices: Sequence[str] = ("cpu",),
         cache_dir: Path | None = None,
         launch: Launch | None = None,
     ):
@@ -107,7 +110,7 @@ class LocalPeers:
         self._logs = output / "logs"
         self._identities = output / "identities"
         self._threads = max(1, (os.cpu_count() or 1) // max(1, sum(peers_by_stage)))
-        self._device = device
+        self._devices = itertools.cycle(devices)
         self._cache_dir = cache_dir
         self._launch = launch or launch_peer
 
@@ -123,15 +126,24 @@ class LocalPeers:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self.stop)  # in a thread: leaving peers talk to this process
 
-    def start(self, stage: int | str, name: str, launch: Launch | None = None, place: str | None = None) -> LocalPeer:
+    def start(
+        self,
+        stage: int | str,
+        name: str,
+        launch: Launch | None = None,
+        place: str | None = None,
+        device: str | None = None,
+    ) -> LocalPeer:
         """Start a peer of a stage, or of the stage that it chooses itself (auto).
 
         Args:
             place: see LocalPeer
+            device: None for the one whose turn it is
         """
+        device = device or next(self._devices)
         self._logs.mkdir(parents=True, exist_ok=True)
         options = [
-            *("--stage", str(stage), "--device", self._device),
+            *("--stage", str(stage), "--device", device),
             *("--name", name, "--identity-path", str(self._identities / name)),
             *("--host-maddrs", LOOPBACK, "--threads", str(self._threads), "--data-dir", "/"),
             *(("--cache-dir", str(self._cache_dir)) if self._cache_dir else ()),
@@ -139,14 +151,14 @@ class LocalPeers:
         ]
         log_file = self._logs / f"peer-{name}.log"
         process = (launch or self._launch)(options, log_file, self._threads)
-        peer = LocalPeer(name, place or name, stage, process, log_file)
+        peer = LocalPeer(name, place or name, stage, device, process, log_file)
         self.peers.append(peer)
         return peer
 
     def stand_in(self, dead: LocalPeer) -> LocalPeer:
         """Start a peer in the place of one whose process has ended."""
         number = int(dead.name.removeprefix(dead.place).removeprefix("-") or 1)
-        return self.start(dead.stage, f"{dead.place}-{number + 1}", place=dead.place)
+        return self.start(dead.stage, f"{dead.place}-{number + 1}", place=dead.place, device=dead.device)
 
     def stop(self) -> None:
         """Stop all peers, stage by stage from the first: a peer's microbatches in flight need the later stages."""

@@ -277,7 +277,7 @@ def run_swarm(
         async with open_node(folder / "identity", Entrance((), coordinator_invite(run_key)), (listen_on,)) as dht:
             service = RunService(ResolvedManifest.of(manifest), dht, RunOptions(output=folder, **options))
             invite = InviteBook(folder).standing(run_key, dht.addresses)
-            peers = LocalPeers([invite.text()], peers_by_stage, folder, device=device, launch=launch(records, ""))
+            peers = LocalPeers([invite.text()], peers_by_stage, folder, devices=(device,), launch=launch(records, ""))
             async with peers.running():
                 live = LiveSwarm(service, dht, invite.text(), peers, records, launch)
                 states = await _train_and_fetch(live, dht, script, timeout_s)

@@ -41,9 +41,9 @@ class FakeProcess:
 class Machine:
     """Peers that are started on it, what the user is told, and a clock that a test sets."""
 
-    def __init__(self, folder, *, restart=True, peers_by_stage=(1, 2)):
+    def __init__(self, folder, *, restart=True, peers_by_stage=(1, 2), devices=("cpu",)):
         self.now_s, self.told, self.options = 0.0, [], []
-        self.peers = LocalPeers(["/ip4/address"], peers_by_stage, folder, launch=self.launch)
+        self.peers = LocalPeers(["/ip4/address"], peers_by_stage, folder, devices=devices, launch=self.launch)
         self.watch = PeerWatch(peers=self.peers, restart=restart, say=self.told.append, now_s=lambda: self.now_s)
 
     def launch(self, options, log_file, threads):
@@ -62,6 +62,14 @@ class Machine:
     @property
     def running(self):
         return [peer.name for peer in self.peers.peers]
+
+
+async def test_peers_take_several_gpus_in_turns_and_who_stands_in_the_one_that_is_free(tmp_path):
+    machine = Machine(tmp_path, peers_by_stage=(2, 2), devices=("cuda:0", "cuda:1"))
+    async with machine.peers.running():
+        machine.end("0.1", -signal.SIGKILL)
+        named = [options[options.index("--device") + 1] for options in machine.options]
+        assert named == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:1"]
 
 
 async def test_another_peer_takes_the_place_of_one_that_died(tmp_path):
@@ -99,7 +107,7 @@ def test_two_programs_never_train_into_one_folder(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(UserError, match="another program trains into"):
-            local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+            local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path))
         other.stdin.close()
 
 
@@ -113,13 +121,13 @@ def test_no_run_begins_anew_where_one_has_begun(tmp_path, monkeypatch, has_check
     ran = []
     monkeypatch.setattr(local, "run_loop", lambda *_: ran.append(1))
     with pytest.raises(UserError, match=r"a run has begun in .*name another --output") as caught:
-        local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+        local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path))
     assert (f"with --resume {tmp_path}," in str(caught.value)) is has_checkpoints
     assert not ran
     resumed = CheckpointPlan(None, resume=object())
-    local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path, plan=resumed))
+    local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path, plan=resumed))
     metrics.write_text("")  # its first step was not made yet
-    local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+    local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path))
     assert len(ran) == 2
 
 
@@ -129,9 +137,9 @@ def test_no_run_begins_anew_with_the_checkpoints_of_another(tmp_path, monkeypatc
     monkeypatch.setattr(local, "run_loop", lambda *_: ran.append(1))
     plan = CheckpointPlan(CheckpointStore(str(tmp_path / "elsewhere")), 10)
     with pytest.raises(UserError, match="has checkpoints of an earlier run"):
-        local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path, plan=plan))
+        local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path, plan=plan))
     resumed = replace(plan, resume=object())
-    local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path, plan=resumed))
+    local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path, plan=resumed))
     assert len(ran) == 1
 
 
@@ -214,7 +222,7 @@ def test_no_collection_of_all_that_is_imported_holds_up_the_event_loop(program, 
     gc.unfreeze()
     try:
         if program == "local":
-            local.run_local(MANIFEST, [1], "cpu", RunOptions(output=tmp_path))
+            local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path))
         else:
             serve.run_serve(RESOLVED, NodeOptions(), RunOptions(output=tmp_path))
     finally:

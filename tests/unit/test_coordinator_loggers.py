@@ -541,7 +541,7 @@ def test_local_goes_on_with_its_loggers_where_it_goes_on_with_its_run(tmp_path, 
     plan = dataclasses.replace(NO_CHECKPOINTS, resume=object() if resumes else None)
     options = RunOptions(output=tmp_path / "output", plan=plan)
     with pytest.raises(UserError, match="far enough"):
-        local.run_local(MANIFEST, [1, 1], "cpu", options, ["tensorboard"])
+        local.run_local(MANIFEST, [1, 1], ("cpu",), options, ["tensorboard"])
     assert asked == [(["tensorboard"], resumes)]
 
 

@@ -243,7 +243,7 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path, unrendered):
 def local_run(tmp_path, monkeypatch):
     """What `local` does with a run that has come to its end."""
 
-    def run_local(manifest, peers_by_stage, device, options, log_to, *, restart):
+    def run_local(manifest, peers_by_stage, devices, options, log_to, *, restart):
         options.output.mkdir()
         write_run(options.output)
         watch = SimpleNamespace(lines=[{"optimizer_step": 30, "loss": 2.0}], validation_loss=4.5)

@@ -18,6 +18,7 @@ from swarm_peer.runtime.host import preparation
 from swarm_peer.runtime.host.preparation import (
     UNCHECKED_IN_FLIGHT,
     check_device,
+    devices_to_share,
     has_room_beside,
     microbatch_capacity,
     stages_too_large,
@@ -111,6 +112,23 @@ def test_a_second_replica_on_a_gpu_needs_the_memory_beside_it_that_both_take(mon
     assert has_room_beside(resolved, 0, 1, torch.device("cuda:0"), None)
     monkeypatch.setattr(preparation, "host_memory", lambda: (0, int(both) - 1))
     assert not has_room_beside(resolved, 0, 1, torch.device("cuda:0"), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "shared"),
+    [
+        ("cpu", 2, ("cpu",)),
+        ("auto", 0, ("cpu",)),
+        ("auto", 2, ("cuda:0", "cuda:1")),
+        ("cuda", 2, ("cuda:0", "cuda:1")),
+        ("cuda:1", 2, ("cuda:1",)),
+    ],
+)
+def test_peers_of_one_machine_share_all_its_gpus_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, num_gpus: int, shared: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert devices_to_share(name) == shared
 
 
 def test_a_device_that_cannot_compute_is_refused() -> None:

@@ -46,6 +46,18 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
+def devices_to_share(name: str) -> tuple[str, ...]:
+    """The devices that several peers on this machine take in turns: all GPUs, unless `--device` names one of them.
+
+    Raises:
+        UserError: this machine has no such device
+    """
+    device = choose_device(name)
+    if device.type == "cuda" and name in ("auto", "cuda"):
+        return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    return (str(device),)
+
+
 def check_device(device: torch.device, precision: str) -> None:
     """Compute something on the device, so that it fails here and not in the run.
 
