@@ -82,7 +82,7 @@ def run_table(watch: RunWatch) -> Table:
     manifest = watch.manifest
     samples = f"({watch.current_samples}/{manifest.training.global_batch_size} samples of the next)"
     caption = "   ".join([f"{_step(watch)} {samples}", *_figures(watch)]) + _coordination(watch)
-    table = Table(title=f"run {manifest.name}", expand=True, caption=caption)
+    table = Table(title=f"run {manifest.name}", expand=True, caption=Text(caption))  # rich must see no markup in it
     for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "busy", "step"):
         table.add_column(column, justify="right")
     for stage in range(manifest.stages.count):
@@ -141,7 +141,7 @@ def _coordination(watch: RunWatch) -> str:
     lines = [_waits(empty)] if empty else []
     if watch.coordination is not None:
         _, record = watch.coordination
-        lines += [f"rebalancing: {record.reason}"] if record.reason and not empty else []
+        lines += [f"rebalancing: {plain_text(record.reason, 300)}"] if record.reason and not empty else []
         lines += [
             f"peer {move.peer[-8:]} moves from stage {move.from_stage} to {move.to_stage}"
             for move in record.assignments

@@ -172,11 +172,21 @@ def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
         watch = make_watch()
         watch.observe(view, {}, 0.0)
         watch.coordination = Term(1, "a"), SimpleNamespace(reason="no move pays: it does 0 samples/s", assignments=())
-        return run_table(watch).caption.splitlines()[1:]
+        return run_table(watch).caption.plain.splitlines()[1:]
 
     assert caption(VIEW) == ["rebalancing: no move pays: it does 0 samples/s"]
     assert caption(SwarmView(2, (peer("a", 0),))) == ["the run waits: nobody serves stage 1"]
     assert caption(SwarmView(2, ())) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
+
+
+def test_a_coordinator_commands_no_terminal():
+    watch = make_watch()
+    reason = "[/b] [red]\x1b[2J\nrun over"
+    watch.coordination = Term(1, "a"), SimpleNamespace(reason=reason, assignments=())
+    console = Console(width=200, file=io.StringIO(), force_terminal=False)
+    console.print(run_table(watch))
+    assert "rebalancing: [/b] [red] [2J run over" in console.file.getvalue()
+    assert "\x1b" not in console.file.getvalue()
 
 
 def test_a_log_says_once_that_the_run_waits_for_a_stage(capsys):
