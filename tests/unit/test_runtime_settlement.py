@@ -24,7 +24,7 @@ from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.averaging import AveragingFailed
-from swarm_peer.runtime.step.barrier import Barrier
+from swarm_peer.runtime.step.barrier import MAX_WAITS, Barrier, _Patience
 from swarm_peer.runtime.step.outcome import LeftBehind
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.wire.identity import Identity
@@ -910,6 +910,83 @@ async def test_most_of_a_stage_follow_the_one_that_has_gone_on_with_the_other_st
         return
     for settlement in settled.values():
         assert (settlement.verdict, settlement.holders) == (Verdict.RESYNC, (ahead.peer_id,))
+
+
+@pytest.mark.parametrize(
+    ("behind", "others", "waits"),
+    [
+        ((5, 5), (), True),
+        ((5,), (), False),  # either may have given up the other
+        ((9, 5), (), False),  # one is late in this round, and has not gone on with the other
+        ((5, 5), (9, 9, 5), False),  # the run has gone on with this one
+        ((5, 5), (9, 5), True),
+    ],
+)
+async def test_one_that_went_on_alone_waits_for_those_that_are_more_and_behind(
+    group, monkeypatch, behind, others, waits
+):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
+    [alone] = await group.add("a", round_number=9, history_hash="M")
+    mates = await group.add("bcd"[: len(behind)], round_number=5)
+    rounds = dict(zip((mate.peer_id for mate in mates), behind, strict=True))
+    group.others = [
+        PeerView(peer_id=f"other {number}", stage=1, state=PeerState.SERVING, round_number=round_number)
+        for number, round_number in enumerate(others)
+    ]
+    alone.barrier._view = lambda: announcing(group.view(alone), rounds)
+    alone.barrier.timeout_s = 0.05
+    looks = []
+    lasts = _Patience.lasts
+
+    def noted(patience, outnumbering):
+        looks.append(dict(outnumbering))
+        if len(looks) < 3:
+            rounds.update((mate, number + 1) for mate, number in outnumbering.items())  # they go on
+        return lasts(patience, outnumbering)
+
+    monkeypatch.setattr(_Patience, "lasts", noted)
+    assert set(await alone.barrier.gather(alone.rounds_of.current, 0)) == {alone.peer_id}
+    if waits:
+        assert len(looks) == 3 + MAX_WAITS, "twice they have gone on"
+    else:
+        assert looks == [{}]
+    assert all(alone.barrier._mates.is_left_out(mate.peer_id) for mate in mates)
+
+
+def announcing(view, rounds):
+    """The view with peers in these rounds."""
+    peers = (replace(peer, round_number=rounds.get(peer.peer_id, peer.round_number)) for peer in view.peers)
+    return replace(view, peers=tuple(peers))
+
+
+async def test_one_that_went_on_alone_meets_those_that_are_more(group, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
+    [alone] = await group.add("a", round_number=9, history_hash="M")
+    mates = await group.add("bc", round_number=5)
+    alone.barrier._view = lambda: announcing(
+        group.view(alone), {mate.peer_id: mate.rounds_of.current.number for mate in mates}
+    )
+    alone.barrier.timeout_s = 0.05
+    lasts, looked = _Patience.lasts, anyio.Event()
+
+    def noted(patience, outnumbering):
+        looked.set()
+        return lasts(patience, outnumbering)
+
+    monkeypatch.setattr(_Patience, "lasts", noted)
+    own = alone.settle(2)
+    await looked.wait()
+    for number in range(5, 9):
+        settled = await group.settle(b=2, c=2)
+        assert_committed(settled.values(), mean(mates, [2, 2]), 4, mates[0].history_hash)
+        for mate in mates:
+            mate.enter(number + 1, settled["b"].history_hash)
+    settled = await group.settle(b=2, c=2)
+    assert_committed(settled.values(), mean(mates, [2, 2]), 4, mates[0].history_hash)
+    assert ((await own).verdict, (await own).holders) == (
+        Verdict.RESYNC,
+        tuple(sorted(mate.peer_id for mate in mates)),
+    )
 
 
 async def test_of_two_the_one_that_was_given_up_follows(group):

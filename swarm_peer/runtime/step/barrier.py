@@ -11,7 +11,7 @@ that has stalled from one that still computes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import anyio
 
@@ -36,6 +36,8 @@ STALL_S = 8.0
 # Least time from one call to a stage-mate to the next: one that says at once that it is not ready must not keep this
 # peer busy.
 PAUSE_S = 0.05
+# Waits, of `timeout_s` each, for stage-mates that are more than this side and behind, while none of their rounds ends.
+MAX_WAITS = 4
 
 
 class Barrier:
@@ -113,19 +115,12 @@ class Barrier:
         Raises:
             LeftBehind: this peer has to follow stage-mates that are in a later round
         """
-        own = ReadyReply(
-            attempt=attempt,
-            history_hash=ending.step.history_hash,
-            weights_digest=ending.weights_digest,
-            samples=ending.samples,
-            next_samples=ending.next_samples,
-            counts=(),
-        )
         self._mates.refresh()
-        members = {self._me: own}
+        members = {self._me: _own_reply(ending, attempt)}
         ahead: list[str] = []
         asked = {self._me}
         waited_for: set[str] = set()
+        patience = _Patience()
 
         async def ask(peer_id: str) -> None:
             waited_for.add(peer_id)
@@ -148,11 +143,14 @@ class Barrier:
                 looking.cancel_scope.cancel()
             if tasks.cancel_scope.cancelled_caught:
                 log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
-                for peer_id in sorted(waited_for):
-                    self._mates.was_late(peer_id, ending.number)
+                if patience.lasts(self._outnumbering(waited_for, len(members), ending.number)):
+                    asked -= waited_for
+                else:
+                    for peer_id in sorted(waited_for):
+                        self._mates.was_late(peer_id, ending.number)
                 waited_for.clear()
         if ending.asked_attempt > attempt:  # not all have been heard, so nothing follows from what they say
-            return {self._me: own}
+            return {self._me: members[self._me]}
         # A minority that is ahead may lie, or has gone on by itself. The vote at the end of the next round tells it
         # that most peers hold other weights. Half of the peers are enough: of two, either one may have given up the
         # other. But if most of the other stages are ahead, too, it has gone on with the run.
@@ -166,6 +164,22 @@ class Barrier:
         """Whether most peers of the other stages have gone through the next round as well."""
         others = [peer for peer in self._view().peers if peer.stage != self._stage and peer.state is PeerState.SERVING]
         return 2 * sum(peer.round_number > round_number + 1 for peer in others) > len(others)
+
+    def _outnumbering(self, late: Collection[str], num_ready: int, round_number: int) -> dict[str, int]:
+        """The rounds of stage-mates that are behind and more than those that are ready, unless the run is here as well.
+
+        They do not follow a minority that has gone on by itself. It waits until they come to its round, where it takes
+        over their weights; if it went on, and is faster, the two would never meet.
+        """
+        view = self._view()
+        behind = {
+            peer.peer_id: peer.round_number
+            for peer in view.serving(self._stage)
+            if peer.peer_id in late and peer.round_number < round_number
+        }
+        others = [peer for peer in view.peers if peer.stage != self._stage and peer.state is PeerState.SERVING]
+        run_is_here = 2 * sum(peer.round_number >= round_number for peer in others) > len(others)
+        return behind if len(behind) > num_ready and not run_is_here else {}
 
     async def _ask_ready(
         self, peer_id: str, ending: Round, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
@@ -271,3 +285,29 @@ class Barrier:
             if is_mate:
                 self._on_other_timeline()
             raise OtherTimeline(f"this peer is on the timeline that begins with round {own.timeline.first_round}")
+
+
+class _Patience:
+    """How long a barrier waits for stage-mates that outnumber this side: as long as their rounds go on."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[str, int] = {}
+        self._waits_left = 0
+
+    def lasts(self, behind: dict[str, int]) -> bool:
+        """Whether to wait once more for those that are behind, by their rounds."""
+        before, self._rounds = self._rounds, behind
+        self._waits_left = self._waits_left - 1 if behind == before else MAX_WAITS
+        # Those that have just come to this side's round get the time for it.
+        return bool(behind or before) and self._waits_left > 0
+
+
+def _own_reply(ending: Round, attempt: int) -> ReadyReply:
+    return ReadyReply(
+        attempt=attempt,
+        history_hash=ending.step.history_hash,
+        weights_digest=ending.weights_digest,
+        samples=ending.samples,
+        next_samples=ending.next_samples,
+        counts=(),
+    )
