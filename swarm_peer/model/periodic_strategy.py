@@ -113,7 +113,7 @@ class PeriodicStrategy(RoundStrategy):
     def give_away(self) -> list[Work]:
         """Take an inner step with what has been accumulated so far, and give the difference."""
         if num_samples := self.trainee.num_samples:
-            self.trainee.update(self.trainee.mean_gradients())
+            self._own_update = self.trainee.update(self.trainee.mean_gradients())
             self._num_samples += num_samples
         return [self._sums()]
 

@@ -294,6 +294,19 @@ def test_whose_period_ends_with_a_round_that_nobody_else_has_counted_drops_the_w
     assert behind.strategy.pending_samples == 0
 
 
+def test_who_has_begun_to_leave_in_a_round_that_nobody_else_has_counted_drops_the_whole_period():
+    [leaving] = replicas(1)
+    compute(leaving, 1)
+    end_round([leaving])
+    compute(leaving, 7)
+    leaving.strategy.give_away()  # the stage-mates have ended the round, and refuse it
+    leaving.strategy.contribution(leaving.mean_gradients(), leaving.num_samples)
+    assert leaving.strategy.drop_round() == 6
+    leaving.apply(())
+    [(_, given)] = leaving.strategy.give_away()
+    assert given == leaving.strategy.pending_samples == 0
+
+
 def test_work_of_another_period_does_not_fit():
     first, behind = replicas(2)
     compute(behind, 2)

@@ -351,8 +351,11 @@ async def test_a_newcomer_goes_on_from_the_ledger_that_it_is_given(swarm: Swarm)
     assert sorted(await b.draw(18)) == [SampleId(0, 0, window) for window in range(12, 30)]
 
 
+@pytest.mark.parametrize("counts_more", [True, False])
 @pytest.mark.parametrize("num_missed", [1, 2, 3])
-async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once(swarm: Swarm, num_missed: int) -> None:
+async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once(
+    swarm: Swarm, num_missed: int, counts_more: bool
+) -> None:
     """Its stage-mate ends rounds without knowing of it; then it takes over the ledger, at once or round by round."""
     a, b = await swarm.add("a", *[50] * 3), await swarm.add("b", *[50] * 3)
     counted = await a.draw(4)
@@ -368,11 +371,15 @@ async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once
         begin_counting(a.progress, number + 1)
     drawn = await a.draw(30)
     assert not set(drawn) & set(counted), "it reads them no more"
-    a.count(drawn)
+    if counts_more:
+        a.count(drawn)
     a.tell(b)
     assert b.leases.end_round(num_missed) == a.leases.end_round(num_missed)
     assert b.ledger.lacking(ranges_of(counted)) == []
     assert a.leases.unnamed(missing) == [], "the round has ended, with all that this peer counted"
+    begin_counting(a.progress, num_missed + 1)
+    a.count(await a.draw(1))
+    a.leases.end_round(num_missed + 1)
     assert (a.repeated, b.repeated) == (0, 0)
 
 

@@ -131,9 +131,12 @@ class SliceLeases:
         if goes_on:  # whoever gave the state may not have heard of all that this peer knows to have counted
             for author, count in self._progress.counter.counts(self._ended):
                 ledger.add(self._credible(author, count.ranges))
-            # Peers still tell each other the counts of the round before. This peer's next count tells of earlier ones.
+            # Peers still tell each other the counts of the round before. This peer's count of the next one, in which
+            # it has not trained yet, tells of earlier ones.
             self._given_up = ledger.lacking(self._unnamed)
-            self._told = ranges_of(self._given_up)
+            if self._given_up:
+                ranges = self.note_counted((), RoundCount())
+                self._progress.count_own(round_number, RoundCount(ranges=ranges))
         self._timeline_first_round = timeline.first_round
         self.generation += 1
         self._context.changed.notify()

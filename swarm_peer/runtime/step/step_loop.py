@@ -142,9 +142,7 @@ class StepLoop:
         weights = await self._device_thread.run(Priority.STEP, self._trainer.state)
         history_hash = await self._context.threads.run(extend_history, self._hash, list(weights.values()))
         ledger = await self._read_ledger(b"")
-        self._begin_to_read(timeline.first_round, timeline, ledger)
-        self._begin_round(timeline.first_round, history_hash, timeline, ledger=b"", lineage=b"")
-        self.reports.begin(self.step)
+        self._begin_anew(ledger, timeline.first_round, history_hash, timeline, b"", b"")
 
     async def join(self, donors: list[str], min_round: int = 0) -> None:
         """Take over the newest state of stage-mates, of that round or a later one. Asks each of them once.
@@ -313,6 +311,21 @@ class StepLoop:
         self._own_work.note(self._rounds.current)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
+    def _begin_anew(
+        self,
+        ledger: SampleLedger | None,
+        number: int,
+        history_hash: str,
+        timeline: Timeline,
+        ledger_bytes: bytes,
+        lineage: bytes,
+    ) -> None:
+        """Begin a round with what others have given; stage 0 reads from their ledger on."""
+        if self._leases is not None and ledger is not None:
+            self._leases.begin(number, timeline, ledger)
+        self._begin_round(number, history_hash, timeline, ledger_bytes, lineage)
+        self.reports.begin(self.step)
+
     def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
         self.rewinds.drop_until(number)
         step = StepState(
@@ -345,14 +358,14 @@ class StepLoop:
         ledger = await self._read_ledger(state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
         if keeps_work:
-            await self._drop_unnamed(ledger)
+            # A later ledger may have the samples from others, which have read them since.
+            is_next = state.round_number == self.step.round_number + 1
+            await self._drop_unnamed(ledger if is_next or ledger is None else SampleLedger(ledger.num_slices))
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         lost = await self._device_thread.run(Priority.STEP, load)
         self.reports.lose(lost, self.step, is_read_again=state.timeline > self.step.timeline)
         self._own_work.give_up(state)
-        self._begin_to_read(state.round_number, state.timeline, ledger)
-        self._begin_round(state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
-        self.reports.begin(self.step)
+        self._begin_anew(ledger, state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
 
     async def _read_ledger(self, data: bytes) -> SampleLedger | None:
         """The ledger of a state, which stage 0 alone has."""
@@ -363,10 +376,6 @@ class StepLoop:
         if self._leases is not None and ledger is not None and self._leases.unnamed(ledger):
             lost = await self._device_thread.run(Priority.STEP, self._trainer.strategy.drop_round)
             self.reports.lose(lost, self.step)
-
-    def _begin_to_read(self, round_number: int, timeline: Timeline, ledger: SampleLedger | None) -> None:
-        if self._leases is not None and ledger is not None:
-            self._leases.begin(round_number, timeline, ledger)
 
     async def _replay(self, donors: Sequence[str]) -> bool:
         """Apply the updates that stage-mates made since this peer's state.
@@ -387,8 +396,5 @@ class StepLoop:
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
             self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step)
-            self._begin_to_read(step.round_number + 1, step.timeline, ledger)
-            self._begin_round(
-                step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
-            )
-            self.reports.begin(self.step)
+            begun = step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
+            self._begin_anew(ledger, *begun)
