@@ -17,7 +17,8 @@ from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, hop_bytes
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
-from swarm_peer.policy.planning.performance_model import Prediction
+from swarm_peer.policy.planning.automatic import predict_automatic
+from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Change, Option, Plan, plan, smallest_fitting
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.planning.square_cube import Hop
@@ -55,12 +56,14 @@ def make_report(
     prediction = made.best.prediction
     assert prediction is not None
     length = manifest.data.sequence_length
+    automatic = predict_automatic(Predictor(works=made.best.works, groups=made.groups, settings=settings))
     return {
         "name": manifest.name,
         "parameters": sum(work.parameters for work in made.best.works),
         "stages": made.best.num_stages,
         "configured_stages": manifest.stages.count,
         "tokens_per_s": prediction.samples_per_s * length,
+        "tokens_per_s_automatic": automatic and automatic.samples_per_s * length,
         "limit": prediction.limit,
         "reason": made.best.reason,
         "step": {

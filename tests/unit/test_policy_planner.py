@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_peer.policy.planning import planner as planning
+from swarm_peer.policy.planning.automatic import predict_automatic
 from swarm_peer.policy.planning.performance_model import (
     AVERAGING,
     COMPUTE,
@@ -360,3 +361,32 @@ def test_transfers_cost_twice_as_much_as_compute_alone_where_they_take_as_long()
     assert replace(even, latency_s=8.0).share_alone == 0.1
     assert replace(even, latency_s=8.0).share_in_flight == 1.0
     assert replace(even, bytes_per_s=25.0).share_in_flight == 0.25
+
+
+# --- peers that choose their stages themselves ------------------------------------------------------------------------
+
+
+def test_peers_that_choose_by_themselves_balance_compute_and_nobody_stays_out():
+    works = [work(averaging=100.0), work(averaging=100.0)]
+    groups = [group("fast", 2, flops=30.0), group("slow", 3, flops=10.0, upload_bytes_per_s=1.0)]
+    predictor = Predictor(works=works, groups=groups, settings=SETTINGS)
+    automatic = predict_automatic(predictor)
+    assert automatic is not None
+    assert [sum(stage.peers) for stage in automatic.stages] == [3, 2]
+    assert [stage.peers[0] for stage in automatic.stages] == [1, 1]
+    planned = predictor.predict(assign(predictor))
+    assert planned.samples_per_s > 4 * automatic.samples_per_s, "a plan leaves out those whose links are slow"
+
+
+def test_peers_that_choose_by_themselves_need_memory_for_a_stage():
+    works = [work(fixed=5.0), work(fixed=50.0)]
+    settings = replace(SETTINGS, min_peers=2)
+
+    def automatic(num_large, num_small):
+        groups = [group("large", num_large, memory_bytes=100.0), group("small", num_small, memory_bytes=10.0)]
+        made = predict_automatic(Predictor(works=works, groups=groups, settings=settings))
+        return made and [stage.peers for stage in made.stages]
+
+    assert automatic(2, 2) == [(0, 2), (2, 0)]
+    assert automatic(3, 0) is None
+    assert automatic(1, 5) is None, "the small ones do not fit the second stage"
