@@ -37,7 +37,7 @@ STALL_S = 8.0
 # peer busy.
 PAUSE_S = 0.05
 # Waits, of `timeout_s` each, for stage-mates that are more than this side and behind, while none of their rounds ends.
-MAX_WAITS = 4
+MAX_WAITS = 2
 
 
 class Barrier:
