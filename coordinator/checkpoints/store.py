@@ -37,6 +37,9 @@ from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
 
+# Unless somebody asks for another number.
+KEPT_CHECKPOINTS = 3
+
 LEFTOVER = re.compile(FOLDER.pattern + re.escape(PARTIAL))
 
 
@@ -54,7 +57,7 @@ class CheckpointStore:
         UserError: the address cannot work
     """
 
-    def __init__(self, url: str, keep: int = 3):
+    def __init__(self, url: str, keep: int = KEPT_CHECKPOINTS):
         assert keep >= 1, "the newest checkpoint is never removed"
         self.url = url
         self._keep = keep

@@ -17,7 +17,7 @@ import anyio
 
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.state_check import StateCheck
-from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
+from coordinator.checkpoints.store import KEPT_CHECKPOINTS, CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
 from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
@@ -66,7 +66,8 @@ def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOpt
     """Check the checkpoints that a user asked for.
 
     Raises:
-        UserError: peers keep no snapshots at these steps, or there is nothing to resume from
+        UserError: peers keep no snapshots at these steps, nothing is written where an option says where or how many,
+            or there is nothing to resume from
     """
     checkpoint = find_checkpoint(options.resume) if options.resume is not None else None
     if checkpoint is not None:
@@ -74,6 +75,7 @@ def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOpt
     snapshot_every = manifest.recovery.snapshot_every
     every = snapshot_every if options.checkpoint_every is None else options.checkpoint_every
     if not every:
+        _check_nothing_to_write(options)
         return CheckpointPlan(None, resume=checkpoint)
     if not snapshot_every or every % snapshot_every:
         raise UserError(
@@ -81,7 +83,17 @@ def plan_checkpoints(manifest: RunManifest, output: Path, options: CheckpointOpt
             f"recovery.snapshot_every={snapshot_every} optimizer steps; name a multiple of it, or change it"
         )
     url = options.checkpoints or str(output / CHECKPOINTS)
-    return CheckpointPlan(CheckpointStore(url, options.keep_checkpoints), every, checkpoint)
+    return CheckpointPlan(CheckpointStore(url, options.keep_checkpoints or KEPT_CHECKPOINTS), every, checkpoint)
+
+
+def _check_nothing_to_write(options: CheckpointOptions) -> None:
+    reason = "no checkpoint is written with --checkpoint-every 0: give another number"
+    if options.checkpoint_every is None:
+        reason = "checkpoints are made of peers' snapshots, and recovery.snapshot_every=0 has them keep none: change it"
+    given = {"--checkpoints": options.checkpoints, "--keep-checkpoints": options.keep_checkpoints}
+    for option, value in given.items():
+        if value is not None:
+            raise UserError(f"{option} {value}: {reason}, or leave {option} out")
 
 
 def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:

@@ -25,7 +25,7 @@ from coordinator.commands.options import (
     load_and_resolve,
 )
 from coordinator.dashboard.place import parse_place
-from coordinator.run.options import CheckpointOptions, LocalCheckpointOptions, NodeOptions
+from coordinator.run.options import CheckpointOptions, NodeOptions
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.plain_text import without_controls
 from swarm_peer.addresses import check_own_addresses, check_peer_addresses
@@ -95,7 +95,7 @@ def local(
     set_: Overrides = (),
     sample: Annotated[Count, RUN, NotNegative] = 0,
     restart: Annotated[bool, RUN] = True,
-    checkpoints: Annotated[LocalCheckpointOptions, Flat] = LocalCheckpointOptions(),  # noqa: B008 (frozen)
+    checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
     device: Annotated[str, MACHINE] = "cpu",
     cache_dir: CacheDir = None,
     log_to: LogTo = (),
@@ -103,6 +103,8 @@ def local(
     log_level: LogLevel = "warning",
 ) -> None:
     """Run coordinator and peers on this machine, until the run has its steps and its model is saved.
+
+    It writes checkpoints only if one of their options is given.
 
     Args:
         peers: Peers of each stage, such as 2,1 for two stages; two of each if not given.
@@ -119,7 +121,7 @@ def local(
     manifest = load_and_resolve(config, set_, cache_dir, steps).manifest
     output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    from coordinator.checkpoints.writer import plan_checkpoints
+    from coordinator.checkpoints.writer import NO_CHECKPOINTS, plan_checkpoints
     from coordinator.run.local import run_local
     from coordinator.run.run_options import RunOptions
     from swarm_peer.runtime.data.slices import validation_samples
@@ -128,7 +130,8 @@ def local(
     # These complain here rather than in a peer's log.
     devices = devices_to_share(device)
     validation_samples(manifest, 1, cache_dir)
-    plan = plan_checkpoints(manifest, output, checkpoints)
+    is_asked = checkpoints != CheckpointOptions()
+    plan = plan_checkpoints(manifest, output, checkpoints) if is_asked else NO_CHECKPOINTS
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place)
     service = run_local(
         manifest, peers_by_stage or [2] * manifest.stages.count, devices, options, log_to, restart=restart

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import anyio
 
+from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.events import RunEvents
 from coordinator.run.local_peers import LocalPeer, LocalPeers
 from coordinator.run.run_options import RunOptions, check_not_begun, check_output, lock_folder
@@ -92,6 +93,8 @@ async def _run(
             service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
             peers = LocalPeers(dht.addresses, peers_by_stage, output, devices=devices, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
+                for line in notes_at_start(manifest, options.plan):
+                    live.print(line)
                 live.print(name_processes(peers.peers, restart=restart))
                 await _run_to_its_end(service, PeerWatch(peers=peers, restart=restart, say=live.print))
             return service
@@ -109,6 +112,16 @@ async def _run_to_its_end(service: RunService, watch: PeerWatch) -> None:
         tasks.start_soon(interrupt)
         await service.run()
         tasks.cancel_scope.cancel()
+
+
+def notes_at_start(manifest: RunManifest, plan: CheckpointPlan) -> list[str]:
+    """Lines about what the run does without, and how to have it."""
+    every = manifest.recovery.snapshot_every
+    if plan.store is None and every:
+        return [
+            f"This run writes no checkpoints to go on from: for one every {every} steps, --checkpoint-every {every}."
+        ]
+    return []
 
 
 def name_processes(peers: Sequence[LocalPeer], *, restart: bool) -> str:

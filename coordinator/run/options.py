@@ -42,18 +42,11 @@ class CheckpointOptions:
     Attributes:
         checkpoints: Folder or URL (such as s3://bucket/run) of checkpoints; OUTPUT/checkpoints if not given.
         checkpoint_every: Optimizer steps between them, a multiple of recovery.snapshot_every (the default); 0 for none.
-        keep_checkpoints: How many of them are kept.
+        keep_checkpoints: How many of them are kept; 3 if not given.
         resume: Checkpoint folder or URL to go on from: its newest good one, or one of them.
     """
 
     checkpoints: Annotated[str | None, CHECKPOINTS] = None
     checkpoint_every: Annotated[int | None, CHECKPOINTS, Parameter(validator=Number(gte=0))] = None
-    keep_checkpoints: Annotated[int, CHECKPOINTS, Parameter(validator=Number(gte=1))] = 3
+    keep_checkpoints: Annotated[int | None, CHECKPOINTS, Parameter(validator=Number(gte=1))] = None
     resume: Annotated[str | None, CHECKPOINTS] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalCheckpointOptions(CheckpointOptions):
-    """As of any run, but without checkpoints if nothing is said."""
-
-    checkpoint_every: Annotated[int | None, CHECKPOINTS, Parameter(validator=Number(gte=0))] = 0

@@ -794,6 +794,21 @@ def test_a_run_goes_on_with_the_settings_that_its_states_are_of(tmp_path, sectio
         plan_checkpoints(changed, tmp_path, options)
 
 
+@pytest.mark.parametrize("options", [{"checkpoints": "memory://elsewhere"}, {"keep_checkpoints": 2}])
+@pytest.mark.parametrize(
+    ("every", "snapshot_every", "reason"),
+    [
+        (None, 0, r"recovery\.snapshot_every=0 has them keep none: change it"),
+        (0, 10, "no checkpoint is written with --checkpoint-every 0: give another number"),
+    ],
+)
+def test_where_no_checkpoint_is_written_none_is_asked_for(tmp_path, options, every, snapshot_every, reason):
+    manifest = manifest_of(recovery={"snapshot_every": snapshot_every})
+    with pytest.raises(UserError, match=rf"^--(keep-)?checkpoints \S+: .*{reason}, or leave --\S+ out$"):
+        plan_checkpoints(manifest, tmp_path, CheckpointOptions(checkpoint_every=every, **options))
+    assert plan_checkpoints(manifest, tmp_path, CheckpointOptions(checkpoint_every=every)).store is None
+
+
 def test_a_momentum_may_change_when_a_run_goes_on_but_not_end(tmp_path):
     def with_momentum(momentum):
         optimizer = MANIFEST.optimizer.model_copy(update={"name": "sgd", "momentum": momentum})

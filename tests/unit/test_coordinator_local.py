@@ -11,12 +11,13 @@ from test_coordinator_service import MANIFEST, RESOLVED
 
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.cli import app
 from coordinator.run import local, serve
-from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes
+from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes, notes_at_start
 from coordinator.run.local_peers import LocalPeers
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions
-from swarm_peer.errors import SwarmError, UserError
+from swarm_peer.errors import Interrupted, SwarmError, UserError
 
 
 class FakeProcess:
@@ -141,6 +142,43 @@ def test_no_run_begins_anew_with_the_checkpoints_of_another(tmp_path, monkeypatc
     resumed = replace(plan, resume=object())
     local.run_local(MANIFEST, [1], ("cpu",), RunOptions(output=tmp_path, plan=resumed))
     assert len(ran) == 1
+
+
+def checkpoints_of(monkeypatch, tmp_path, *words):
+    """Which checkpoints a run gets that these words start on this machine."""
+    plans = []
+
+    def run_local(manifest, peers_by_stage, devices, options, log_to, *, restart):
+        plans.append(options.plan)
+        raise Interrupted
+
+    monkeypatch.setattr(local, "run_local", run_local)
+    words = ["local", "demo", "--output", str(tmp_path / "out"), *words]
+    with pytest.raises(Interrupted):
+        app(words, exit_on_error=False, print_error=False, result_action="return_value")
+    return plans[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "every"),
+    [
+        ((), 0),
+        (("--checkpoints", "DIR"), 10),
+        (("--keep-checkpoints", "3"), 10),
+        (("--checkpoint-every", "20"), 20),
+        (("--checkpoint-every", "0"), 0),
+    ],
+)
+def test_a_run_on_one_machine_has_checkpoints_if_one_of_their_options_is_given(monkeypatch, tmp_path, words, every):
+    plan = checkpoints_of(monkeypatch, tmp_path, *(word.replace("DIR", str(tmp_path / "kept")) for word in words))
+    assert (plan.every, plan.store is not None) == (every, every > 0)
+    assert plan.store is None or plan.store.url == str(tmp_path / ("kept" if "DIR" in words else "out/checkpoints"))
+
+
+def test_the_user_is_told_that_there_are_no_checkpoints(tmp_path):
+    none = ["This run writes no checkpoints to go on from: for one every 50 steps, --checkpoint-every 50."]
+    assert notes_at_start(MANIFEST, CheckpointPlan(None)) == none
+    assert notes_at_start(MANIFEST, CheckpointPlan(CheckpointStore(str(tmp_path)), 10)) == []
 
 
 async def test_the_user_is_told_whom_to_kill(tmp_path):
