@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import anyio
+import torch
 
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.events import RunEvents
@@ -93,7 +94,7 @@ async def _run(
             service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
             peers = LocalPeers(dht.addresses, peers_by_stage, output, devices=devices, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
-                for line in notes_at_start(manifest, options.plan):
+                for line in notes_at_start(manifest, options.plan, devices, torch.cuda.device_count()):
                     live.print(line)
                 live.print(name_processes(peers.peers, restart=restart))
                 await _run_to_its_end(service, PeerWatch(peers=peers, restart=restart, say=live.print))
@@ -114,14 +115,20 @@ async def _run_to_its_end(service: RunService, watch: PeerWatch) -> None:
         tasks.cancel_scope.cancel()
 
 
-def notes_at_start(manifest: RunManifest, plan: CheckpointPlan) -> list[str]:
-    """Lines about what the run does without, and how to have it."""
-    every = manifest.recovery.snapshot_every
+def notes_at_start(manifest: RunManifest, plan: CheckpointPlan, devices: Sequence[str], num_gpus: int) -> list[str]:
+    """Lines about what the run does without, and how to have it.
+
+    Args:
+        devices: that the peers take
+        num_gpus: that this machine has
+    """
+    notes, every = [], manifest.recovery.snapshot_every
+    if num_gpus and set(devices) == {"cpu"}:
+        gpus = "a GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        notes.append(f"The peers compute on the CPU; this machine has {gpus}: --device cuda.")
     if plan.store is None and every:
-        return [
-            f"This run writes no checkpoints to go on from: for one every {every} steps, --checkpoint-every {every}."
-        ]
-    return []
+        notes.append(f"No checkpoints are written; for one every {every} optimizer steps: --checkpoint-every {every}.")
+    return notes
 
 
 def name_processes(peers: Sequence[LocalPeer], *, restart: bool) -> str:

@@ -176,9 +176,18 @@ def test_a_run_on_one_machine_has_checkpoints_if_one_of_their_options_is_given(m
 
 
 def test_the_user_is_told_that_there_are_no_checkpoints(tmp_path):
-    none = ["This run writes no checkpoints to go on from: for one every 50 steps, --checkpoint-every 50."]
-    assert notes_at_start(MANIFEST, CheckpointPlan(None)) == none
-    assert notes_at_start(MANIFEST, CheckpointPlan(CheckpointStore(str(tmp_path)), 10)) == []
+    none = ["No checkpoints are written; for one every 50 optimizer steps: --checkpoint-every 50."]
+    assert notes_at_start(MANIFEST, CheckpointPlan(None), ("cpu",), 0) == none
+    assert notes_at_start(MANIFEST, CheckpointPlan(CheckpointStore(str(tmp_path)), 10), ("cpu",), 0) == []
+
+
+def test_the_user_is_told_of_gpus_that_no_peer_takes(tmp_path):
+    def told(devices, num_gpus):
+        return notes_at_start(MANIFEST, CheckpointPlan(CheckpointStore(str(tmp_path)), 10), devices, num_gpus)
+
+    assert told(("cpu",), 4) == ["The peers compute on the CPU; this machine has 4 GPUs: --device cuda."]
+    assert told(("cpu",), 1) == ["The peers compute on the CPU; this machine has a GPU: --device cuda."]
+    assert told(("cuda:0", "cuda:1"), 2) == told(("cpu",), 0) == []
 
 
 async def test_the_user_is_told_whom_to_kill(tmp_path):
