@@ -49,12 +49,7 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
             f"{_list_of('stage', alone)} with a single peer: if it goes, the run waits until somebody takes its place. "
             f"To plan for two, --set stages.peers_to_start=2"
         )
-    idle = sum(group.count for group in made.groups) - sum(sum(stage.peers) for stage in prediction.stages)
-    if idle:
-        notes.append(
-            f"{number_of(idle, 'peer')} without a stage, as spares: in none would they make a step shorter, be it for "
-            f"their links, which averaging waits for, for their memory, or because another stage sets the pace"
-        )
+    notes += _notes_on_idle_peers(made, prediction)
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
     notes += _notes_on_averaging(manifest, prediction)
@@ -69,6 +64,21 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
     if not all(isfinite(group.memory_bytes) for group in made.groups):
         notes.append("memory of live peers is not known and taken for sufficient: give --memory-gb")
     return notes
+
+
+def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
+    used = [sum(numbers) for numbers in zip(*(stage.peers for stage in prediction.stages), strict=True)]
+    idle = {g.name: g.count - number for g, number in zip(made.groups, used, strict=True) if g.count > number}
+    if not idle:
+        return []
+    first = {g.name: number for g, number in zip(made.groups, prediction.stages[0].peers, strict=True) if number}
+    price = ", and the price is without them" if prediction.dollars_per_hour or prediction.traffic_dollars else ""
+    return [
+        f"{number_of(sum(idle.values()), 'peer')} without a stage ({named_counts(idle)}): in none would they make a "
+        f"step shorter, be it for their links, which averaging waits for, for their memory, or because another stage "
+        f"sets the pace. Do not start these for this run: `--stage auto` would put them to work{price}. Start the "
+        f"others with the stages of this plan, such as `--stage 0` for {named_counts(first)}"
+    ]
 
 
 def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[str]:

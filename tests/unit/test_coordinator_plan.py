@@ -384,6 +384,22 @@ def test_a_round_longer_than_its_timeout_is_told() -> None:
     assert any("raise that" in note for note in periodic["notes"]), "one round is as long as before"
 
 
+@pytest.mark.parametrize("dollars", [0.0, 1.0])
+def test_peers_that_the_plan_leaves_out_are_not_to_be_started(dollars: float) -> None:
+    slow = replace(FAST, name="slow", count=3, upload_bytes_per_s=1e3, dollars_per_hour=9.0)
+    groups = with_prices([FAST, slow], dollars, dollars)
+    report = make_report(manifest_of("gpt2-124m"), groups, num_stages=2)
+    (note,) = [note for note in report["notes"] if "without a stage" in note]
+    assert note.startswith("3 peers without a stage (3 x slow): in none would they make a step shorter")
+    assert "Do not start these for this run: `--stage auto` would put them to work" in note
+    first = report["stage_plans"][0]["peers"]["fast"]
+    assert note.endswith(f"with the stages of this plan, such as `--stage 0` for {first} x fast")
+    assert ("the price is without them" in note) is (dollars > 0)
+    assert report["training"]["peer_dollars"] == pytest.approx(4 * dollars * report["training"]["days"] * 24)
+    alone = make_report(manifest_of("gpt2-124m"), [FAST], num_stages=2)
+    assert not any("without a stage" in note for note in alone["notes"])
+
+
 @pytest.mark.parametrize(
     ("memory", "num_stages", "overrides", "message"),
     [
