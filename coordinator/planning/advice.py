@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import ceil, isfinite
 
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.planning.performance_model import MEMORY, ROUND_TRIPS, Prediction
@@ -11,6 +11,10 @@ from swarm_peer.policy.planning.planner import Option, Plan
 
 # A share of a step that is worth a note.
 MUCH_AVERAGING = 0.2
+# A round of averaging that takes more of averaging.round_timeout_s may fail where a link is slower than described.
+SAFE_SHARE_OF_TIMEOUT = 0.5
+# The best averaging.round_timeout_s, in rounds as they usually are (see config.py).
+TIMEOUT_IN_ROUNDS = 3
 # Stages that a note names one by one.
 MOST_NAMED = 6
 
@@ -83,10 +87,12 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
 
 def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[str]:
     notes, averaging = [], manifest.averaging
-    if prediction.average_s > averaging.round_timeout_s:
+    if prediction.average_s > averaging.round_timeout_s * SAFE_SHARE_OF_TIMEOUT:
+        roomy_s = ceil(TIMEOUT_IN_ROUNDS * prediction.average_s / 10) * 10
         notes.append(
-            f"a round of averaging takes {prediction.average_s:.0f} s, longer than "
-            f"averaging.round_timeout_s={averaging.round_timeout_s:g}: raise that"
+            f"a round of averaging takes {prediction.average_s:.0f} s, and one longer than "
+            f"averaging.round_timeout_s={averaging.round_timeout_s:g} fails: leave room for slower ones with "
+            f"--set averaging.round_timeout_s={roomy_s}"
         )
     share = prediction.times.averaging_s / prediction.step_s
     if share > MUCH_AVERAGING and averaging.mode == "synchronous":
