@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
 
 from swarm_peer.config import RunManifest
-from swarm_peer.policy.planning.performance_model import MEMORY, ROUND_TRIPS, Prediction
+from swarm_peer.policy.planning.performance_model import DOWNLOAD, MEMORY, ROUND_TRIPS, UPLOAD, Prediction
 from swarm_peer.policy.planning.planner import Option, Plan
 
 # A share of a step that is worth a note.
@@ -56,6 +56,7 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
     notes += _notes_on_idle_peers(made, prediction)
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
+    notes += _notes_on_wires(manifest, prediction)
     notes += _notes_on_averaging(manifest, prediction)
     held = [stage for stage in prediction.stages if stage.limit in (ROUND_TRIPS, MEMORY)]
     if any(stage.limit == ROUND_TRIPS for stage in held):
@@ -82,6 +83,16 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
         f"step shorter, be it for their links, which averaging waits for, for their memory, or because another stage "
         f"sets the pace. Do not start these for this run: `--stage auto` would put them to work{price}. Start the "
         f"others with the stages of this plan, such as `--stage 0` for {named_counts(first)}"
+    ]
+
+
+def _notes_on_wires(manifest: RunManifest, prediction: Prediction) -> list[str]:
+    full = [name for name, codec in manifest.wire if codec == "none"]
+    if not full or prediction.stages[prediction.slowest_stage].limit not in (UPLOAD, DOWNLOAD):
+        return []
+    settings = " ".join(f"--set wire.{name}=blockwise_8bit" for name in full)
+    return [
+        f"a link sets the pace, and {' and '.join(full)} travel uncompressed: {settings} sends a quarter of the bytes"
     ]
 
 

@@ -359,6 +359,28 @@ def test_codecs_and_modes_are_compared_for_the_same_peers() -> None:
     assert other["tokens_per_s"] / report["tokens_per_s"] == pytest.approx(own["periodic"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "bytes_per_s", "told"),
+    [
+        (("wire.activations=none", "wire.gradients=none"), 1e6, ["activations", "gradients"]),
+        (("wire.gradients=none",), 1e6, ["gradients"]),
+        ((), 1e6, []),
+        (("wire.activations=none", "wire.gradients=none"), 1e9, []),
+    ],
+)
+def test_wires_that_could_send_fewer_bytes_over_slow_links_are_told(
+    overrides: tuple[str, ...], bytes_per_s: float, told: list[str]
+) -> None:
+    peers = replace(FAST, upload_bytes_per_s=bytes_per_s, download_bytes_per_s=bytes_per_s)
+    report = make_report(manifest_of("gpt2-124m", *overrides), [peers], num_stages=2)
+    notes = [note for note in report["notes"] if "uncompressed" in note]
+    settings = " ".join(f"--set wire.{name}=blockwise_8bit" for name in told)
+    wanted = (
+        f"a link sets the pace, and {' and '.join(told)} travel uncompressed: {settings} sends a quarter of the bytes"
+    )
+    assert notes == ([wanted] if told else [])
+
+
 def test_a_round_longer_than_its_timeout_is_told() -> None:
     slow = PeerGroup(
         name="slow", count=2, flops_per_s=20e12, memory_bytes=15e9, upload_bytes_per_s=1e5, download_bytes_per_s=1e5
