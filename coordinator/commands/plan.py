@@ -57,7 +57,8 @@ def plan(
         memory_gb: Memory that training may use of those that announce none, in gigabytes; no limit if not given.
     """
     configure_logging("warning")
-    _check_sources(config, peers, initial_peers, set_)
+    links = {"--upload-mbps": upload_mbps, "--download-mbps": download_mbps, "--latency-ms": latency_ms}
+    _check_sources(config, peers, initial_peers, set_, {"--run-id": run_id, **links, "--memory-gb": memory_gb})
     manifest = load_manifest(config, set_) if config is not None else None
 
     from coordinator.planning.live_peers import LivePeers, live_groups, read_live_run, with_prices
@@ -83,7 +84,11 @@ def plan(
 
 
 def _check_sources(
-    config: Path | None, peers: Path | None, initial_peers: tuple[str, ...], overrides: tuple[str, ...]
+    config: Path | None,
+    peers: Path | None,
+    initial_peers: tuple[str, ...],
+    overrides: tuple[str, ...],
+    of_live_run: dict[str, str | float | None],
 ) -> None:
     check_peer_addresses(initial_peers)
     if config is None and not initial_peers:
@@ -92,3 +97,9 @@ def _check_sources(
         raise UserError(f"--set {overrides[0]}: it overrides a run's YAML file; name that, too")
     if peers is None and not initial_peers:
         raise UserError("plan needs peers: describe them with --peers FILE, or name a live run with --initial-peers")
+    given = [option for option, value in of_live_run.items() if value not in (None, inf, 0.0)]
+    if given and not initial_peers:
+        raise UserError(
+            f"{given[0]} is about the peers of a live run: name that run with --initial-peers, or leave {given[0]} "
+            f"out; the file of --peers describes its own"
+        )

@@ -512,6 +512,17 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
             ["--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{ID}", "--set", "seed=2"],
             "--set seed=2: it overrides a run's",
         ),
+        *(
+            (
+                ["demo.yaml", "--peers", "x.yaml", option, "5"],
+                f"{option} is about the peers of a live run: name that run with --initial-peers, or leave {option} out",
+            )
+            for option in ("--run-id", "--upload-mbps", "--download-mbps", "--latency-ms", "--memory-gb")
+        ),
+        (
+            ["demo.yaml", "--peers", "x.yaml", "--latency-ms", "0", "--memory-gb", "inf"],
+            "--peers: x.yaml: no such file",
+        ),
         (["demo.yaml"], "plan needs peers: describe them with --peers FILE"),
         (["demo.yaml", "--peers", "x.yaml", "--stages", "0"], 'Invalid value "0" for --stages. Must be > 0.'),
         (["demo.yaml", "--peers", "x.yaml", "--tokens", "-5"], 'Invalid value "-5" for --tokens. Must be > 0.'),
