@@ -27,7 +27,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     report: "swarm-coordinator report runs/demo --price-per-peer-hour 0.4",
     export: "swarm-coordinator export --output my-model",
     end: "swarm-coordinator end runs/demo",
-    plan: "swarm-coordinator plan gpt2-124m --peers volunteers --tokens 300e9",
+    plan: "swarm-coordinator plan gpt2-124m --peers volunteers --tokens 300B",
     baseline: "swarm-coordinator baseline demo --steps 30 --output runs/baseline",
     simulate: "swarm-coordinator simulate --stages 4 --peers 40 --hours 6",
 }

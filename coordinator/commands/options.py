@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Of large numbers, as people write those of tokens.
+SUFFIXES = {"K": "e3", "M": "e6", "B": "e9", "T": "e12"}
+
 
 def _whole_number(_: object, tokens: Sequence[Token]) -> int:
-    """A number such as 300 or 300e9."""
+    """A number such as 300, 300e9 or 300B."""
     text = tokens[0].value
     with suppress(ValueError):
         return int(text)
+    number = text[:-1] + SUFFIXES[text[-1]] if text[-1:] in SUFFIXES else text
     with suppress(ValueError):
-        if (value := float(text)).is_integer():
+        if (value := float(number)).is_integer():
             return int(value)
     raise ValueError(f"{text!r} is no whole number")
 

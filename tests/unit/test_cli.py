@@ -10,6 +10,7 @@ import pytest
 
 import coordinator.cli
 import swarm_peer.cli
+from coordinator.commands.options import Count
 from coordinator.config_files import PEERS, RUNS, find_file
 from coordinator.planning.peers_file import load_peers
 from coordinator.query import queries
@@ -221,6 +222,8 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
             "simulate --stages 2 --peers 4 --hours 1 --figure /nowhere/x.png",
             "--figure /nowhere/x.png: cannot write there (No such file or directory)",
         ),
+        ("local demo --steps 0.0015K", "Invalid value for --steps: '0.0015K' is no whole number"),
+        ("local demo --steps B", "Invalid value for --steps: 'B' is no whole number"),
         ("local demo --peers one", "--peers one: expected a number for each stage, such as 2,2"),
         ("status --initial-peers 1.2.3.4:5", "'1.2.3.4:5' does not say who listens there"),
         (
@@ -264,6 +267,22 @@ def test_runs_that_come_with_swarm_have_names_in_any_folder(run, tmp_path, monke
     code, out, _ = run("swarm-coordinator", "plan", "demo", "--peers", "volunteers", "--tokens", "3e9", "--json")
     assert (code, '"tokens": 3000000000,' in out) == (0, True)
     assert load_peers(tmp_path.joinpath("volunteers").relative_to(tmp_path), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("300", 300), ("3e11", 3 * 10**11), ("300B", 3 * 10**11), ("1.1T", 11 * 10**11), ("1.5K", 1500)],
+)
+def test_large_numbers_are_written_as_people_do(text, number):
+    app = swarm_peer.cli.make_app("swarm-coordinator", "")
+    given = []
+
+    @app.default
+    def take(*, tokens: Count):
+        given.append(tokens)
+
+    app(["--tokens", text], exit_on_error=False, print_error=False, result_action="return_value")
+    assert given == [number]
 
 
 def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
