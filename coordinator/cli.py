@@ -24,7 +24,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     dashboard: "swarm-coordinator dashboard\nswarm-coordinator dashboard --initial-peers swarm-invite-lMQgavLkz0...",
     sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100",
     evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
-    report: "swarm-coordinator report runs/demo --price-per-peer-hour 0.4",
+    report: "swarm-coordinator report\nswarm-coordinator report runs/demo --price-per-peer-hour 0.4",
     export: "swarm-coordinator export --output my-model",
     end: "swarm-coordinator end runs/demo",
     plan: "swarm-coordinator plan gpt2-124m --peers volunteers --tokens 300B",

@@ -13,7 +13,7 @@ from swarm_peer.config import RUN
 
 
 def report(
-    output: Annotated[Path, RUN, Parameter(name="OUTPUT")],
+    run: Annotated[Path | None, RUN, Parameter(name="RUN")] = None,
     /,
     *,
     to: Annotated[Path | None, RUN] = None,
@@ -23,12 +23,13 @@ def report(
     """Write a page about a run that is over or under way: losses, throughput, peers, events, where the time went.
 
     Args:
-        output: Folder of the run, with its metrics.jsonl.
-        to: HTML file to write; OUTPUT/report.html if not given.
+        run: Folder of a run, live or over, such as runs/demo; the newest one in ./runs if not given.
+        to: HTML file to write; RUN/report.html if not given.
         png: Write the figures beside it, too.
         price_per_peer_hour: What an hour of one peer costs, in any currency, for the cost of the run.
     """
     configure_logging("warning")
     from coordinator.report.page import write_report
+    from coordinator.run.found_runs import newest_folder
 
-    print(f"Report: {write_report(output, to, pngs=png, price_per_peer_hour=price_per_peer_hour)}")
+    print(f"Report: {write_report(newest_folder(run), to, pngs=png, price_per_peer_hour=price_per_peer_hour)}")

@@ -12,6 +12,7 @@ import anyio
 from coordinator.run.addresses import COORDINATOR, PEERS, read_known
 from coordinator.run.invites import INVITE
 from coordinator.watch.journal import read_events
+from coordinator.watch.metrics_file import METRICS
 from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import UserError
@@ -66,6 +67,22 @@ def folder_of_run(run: Path | None, runs: Path = RUNS) -> Path:
     return folder
 
 
+def newest_folder(run: Path | None, runs: Path = RUNS) -> Path:
+    """The folder of a run: the one that is given, or that of the run that made the last optimizer step, live or over.
+
+    Raises:
+        UserError: there is none
+    """
+    if run is not None:
+        return run
+    files = [file for file in runs.glob(f"*/{METRICS}") if file.stat().st_size]
+    if not files:
+        raise UserError(f"no run in {runs} has made an optimizer step: name the folder of a run")
+    newest = max(files, key=lambda file: file.stat().st_mtime).parent
+    print(f"The run in {newest}:", file=sys.stderr)
+    return newest
+
+
 def find_live_run(runs: Path, answering: Answering = listening) -> tuple[Path, list[str]]:
     """The newest run below a folder at whose addresses somebody listens, and these addresses.
 
@@ -118,5 +135,5 @@ def _invites_in(folder: Path) -> list[str]:
 
 
 def _last_written_s(folder: Path) -> float:
-    files = (folder / COORDINATOR, folder / PEERS, folder / "metrics.jsonl")
+    files = (folder / COORDINATOR, folder / PEERS, folder / METRICS)
     return max(file.stat().st_mtime for file in files if file.exists())

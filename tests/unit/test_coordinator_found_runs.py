@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.commands.invites import invite
 from coordinator.run import found_runs
-from coordinator.run.found_runs import addresses_of_run, find_live_run
+from coordinator.run.found_runs import addresses_of_run, find_live_run, newest_folder
 from coordinator.watch.journal import Journal
 from swarm_peer.errors import UserError
 
@@ -88,6 +88,18 @@ def test_a_run_that_is_over_is_named_as_such_with_what_is_left_of_it(runs, kept,
     assert addresses_of_run(folder, (), answering=listening_at(5)), "some of its peers may not have heard of it"
     journal.tell("coordinator", "A coordinator begins to write this journal again.", 3.0)
     assert addresses_of_run(folder, (), answering=listening_at()), "it has been resumed"
+
+
+def test_the_newest_run_that_has_made_a_step_is_found_live_or_over(runs, tmp_path, capsys):
+    for name, text, written_s in (("old", "{}", 400), ("live", "{}", 500), ("ended", "", 600), ("baseline", "{}", 300)):
+        metrics = runs / name / "metrics.jsonl"
+        metrics.write_text(text)
+        os.utime(metrics, (written_s, written_s))
+    assert newest_folder(None, runs) == runs / "live"
+    assert capsys.readouterr().err == f"The run in {runs / 'live'}:\n"
+    assert newest_folder(runs / "old", runs) == runs / "old"
+    with pytest.raises(UserError, match=r"no run in \S+nowhere has made an optimizer step: name the folder of a run"):
+        newest_folder(None, tmp_path / "nowhere")
 
 
 def test_a_run_is_named_by_its_folder_or_by_addresses(runs, capsys):

@@ -217,6 +217,17 @@ def test_a_folder_of_no_run_is_named(tmp_path, monkeypatch, capsys):
     assert f"{tmp_path / 'metrics.jsonl'} has no optimizer step" in capsys.readouterr().err
 
 
+def test_without_a_folder_the_newest_run_has_its_report(tmp_path, monkeypatch, unrendered, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "demo-1"
+    folder.mkdir(parents=True)
+    write_run(folder)
+    monkeypatch.setattr("sys.argv", ["swarm-coordinator", "report"])
+    coordinator()
+    assert capsys.readouterr().out == "Report: runs/demo-1/report.html\n"
+    assert (folder / "report.html").exists()
+
+
 @pytest.fixture
 def no_matplotlib(monkeypatch):
     real_import = builtins.__import__
