@@ -96,10 +96,23 @@ def find_live_run(runs: Path, answering: Answering = listening) -> tuple[Path, l
     for folder in folders:
         if addresses := _answering_in(folder, answering):
             return folder, [*addresses, *_invites_in(folder)]
-    where = f"there is no run in {runs}"
+    where, otherwise = f"there is no run in {runs}", ""
     if folders:
-        where = f"no run in {runs} answers ({ending_of(folders[0]) or f'the newest, {folders[0]}, may be over'})"
-    raise UserError(f"{where}: name the folder that a live run writes to, or an address of it with --initial-peers")
+        ending = ending_of(folders[0])
+        where = f"no run in {runs} answers ({ending or f'the newest, {folders[0]}, may be over'})"
+        otherwise = "" if ending else _what_to_do_with(folders[0])
+    remedy = "name the folder that a live run writes to, or an address of it with --initial-peers"
+    raise UserError(f"{where}: {remedy}{otherwise}")
+
+
+def _what_to_do_with(folder: Path) -> str:
+    """The commands for a run that nobody takes part in any more, though it has not come to its end."""
+    ways = []
+    if (folder / METRICS).exists():
+        ways.append(f"`swarm-coordinator report {folder}` shows how far it came")
+    if (folder / CHECKPOINTS).exists():
+        ways.append(f"`swarm-coordinator serve CONFIG --resume {folder}` goes on from its last checkpoint")
+    return f"; {', and '.join(ways)}" if ways else ""
 
 
 def _answering_in(folder: Path, answering: Answering) -> list[str]:

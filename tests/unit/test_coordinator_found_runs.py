@@ -57,6 +57,25 @@ def test_if_none_is_live_the_newest_is_named(runs, tmp_path):
         find_live_run(tmp_path / "nowhere", listening_at(1))
 
 
+@pytest.mark.parametrize(
+    ("kept", "ways"),
+    [
+        ([], ""),
+        (["metrics.jsonl"], r"; `swarm-coordinator report \S+ended` shows how far it came"),
+        (
+            ["metrics.jsonl", "checkpoints"],
+            r"; `swarm-coordinator report \S+ended` shows how far it came, "
+            r"and `swarm-coordinator serve CONFIG --resume \S+ended` goes on from its last checkpoint",
+        ),
+    ],
+)
+def test_a_run_that_died_is_named_with_what_to_do(runs, kept, ways):
+    for name in kept:
+        (runs / "ended" / name).mkdir()
+    with pytest.raises(UserError, match=rf"with --initial-peers{ways}$"):
+        find_live_run(runs, listening_at())
+
+
 def test_the_run_that_is_found_is_named_beside_the_output(runs, monkeypatch, capsys):
     monkeypatch.setattr(found_runs, "find_live_run", lambda folder: (folder / "live", [address(2)]))
     assert addresses_of_run(None, (), runs) == [address(2)]
