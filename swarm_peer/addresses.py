@@ -121,3 +121,15 @@ def check_own_addresses(host_maddrs: tuple[str, ...], announce_maddrs: tuple[str
             raise UserError(f"--announce-maddrs {value}: nobody can dial port 0; name the port that is forwarded")
         if _HOST_ALONE.fullmatch(announced) and any("/tcp/0/" in f"{own_address(own)}/" for own in host_maddrs):
             raise UserError(f"--announce-maddrs {value}: name a port, since --host-maddrs leaves it to the system")
+
+
+def check_metrics_place(host: str, port: int | None) -> None:
+    """Check that metrics which are to be shown at an address have a port there.
+
+    Raises:
+        UserError: they have none
+    """
+    if port is None and host != "127.0.0.1":
+        raise UserError(
+            f"--metrics-host {host}: no metrics are served without --metrics-port: name a port, such as 9464"
+        )

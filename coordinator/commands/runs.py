@@ -28,7 +28,7 @@ from coordinator.dashboard.place import parse_place
 from coordinator.run.options import CheckpointOptions, NodeOptions
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.plain_text import without_controls
-from swarm_peer.addresses import check_own_addresses, check_peer_addresses
+from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import MACHINE, RUN
 from swarm_peer.errors import UserError
@@ -65,6 +65,9 @@ def serve(
     check_installed(log_to)
     check_peer_addresses(node.initial_peers)
     check_own_addresses(node.host_maddrs, node.announce_maddrs)
+    check_metrics_place(node.metrics_host, node.metrics_port)
+    if min_replicas > 1 and not rebalance:
+        raise UserError(f"--min-replicas {min_replicas} is for moves, and --no-rebalance allows none: leave one out")
     place = None if dashboard is None else parse_place(dashboard)
     resolved = load_and_resolve(config, set_, cache_dir)
 

@@ -169,6 +169,10 @@ def test_each_program_and_command_has_its_version(command, run):
         ("--initial-peers", "--initial-peers needs a value; see swarm-peer --help"),
         ("--initial-peers ADDRESS --metrics-port 99999", "--metrics-port: Input should be less than or equal to 65535"),
         ("--initial-peers ADDRESS --metrics-port", "--metrics-port needs a value"),
+        (
+            "--initial-peers ADDRESS --metrics-host 0.0.0.0",
+            "--metrics-host 0.0.0.0: no metrics are served without --metrics-port: name a port",
+        ),
         ("--initial-peers ADDRESS --max-memory lots", "--max-memory: expected a size such as 8GiB (got 'lots')"),
         (
             "--initial-peers ADDRESS --data-dir /nowhere",
@@ -209,6 +213,14 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
             "demo: training.step: unknown key: remove it or correct its spelling (ste",
         ),
         ("serve demo --min-replicas 0", 'Invalid value "0" for --min-replicas. Must be > 0'),
+        (
+            "serve demo --no-rebalance --min-replicas 3",
+            "--min-replicas 3 is for moves, and --no-rebalance allows none: leave one out",
+        ),
+        (
+            "serve demo --metrics-host 10.0.0.5",
+            "--metrics-host 10.0.0.5: no metrics are served without --metrics-port: name a port",
+        ),
         ("local demo --steps 1.5", "Invalid value for --steps: '1.5' is no whole number"),
         (
             "baseline demo --output /dev/null/x",
