@@ -40,9 +40,10 @@ class Gpu(Section):
         """
         peak: float | None = getattr(self, precision)
         if peak is None:
+            other = "fp16" if self.fp16 is not None else "fp32"
             raise UserError(
-                f"gpu {self.name} has no {precision}: choose another precision, such as --set model.precision=fp16, or "
-                f"leave that GPU out"
+                f"gpu {self.name} has no {precision}: choose another precision, such as --set model.precision={other}, "
+                f"or leave that GPU out"
             )
         return peak
 

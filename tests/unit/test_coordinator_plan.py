@@ -70,6 +70,18 @@ def test_the_table_of_gpus_is_complete() -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce GTX 1080 Ti", "GTX 1080 Ti"),
+        ("NVIDIA GeForce RTX 2080", "RTX 2080"),
+        ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
+        ("rtx 3080 12 gb", "RTX 3080 12GB"),
+        ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
+        ("RTX 4060 Ti 16GB", "RTX 4060 Ti 16GB"),
+        ("NVIDIA GeForce RTX 4070 Ti", "RTX 4070 Ti"),
+        ("NVIDIA RTX A5000", "RTX A5000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA A30", "A30"),
     ],
 )
 def test_a_gpu_is_found_by_what_drivers_call_it(name: str, found: str) -> None:
@@ -141,6 +153,10 @@ LINK = "upload_mbps: 1, download_mbps: 1"
         (
             f"peers: [{{gpu: T4, {LINK}}}]",
             "gpu T4 has no bf16: choose another precision, such as --set model.precision=fp16",
+        ),
+        (
+            f"peers: [{{gpu: GTX 1080 Ti, {LINK}}}]",
+            "gpu GTX 1080 Ti has no bf16: choose another precision, such as --set model.precision=fp32",
         ),
         (f"peers: [{{tflops: 3, {LINK}}}]", "peers.0: no gpu and no memory_gb: name a gpu of the table, or give both"),
         (
