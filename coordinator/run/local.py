@@ -126,7 +126,7 @@ def notes_at_start(manifest: RunManifest, plan: CheckpointPlan, devices: Sequenc
     if num_gpus and set(devices) == {"cpu"}:
         gpus = "a GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         notes.append(f"The peers compute on the CPU; this machine has {gpus}: --device cuda.")
-    if plan.store is None and every:
+    if plan.store is None and 0 < every < manifest.training.steps:
         notes.append(f"No checkpoints are written; for one every {every} optimizer steps: --checkpoint-every {every}.")
     return notes
 

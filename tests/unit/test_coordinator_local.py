@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_coordinator_service import MANIFEST, RESOLVED
@@ -12,6 +13,7 @@ from test_coordinator_service import MANIFEST, RESOLVED
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.cli import app
+from coordinator.config_files import load_manifest
 from coordinator.run import local, serve
 from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes, notes_at_start
 from coordinator.run.local_peers import LocalPeers
@@ -176,9 +178,16 @@ def test_a_run_on_one_machine_has_checkpoints_if_one_of_their_options_is_given(m
 
 
 def test_the_user_is_told_that_there_are_no_checkpoints(tmp_path):
-    none = ["No checkpoints are written; for one every 50 optimizer steps: --checkpoint-every 50."]
-    assert notes_at_start(MANIFEST, CheckpointPlan(None), ("cpu",), 0) == none
-    assert notes_at_start(MANIFEST, CheckpointPlan(CheckpointStore(str(tmp_path)), 10), ("cpu",), 0) == []
+    def told(snapshot_every, plan):
+        manifest = load_manifest(Path("demo"), ("training.steps=50", f"recovery.snapshot_every={snapshot_every}"))
+        return notes_at_start(manifest, plan, ("cpu",), 0)
+
+    none = ["No checkpoints are written; for one every 10 optimizer steps: --checkpoint-every 10."]
+    assert told(10, CheckpointPlan(None)) == none
+    assert told(10, CheckpointPlan(CheckpointStore(str(tmp_path)), 10)) == []
+    assert told(0, CheckpointPlan(None)) == told(50, CheckpointPlan(None)) == [], (
+        "there are none to have, or one beside the model"
+    )
 
 
 def test_the_user_is_told_of_gpus_that_no_peer_takes(tmp_path):
