@@ -15,6 +15,8 @@ MUCH_AVERAGING = 0.2
 SAFE_SHARE_OF_TIMEOUT = 0.5
 # The best averaging.round_timeout_s, in rounds as they usually are (see config.py).
 TIMEOUT_IN_ROUNDS = 3
+# Peers that choose their stages themselves reach less than this share of a plan: worth a note.
+NEARLY_AS_FAST = 0.95
 # Stages that a note names one by one.
 MOST_NAMED = 6
 
@@ -44,8 +46,12 @@ def explain_misfit(manifest: RunManifest, made: Plan, option: Option, fewest: in
     return f"{beginning}; add peers that have it, or lower stages.peers_to_start"
 
 
-def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[str]:
-    """Notes on a plan that its numbers do not show."""
+def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction, automatic: Prediction | None) -> list[str]:
+    """Notes on a plan that its numbers do not show.
+
+    Args:
+        automatic: what to expect if all of these peers choose their stages themselves; None if that does not work
+    """
     notes = []
     alone = [str(index) for index, stage in enumerate(prediction.stages) if sum(stage.peers) == 1]
     if alone and len(prediction.stages) > 1:
@@ -54,6 +60,12 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[
             f"To plan for two, --set stages.peers_to_start=2"
         )
     notes += _notes_on_idle_peers(made, prediction)
+    if automatic is not None and automatic.samples_per_s < NEARLY_AS_FAST * prediction.samples_per_s:
+        tokens_per_s = automatic.samples_per_s * manifest.data.sequence_length
+        notes.append(
+            f"if all of these peers join with `--stage auto`, expect about {tokens_per_s:,.0f} tokens/s: they choose "
+            f"their stages by compute alone. For the plan's pace, start each with its stage, `--stage K`"
+        )
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
     notes += _notes_on_wires(manifest, prediction)

@@ -78,7 +78,7 @@ def make_report(
         "link_choices": link_choices(manifest, made, prediction),
         "square_cube": _square_cube(manifest, made.groups, made.best),
         "training": _training(manifest, prediction, tokens),
-        "notes": notes_on(manifest, made, prediction),
+        "notes": notes_on(manifest, made, prediction, automatic),
     }
 
 

@@ -561,3 +561,17 @@ def test_what_cannot_be_planned_is_one_line(
     with pytest.raises((UserError, CycloptsError)) as caught:
         run(*arguments)
     assert message in str(caught.value)
+
+
+def test_a_plan_says_what_becomes_of_peers_that_choose_their_stages_themselves() -> None:
+    slow = replace(FAST, name="slow", count=3, upload_bytes_per_s=1e3)
+    report = make_report(manifest_of("gpt2-124m"), [FAST, slow], num_stages=2)
+    automatic = report["tokens_per_s_automatic"]
+    assert automatic < report["tokens_per_s"] / 10
+    (note,) = [note for note in report["notes"] if "expect about" in note]
+    assert note.startswith(
+        f"if all of these peers join with `--stage auto`, expect about {automatic:,.0f} tokens/s: they choose"
+    )
+    alone = make_report(manifest_of("gpt2-124m"), [FAST], num_stages=2)
+    assert alone["tokens_per_s_automatic"] == pytest.approx(alone["tokens_per_s"], rel=0.05)
+    assert not any("expect about" in note for note in alone["notes"])

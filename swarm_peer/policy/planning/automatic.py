@@ -6,7 +6,7 @@ from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 
 
 def predict_automatic(predictor: Predictor) -> Prediction | None:
-    """What to expect if all peers join with `--stage auto`; None if some stage would have too few.
+    """Predict a run that all peers join with `--stage auto`; None if some stage would have too few.
 
     None of them stays without a stage, and neither they nor a coordinator look at links, as
     policy/placement/rebalancing.py says. Balanced here as they end up after the coordinator's moves: each takes the
