@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from swarm_peer.errors import UserError
 from swarm_peer.files import sync
+from swarm_peer.runtime.host.scratch import temporary_folder
 
 READ_BYTES = 4 * 2**20
 # The name of a folder ends so while it is written; a save that was cut off leaves it behind.
@@ -84,7 +85,7 @@ class FileStore:
         if self.is_local:
             yield Path(path)
             return
-        with TemporaryDirectory(prefix="swarm-") as folder:
+        with TemporaryDirectory(prefix="swarm-", dir=temporary_folder()) as folder:
             with _errors_of_the_client():
                 self._fs.get_file(path, f"{folder}/file")
             yield Path(folder) / "file"
@@ -105,7 +106,7 @@ class FileStore:
 
     def write(self, path: str, write: Callable[[Path], object]) -> FileEntry:
         """Have `write` make a file at a path that it is given, and store that file at `path`."""
-        with TemporaryDirectory(prefix="swarm-") as scratch:
+        with TemporaryDirectory(prefix="swarm-", dir=temporary_folder()) as scratch:
             file = Path(path if self.is_local else f"{scratch}/file")
             write(file)
             with file.open("rb+") as written:

@@ -7,7 +7,6 @@ the DHT.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -50,6 +49,7 @@ from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.transport import Transport
@@ -161,16 +161,13 @@ class RunService:
         self._options.check_output(self.manifest)
         was_saved = self.model_folder.exists()  # by an earlier process, which may have told nobody
         self._dht.keep_run(self._run_id, self.manifest)
-        with (
-            closing(self._open_files()) as files,
-            tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True) as scratch,
-        ):
+        with closing(self._open_files()) as files, scratch_folder() as scratch:
             async with (
                 self._context.open_transport(self._dht, self._peer_metrics) as transport,
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(self._dht.watch)
-                await self._find_beginning(transport, tasks, files, Path(scratch))
+                await self._find_beginning(transport, tasks, files, scratch)
                 coordination = await self._begin(transport, tasks, files)
                 was_saved = was_saved and not self._beginning.has_begun_after(files.written_s)
                 saved = False
