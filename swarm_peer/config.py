@@ -367,7 +367,7 @@ class PeerOptions(Section):
     identity_path: Annotated[Path | None, NETWORK] = None
     """File of the private key, created if it is missing; if not given, one of this user's, which no other peer uses."""
     device: Annotated[str, MACHINE] = "auto"
-    """cpu, cuda, cuda:N, or auto for the first GPU if there is one."""
+    """cpu, cuda:N, cuda for a GPU that no other peer of this user has, or auto for one if there are GPUs."""
     max_memory: Annotated[ByteSize | None, MACHINE] = None
     """Memory that training may use, in bytes or such as 8GiB; all of the device's memory if not given."""
     threads: Annotated[int | None, MACHINE] = Field(None, ge=1)

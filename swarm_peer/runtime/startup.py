@@ -23,7 +23,7 @@ from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_fo
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
-from swarm_peer.runtime.host.preparation import check_device, choose_device, stages_too_large
+from swarm_peer.runtime.host.preparation import check_device, claimed_device, stages_too_large
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
@@ -60,11 +60,14 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         port = serve_metrics(metrics.registry, options.metrics_host, options.metrics_port)
         log.info("metrics_served host=%s port=%d", options.metrics_host, port)
         options = options.model_copy(update={"metrics_port": port})
-    device = choose_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     entrance = read_entrance(options.initial_peers)
-    with scratch_folder() as folder, ExitStack() as opened:
+    with (
+        claimed_device(options.device, state_folder()) as device,
+        scratch_folder() as folder,
+        ExitStack() as opened,
+    ):
         spare_imports()
         show_disk(metrics.registry, "swarm", folder)
         identity_path = options.identity_path or opened.enter_context(free_identity(state_folder(), folder))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from io import StringIO
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from swarm_peer.runtime.host import preparation
 from swarm_peer.runtime.host.preparation import (
     UNCHECKED_IN_FLIGHT,
     check_device,
+    claimed_device,
     devices_to_share,
     has_room_beside,
     microbatch_capacity,
@@ -129,6 +133,76 @@ def test_peers_of_one_machine_share_all_its_gpus_unless_one_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert devices_to_share(name) == shared
+
+
+class Locks:
+    """Locks of a machine, in the place of `locked`."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+
+    def __call__(self, folder: Path, name: str) -> IO[str] | None:
+        if name in self.held:
+            return None
+        self.held.append(name)
+        lock = StringIO()
+        lock.close = lambda: self.held.remove(name)  # type: ignore[method-assign]
+        return lock
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preparation, "locked", locks := Locks())
+    return locks
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_peer_that_is_told_no_gpu_takes_the_first_that_no_other_peer_has(
+    name: str, locks: Locks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def claimed(name: str) -> AbstractContextManager[torch.device]:
+        return claimed_device(name, tmp_path)
+
+    with claimed(name) as first, claimed(name) as second:
+        assert [str(first), str(second)] == ["cuda:0", "cuda:1"]
+        assert not caplog.text
+        with claimed(name) as shared:
+            assert str(shared) == "cuda:0"
+        assert "gpu_may_be_shared device=cuda:0" in caplog.text
+        assert locks.held == ["gpu-0", "gpu-1"]
+    with claimed("cuda:0"), claimed(name) as other:
+        assert str(other) == "cuda:1", "one that a peer was told to take is taken"
+    assert locks.held == []
+
+
+def test_a_gpu_that_is_named_is_shared_without_a_word(
+    locks: Locks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with claimed_device("auto", tmp_path), claimed_device("cuda:0", tmp_path) as shared:
+        assert str(shared) == "cuda:0"
+    with claimed_device("cpu", tmp_path) as cpu:
+        assert (str(cpu), locks.held) == ("cpu", [])
+    assert not caplog.text
+
+
+def test_a_gpu_is_claimed_by_its_name_among_all_of_the_machine(
+    locks: Locks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, MIG-GPU-5c/1/0")
+    with claimed_device("auto", tmp_path), claimed_device("auto", tmp_path):
+        assert locks.held == ["gpu-3", "gpu-MIG-GPU-5c-1-0"]
+
+
+def test_where_no_gpu_can_be_claimed_the_first_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    (tmp_path / "file").touch()
+    with claimed_device("auto", tmp_path / "file" / "state") as device:
+        assert str(device) == "cuda:0"
+    assert "gpu_not_claimed" in caplog.text
 
 
 def test_a_device_that_cannot_compute_is_refused() -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO
 
 import torch
 from pydantic import ByteSize
@@ -13,6 +18,7 @@ from swarm_peer.model.families.attention import AMPERE
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.stage_memory import RESERVED_BYTES
+from swarm_peer.runtime.host.identities import locked
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.processes import free_memory
 
@@ -22,6 +28,8 @@ log = logging.getLogger(__name__)
 # large enough, and more only if they fit. Weights that are there already are counted twice then, and what others use
 # now may be free later.
 UNCHECKED_IN_FLIGHT = 8
+# Values of `--device` that leave the choice of a GPU to the peer.
+ANY_GPU = ("auto", "cuda")
 
 
 def choose_device(name: str) -> torch.device:
@@ -53,9 +61,50 @@ def devices_to_share(name: str) -> tuple[str, ...]:
         UserError: this machine has no such device
     """
     device = choose_device(name)
-    if device.type == "cuda" and name in ("auto", "cuda"):
+    if device.type == "cuda" and name in ANY_GPU:
         return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
     return (str(device),)
+
+
+@contextmanager
+def claimed_device(name: str, folder: Path) -> Iterator[torch.device]:
+    """The device that a peer computes on. While the context is open, peers that are told none leave that GPU alone.
+
+    If none is named, it is the first GPU that no other peer of this user has; one that is named may be another's, too.
+    Does not initialise CUDA.
+
+    Args:
+        name: as `--device` has it
+        folder: of what programs of this user keep
+
+    Raises:
+        UserError: this machine has no such device
+    """
+    devices = [torch.device(shared) for shared in devices_to_share(name)]
+    device, lock = _first_free(devices, folder) if devices[0].type == "cuda" else (devices[0], None)
+    if device.type == "cuda" and lock is None and name in ANY_GPU:
+        log.warning(
+            "gpu_may_be_shared device=%s: no GPU is known to be free of other peers; name one with --device", device
+        )
+    with lock or nullcontext():
+        yield device
+
+
+def _first_free(devices: Sequence[torch.device], folder: Path) -> tuple[torch.device, IO[str] | None]:
+    """The first of some GPUs that no other peer has, and the lock on it; if there is none, the first one without."""
+    try:
+        for device in devices:
+            if lock := locked(folder, f"gpu-{_gpu_name(device.index)}"):
+                return device, lock
+    except OSError as error:
+        log.warning("gpu_not_claimed folder=%s reason=%s", folder, error.strerror)
+    return devices[0], None
+
+
+def _gpu_name(index: int) -> str:
+    """The name of a GPU among all of the machine: the environment may hide some from torch, which counts the others."""
+    shown = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return shown[index].replace("/", "-") if index < len(shown) else str(index)
 
 
 def check_device(device: torch.device, precision: str) -> None:
