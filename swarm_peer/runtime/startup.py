@@ -23,7 +23,7 @@ from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_fo
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
-from swarm_peer.runtime.host.preparation import check_device, claimed_device, stages_too_large
+from swarm_peer.runtime.host.preparation import believed_limit, check_device, claimed_device, stages_too_large
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
@@ -112,7 +112,7 @@ async def _run(
         run_id, manifest = await find_manifest(dht, entrance, options.run_id)
         threads = SystemThreads()
         # Slow work happens in threads: this process is a node of the DHT already.
-        resolved, too_large = await threads.run(_examine, manifest, device, options.max_memory)
+        resolved, options, too_large = await threads.run(_examine, manifest, device, options)
         context = PeerContext(
             run_id=run_id,
             resolved=resolved,
@@ -148,16 +148,18 @@ async def _run(
 
 
 def _examine(
-    manifest: RunManifest, device: torch.device, max_memory: int | None
-) -> tuple[ResolvedManifest, tuple[int, ...]]:
-    """The run's manifest with its model's config, and the stages that this machine has no memory for.
+    manifest: RunManifest, device: torch.device, options: PeerOptions
+) -> tuple[ResolvedManifest, PeerOptions, tuple[int, ...]]:
+    """The run's manifest with its model's config, the options to go by, and the stages that are too large for the peer.
 
     Raises:
         UserError: the device cannot be used, or no stage fits into its memory
     """
     check_device(device, manifest.model.precision)
     resolved = ResolvedManifest.of(manifest)
-    return resolved, stages_too_large(resolved, device, max_memory)
+    max_memory = believed_limit(options.max_memory, device)
+    believed = options.model_copy(update={"max_memory": max_memory})
+    return resolved, believed, stages_too_large(resolved, device, max_memory)
 
 
 def _max_payload_bytes(resolved: ResolvedManifest) -> int:

@@ -72,7 +72,7 @@ def test_a_peer_that_is_not_told_its_memory_takes_more_microbatches_where_more_a
         assert microbatch_capacity(resolved, resolved.specs[0], device, None) == fit
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, RESERVED_BYTES + int(memory.peak_bytes(1)) - 1))
     with pytest.raises(
-        UserError, match=r"GiB is too little: stage 0 needs about .*GiB; serve a smaller stage, or allow"
+        UserError, match=r"GiB is too little: stage 0 needs about .*GiB; serve a smaller stage, or take a"
     ):
         microbatch_capacity(resolved, resolved.specs[0], device, None)
 
@@ -89,8 +89,37 @@ def test_stages_are_too_large_for_a_device_by_its_own_needs(device: str, monkeyp
     monkeypatch.setattr(preparation, "host_memory", lambda: (0, room))
     monkeypatch.setattr(torch.cuda, "mem_get_info", {chosen: (0, room + RESERVED_BYTES)}.__getitem__)
     assert stages_too_large(resolved, chosen, None) == tuple(sorted(order[2:])), "what is free now does not count"
-    with pytest.raises(UserError, match=r"no stage of this run fits into 1\.0GiB of memory: the smallest needs about"):
+    with pytest.raises(
+        UserError, match=r"no stage of this run fits into 1\.0GiB of memory: the smallest needs about .*; raise --max"
+    ):
         stages_too_large(resolved, chosen, 2**30)
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {chosen: (0, 2**30 + RESERVED_BYTES)}.__getitem__)
+    with pytest.raises(
+        UserError, match=r"no stage of this run fits into 1\.0GiB of memory: .*; take a device with more$"
+    ):
+        stages_too_large(resolved, chosen, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_peer_is_not_believed_to_have_more_memory_than_its_device(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has = 16 * 2**30
+    monkeypatch.setattr(preparation, "host_memory", lambda: (0, has))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, has + RESERVED_BYTES))
+    monkeypatch.setattr(startup, "check_device", lambda *_: None)
+    chosen = torch.device(device)
+    manifest = load_manifest(Path(__file__).parents[2] / "configs" / "gpt2-124m.yaml", ())
+    options = PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1",))
+
+    def believed(given: int | None) -> int | None:
+        return startup._examine(manifest, chosen, options.model_copy(update={"max_memory": given}))[1].max_memory
+
+    assert [believed(given) for given in (None, 8 * 2**30, has)] == [None, 8 * 2**30, has]
+    assert not caplog.text
+    assert believed(80 * 2**30) is None
+    assert f"max_memory_is_more_than_there_is device={device} given=80.0GiB has=16.0GiB" in caplog.text
 
 
 def test_a_peer_on_a_gpu_warns_where_the_machine_is_short_of_memory_beside_it(

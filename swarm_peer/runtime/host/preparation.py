@@ -131,6 +131,20 @@ def check_device(device: torch.device, precision: str) -> None:
         log.warning("bf16_is_emulated name=%s: much slower; a run with model.precision=fp16 suits it", name)
 
 
+def believed_limit(max_memory: int | None, device: torch.device) -> int | None:
+    """The limit that `--max-memory` sets; None if it sets none, or one beyond what the device has."""
+    has_bytes = _memory_bytes(device)[1]
+    if max_memory is None or max_memory <= has_bytes:
+        return max_memory
+    log.warning(
+        "max_memory_is_more_than_there_is device=%s given=%s has=%s: the peer goes by what the device has",
+        device,
+        ByteSize(max_memory).human_readable(),
+        ByteSize(has_bytes).human_readable(),
+    )
+    return None
+
+
 def microbatch_capacity(
     resolved: ResolvedManifest, spec: StageSpec, device: torch.device, max_memory: int | None
 ) -> int:
@@ -153,7 +167,7 @@ def microbatch_capacity(
         short = f"{ByteSize(all_bytes).human_readable()} is too little: stage {spec.index} needs about"
         needed = ByteSize(memory.peak_bytes(1)).human_readable()
         if max_memory is None:
-            raise UserError(f"memory of {short} {needed}; serve a smaller stage, or allow more with --max-memory")
+            raise UserError(f"memory of {short} {needed}; serve a smaller stage, or take a device with more")
         raise UserError(f"--max-memory {short} {needed}; raise it, or serve a smaller stage")
     host_bytes = host_memory()[1]
     if device.type == "cuda" and costs.host_bytes > host_bytes:
@@ -178,10 +192,9 @@ def stages_too_large(resolved: ResolvedManifest, device: torch.device, max_memor
     room = _memory_bytes(device)[1] if max_memory is None else max_memory
     needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, device.type)]
     if room < min(needed):
-        raise UserError(
-            f"no stage of this run fits into {ByteSize(room).human_readable()} of memory: the smallest needs about "
-            f"{ByteSize(min(needed)).human_readable()}; take a device with more, or raise --max-memory"
-        )
+        short = f"{ByteSize(room).human_readable()} of memory: the smallest needs about"
+        remedy = "take a device with more" if max_memory is None else "raise --max-memory"
+        raise UserError(f"no stage of this run fits into {short} {ByteSize(min(needed)).human_readable()}; {remedy}")
     return tuple(stage for stage, bytes_ in enumerate(needed) if bytes_ > room)
 
 
