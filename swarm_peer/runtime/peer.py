@@ -15,7 +15,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
-from swarm_peer.runtime.host.preparation import free_device_memory
+from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
@@ -84,7 +84,7 @@ class Peer:
             metrics=context.metrics,
             changed=context.changed,
             describe_self=self._describe,
-            device=str(device),
+            device=in_words(device),
         )
         dht.dial_by(self._directory.addresses_of)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)

@@ -23,7 +23,7 @@ from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_fo
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
-from swarm_peer.runtime.host.preparation import believed_limit, check_device, claimed_device, stages_too_large
+from swarm_peer.runtime.host.preparation import believed_limit, check_device, claimed_device, in_words, stages_too_large
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
@@ -126,7 +126,7 @@ async def _run(
             changed=Condition(),
             too_large=too_large,
         )
-        stage = await choose_first_stage(context, dht)
+        stage = await choose_first_stage(context, dht, device)
         await threads.run(check_pretrained, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
         ended = anyio.Event()
@@ -169,7 +169,7 @@ def _max_payload_bytes(resolved: ResolvedManifest) -> int:
     return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
 
 
-async def choose_first_stage(context: PeerContext, dht: SwarmDHT) -> int:
+async def choose_first_stage(context: PeerContext, dht: SwarmDHT, device: torch.device) -> int:
     """The stage to begin with: the one that `--stage` names, or the one where a peer is needed most.
 
     Raises:
@@ -190,7 +190,7 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT) -> int:
         metrics=context.metrics,
         changed=context.changed,
         describe_self=lambda: myself,
-        device=options.device,
+        device=in_words(device),
     )
     await directory.announce()
     await anyio.sleep(CHOOSING_S)

@@ -64,12 +64,13 @@ async def run_peer(host: Host, run_key: Identity, resolved: ResolvedManifest, st
         metrics=host.metrics,
         changed=Condition(),
     )
-    first_stage = await choose_first_stage(context, dht)
+    device = torch.device("cpu")
+    first_stage = await choose_first_stage(context, dht, device)
     host.peer = Peer(
         context=context,
         dht=dht,
         transport=host.open_transport(),
-        device=torch.device("cpu"),
+        device=device,
         device_thread=host.device,  # type: ignore[arg-type]
     )
     await host.peer.run(first_stage, host.ended)

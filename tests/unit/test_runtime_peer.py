@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import anyio
 import pytest
+import torch
 from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
@@ -322,8 +323,15 @@ async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplo
     assert ("leaves_alone stage=1" in caplog.text) == is_told
 
 
-async def test_a_peer_tells_which_stages_are_too_large_for_it_before_it_has_one(monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "in_words"), [("cpu", "cpu"), ("cuda:1", "Tesla T4"), ("cuda:2", "NVIDIA Quadro " + 50 * "X")]
+)
+async def test_a_peer_tells_what_it_computes_on_and_what_is_too_large_for_it_before_it_has_a_stage(
+    monkeypatch, device, in_words
+):
     monkeypatch.setattr(startup, "CHOOSING_S", 0.0)
+    names = {1: "Tesla T4", 2: "NVIDIA Quadro " + 99 * "X"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
     stored = []
 
     async def store(key, record, *_):
@@ -334,8 +342,30 @@ async def test_a_peer_tells_which_stages_are_too_large_for_it_before_it_has_one(
 
     context = make_context(MANIFEST, options=OPTIONS, too_large=(0,))
     dht = SimpleNamespace(identity=context.identity, addresses=(), store=store, fetch=fetch)
-    assert await startup.choose_first_stage(context, dht) == 1
-    assert [(record.stage, record.too_large) for record in stored] == [(UNDECIDED, (0,))]
+    assert await startup.choose_first_stage(context, dht, torch.device(device)) == 1
+    assert [(record.stage, record.too_large, record.device) for record in stored] == [(UNDECIDED, (0,), in_words)]
+
+
+async def test_a_peer_with_a_stage_tells_its_gpu_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    context, stored = make_context(MANIFEST, options=OPTIONS), []
+
+    async def store(key, record, *_):
+        stored.append(record)
+
+    dht = SimpleNamespace(
+        identity=context.identity,
+        addresses=(),
+        is_reachable=None,
+        passes=None,
+        store=store,
+        dial_by=lambda addresses_of: None,
+    )
+    peer = Peer(
+        context=context, dht=dht, transport=None, device=torch.device("cuda:0"), device_thread=SimpleNamespace()
+    )
+    await peer._directory.announce()
+    assert [record.device for record in stored] == ["Tesla T4"]
 
 
 async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():

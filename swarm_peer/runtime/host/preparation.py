@@ -131,6 +131,11 @@ def check_device(device: torch.device, precision: str) -> None:
         log.warning("bf16_is_emulated name=%s: much slower; a run with model.precision=fp16 suits it", name)
 
 
+def in_words(device: torch.device) -> str:
+    """The device as people know it: a GPU by its model, such as Tesla T4. Initialises CUDA."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
 def believed_limit(max_memory: int | None, device: torch.device) -> int | None:
     """The limit that `--max-memory` sets; None if it sets none, or one beyond what the device has."""
     has_bytes = _memory_bytes(device)[1]

@@ -266,7 +266,7 @@ class Directory:
             samples_per_s=me.samples_per_s,
             queue=me.queue,
             version=__version__,
-            device=self._device,
+            device=self._device[:64],
             state_s=0.0 if me.since_s is None else self._clock.monotonic_s() - me.since_s,
             memory_bytes=me.memory_bytes,
             too_large=me.too_large,
