@@ -108,11 +108,17 @@ class RepeatFilter(logging.Filter):
         return True
 
 
+def as_lines(handler: logging.Handler, level: str | int) -> None:
+    """Have a handler of the log write what is at least so severe, as `time level event key=value`."""
+    handler.setLevel(level)
+    handler.addFilter(RepeatFilter())
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
+
+
 def configure_logging(level: str) -> None:
     """Log to stderr as `time level event key=value`; other libraries log errors alone."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(RepeatFilter())
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
+    as_lines(handler, level.upper())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)

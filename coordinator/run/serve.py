@@ -16,6 +16,7 @@ from coordinator.config_files import changed_settings
 from coordinator.run.addresses import PEERS, KnownPeers
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
+from coordinator.run.log_file import logged_to
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions, check_output, has_begun, lock_folder
 from coordinator.run.service import LINGER_S, RunService
@@ -56,7 +57,7 @@ def run_serve(
         UserError: a folder, key, address or run that does not fit the others
     """
     options.check_output(resolved.manifest)
-    with closing(lock_folder(options.output)):
+    with closing(lock_folder(options.output)), logged_to(options.output):
         key_path = node.identity_path or options.output / "identity"
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
