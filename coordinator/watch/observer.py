@@ -25,6 +25,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
+from swarm_peer.runtime.host.identities import free_identity, state_folder
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
@@ -69,11 +70,32 @@ async def temporary_node(entrance: Entrance) -> AsyncIterator[SwarmDHT]:
     Raises:
         UserError: nobody answers
     """
+    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
+        async with _open_anywhere(Path(folder) / "identity", entrance) as dht:
+            yield dht
+
+
+@asynccontextmanager
+async def observer_node(entrance: Entrance) -> AsyncIterator[SwarmDHT]:
+    """Join a DHT with an identity that this user's observers keep, each time the first one that is free.
+
+    An invite is for so many peers at a time, and each new identity takes a place for a while.
+
+    Raises:
+        UserError: nobody answers
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="swarm-") as scratch,
+        free_identity(state_folder(), Path(scratch), "observer") as identity_path,
+    ):
+        async with _open_anywhere(identity_path, entrance) as dht:
+            yield dht
+
+
+def _open_anywhere(identity_path: Path, entrance: Entrance) -> AbstractAsyncContextManager[SwarmDHT]:
     # In a swarm on loopback alone, peers are dialled there; see is_dialable.
     host_maddr = f"/ip4/{'127.0.0.1' if all(map(is_loopback, entrance.addresses)) else '0.0.0.0'}/tcp/0"
-    with tempfile.TemporaryDirectory(prefix="swarm-") as folder:
-        async with open_node(Path(folder) / "identity", entrance, (host_maddr,)) as dht:
-            yield dht
+    return open_node(identity_path, entrance, (host_maddr,))
 
 
 def observer_directory(
@@ -117,7 +139,7 @@ def observe_run(initial_peers: Sequence[str], run_id: str | None, work: Callable
 
 def _observe(entrance: Entrance, run_id: str | None, work: Callable[[LiveRun], Awaitable[T]]) -> T:
     async def find_and_work() -> T:
-        async with temporary_node(entrance) as dht:
+        async with observer_node(entrance) as dht:
             found_id, manifest = await find_manifest(dht, entrance, run_id)
             metrics = PeerMetrics()
             directory = observer_directory(manifest, dht, metrics)

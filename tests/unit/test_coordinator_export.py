@@ -120,7 +120,7 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
     inside = []
 
     @asynccontextmanager
-    async def temporary_node(entrance):
+    async def observer_node(entrance):
         inside.extend(entrance.addresses)
         yield DHT
         inside.clear()
@@ -138,7 +138,7 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
         assert transport == "a transport"
         return [checkpoint.load_stage(stage) for stage in range(2)]
 
-    monkeypatch.setattr(coordinator.watch.observer, "temporary_node", temporary_node)
+    monkeypatch.setattr(coordinator.watch.observer, "observer_node", observer_node)
     monkeypatch.setattr(coordinator.watch.observer, "find_manifest", find_manifest)
     monkeypatch.setattr(coordinator.checkpoints.export, "open_transport", open_transport)
     monkeypatch.setattr(coordinator.checkpoints.export, "fetch_snapshots", fetch_snapshots)

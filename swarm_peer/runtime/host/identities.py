@@ -22,22 +22,23 @@ def state_folder() -> Path:
 
 
 @contextmanager
-def free_identity(folder: Path, scratch: Path) -> Iterator[Path]:
+def free_identity(folder: Path, scratch: Path, name: str = "identity") -> Iterator[Path]:
     """The file of the first identity in a folder that no other process uses, nor will as long as the context is open.
 
     Args:
         scratch: where to keep the identity of this one start, if the folder cannot be written to
+        name: that the files of such identities have, before their numbers
     """
     try:
         number, lock = next(
-            (number, lock) for number in itertools.count() if (lock := locked(folder, f"identity-{number}"))
+            (number, lock) for number in itertools.count() if (lock := locked(folder, f"{name}-{number}"))
         )
     except OSError as error:
         log.warning("identity_not_kept folder=%s reason=%s", folder, error.strerror)
         yield scratch / "identity"
         return
     with closing(lock):
-        yield folder / f"identity-{number}"
+        yield folder / f"{name}-{number}"
 
 
 class KeptFile:

@@ -1,0 +1,72 @@
+"""Observers of a live run: each takes one place of an invite, however often it looks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+
+from coordinator.watch import observer
+from swarm_peer.config import RunManifest
+from swarm_peer.runtime.host import identities
+from swarm_peer.runtime.network.bootstrap import Entrance
+from swarm_peer.wire.identity import Identity
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what this user's programs keep, whose locks hold within one process as well."""
+    held: list[str] = []
+
+    def locked(folder: Path, name: str) -> IO[str] | None:
+        if name in held:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        held.append(name)
+        lock = StringIO()
+        lock.close = lambda: held.remove(name)  # type: ignore[method-assign]
+        return lock
+
+    @asynccontextmanager
+    async def open_node(identity_path: Path, entrance: Entrance, host_maddrs: Sequence[str]) -> AsyncIterator[Any]:
+        yield SimpleNamespace(identity=Identity.load_or_create(identity_path), dial_by=lambda _: None)
+
+    async def find_manifest(*_: object) -> tuple[str, RunManifest]:
+        return "a run", SimpleNamespace(hash="hash", limits=None)  # type: ignore[return-value]
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(identities, "locked", locked)
+    monkeypatch.setattr(observer, "open_node", open_node)
+    monkeypatch.setattr(observer, "find_manifest", find_manifest)
+    monkeypatch.setattr(observer, "observer_directory", lambda *_: None)
+    return tmp_path / "swarm"
+
+
+async def _look(run: observer.LiveRun) -> str:
+    return run.dht.identity.peer_id
+
+
+def test_observers_that_look_one_after_the_other_take_one_place(state: Path) -> None:
+    seen = {observer._observe(Entrance(), None, _look) for _ in range(3)}
+    assert seen == {Identity.from_file(state / "observer-0").peer_id}
+
+
+async def test_observers_at_once_have_identities_of_their_own(state: Path) -> None:
+    async with observer.observer_node(Entrance()) as first:
+        async with observer.observer_node(Entrance()) as second:
+            assert first.identity.peer_id != second.identity.peer_id
+        async with observer.observer_node(Entrance()) as third:
+            assert third.identity.peer_id == second.identity.peer_id
+    assert sorted(os.listdir(state)) == ["observer-0", "observer-1"]
+
+
+async def test_a_node_that_is_to_be_forgotten_keeps_nothing(state: Path) -> None:
+    async with observer.temporary_node(Entrance()) as node:
+        assert node.identity.peer_id
+    assert not os.path.exists(state)  # noqa: ASYNC240
