@@ -8,6 +8,8 @@ from math import ceil, isfinite
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.planning.performance_model import DOWNLOAD, MEMORY, ROUND_TRIPS, UPLOAD, Prediction
 from swarm_peer.policy.planning.planner import Option, Plan
+from swarm_peer.policy.planning.resources import StageWork
+from swarm_peer.policy.recovery import SNAPSHOTS_KEPT
 
 # A share of a step that is worth a note.
 MUCH_AVERAGING = 0.2
@@ -66,6 +68,7 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction, automati
             f"if all of these peers join with `--stage auto`, expect about {tokens_per_s:,.0f} tokens/s: they choose "
             f"their stages by compute alone. For the plan's pace, start each with its stage, `--stage K`"
         )
+    notes += _notes_on_machines(manifest, made.best.works if made.best else ())
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
     notes += _notes_on_wires(manifest, prediction)
@@ -96,6 +99,15 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
         f"sets the pace. Do not start these for this run: `--stage auto` would put them to work{price}. Start the "
         f"others with the stages of this plan, such as `--stage 0` for {named_counts(first)}"
     ]
+
+
+def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> list[str]:
+    memory_gb = max((work.host_bytes for work in works), default=0.0) / 1e9
+    state_bytes = max((work.memory.weight_bytes + work.memory.optimizer_bytes for work in works), default=0.0)
+    # Of its own stage and of the next one.
+    num_states = SNAPSHOTS_KEPT * min(2, len(works)) if manifest.recovery.snapshot_every else 0
+    disk = f", and {num_states * state_bytes / 1e9:.1f} GB of disk for snapshots" if num_states else ""
+    return [f"beside its GPU's memory, a peer takes up to {memory_gb:.1f} GB of the machine's{disk}"]
 
 
 def _notes_on_wires(manifest: RunManifest, prediction: Prediction) -> list[str]:

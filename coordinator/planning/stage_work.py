@@ -60,6 +60,7 @@ def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) 
         gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
         averaging_bytes=codec_bytes(costs.parameters, manifest.averaging.compression),
         memory=costs.memory,
+        host_bytes=costs.host_bytes,
     )
 
 

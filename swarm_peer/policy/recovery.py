@@ -19,6 +19,8 @@ _LAST_BELIEVED = MAX_ROUND - MIN_ROUNDS_LEFT // 2
 TIMELINE_OFFSETS = 64
 # If no peer is left that knows how far the run has come, it may have been this many snapshots further than the newest.
 SNAPSHOTS_MISSED = 4
+# Snapshots of each stage that a peer keeps: another may still be downloading the one before the newest.
+SNAPSHOTS_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True, order=True)

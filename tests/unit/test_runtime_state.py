@@ -18,7 +18,7 @@ from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Vote
-from swarm_peer.policy.recovery import FIRST_TIMELINE, SnapshotRef, Timeline
+from swarm_peer.policy.recovery import FIRST_TIMELINE, SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
@@ -37,7 +37,6 @@ from swarm_peer.runtime.state.state_server import (
     MOST_STATES_BYTES,
     RETAIN_S,
 )
-from swarm_peer.runtime.state.store import SNAPSHOTS_KEPT
 from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
 from swarm_peer.wire.messages import (
     ListSnapshotsCall,

@@ -23,6 +23,7 @@ class StageWork:
         gradient_bytes: one sample's gradients as sent to the previous stage, encoded; 0 for the first stage
         averaging_bytes: the gradients of all weights, encoded
         memory: what it takes of a peer's memory
+        host_bytes: what it takes of the machine's memory beside a GPU
     """
 
     layers: int
@@ -32,6 +33,7 @@ class StageWork:
     gradient_bytes: float
     averaging_bytes: float
     memory: StageMemory
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from swarm_peer.errors import InvalidMessage, NotServing
-from swarm_peer.policy.recovery import SnapshotRef, Timeline
+from swarm_peer.policy.recovery import SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import Clock, Storage, Threads
 from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields
@@ -36,8 +36,6 @@ from swarm_peer.wire.messages import (
 log = logging.getLogger(__name__)
 
 GONE_ON = "stage-mates went on without this peer"
-# Snapshots of each stage that are kept: a peer may still be downloading the one before the newest.
-SNAPSHOTS_KEPT = 2
 
 
 @dataclass(slots=True)
