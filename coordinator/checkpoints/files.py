@@ -9,9 +9,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import fsspec
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from swarm_peer.errors import UserError
 from swarm_peer.files import sync
-from swarm_peer.runtime.host.scratch import temporary_folder
+from swarm_peer.runtime.host.scratch import scratch_folder
 
 READ_BYTES = 4 * 2**20
 # The name of a folder ends so while it is written; a save that was cut off leaves it behind.
@@ -85,10 +84,10 @@ class FileStore:
         if self.is_local:
             yield Path(path)
             return
-        with TemporaryDirectory(prefix="swarm-", dir=temporary_folder()) as folder:
+        with scratch_folder() as folder:
             with _errors_of_the_client():
                 self._fs.get_file(path, f"{folder}/file")
-            yield Path(folder) / "file"
+            yield folder / "file"
 
     def address(self, folder: str) -> str:
         """The folder's address as a person would name it."""
@@ -106,8 +105,8 @@ class FileStore:
 
     def write(self, path: str, write: Callable[[Path], object]) -> FileEntry:
         """Have `write` make a file at a path that it is given, and store that file at `path`."""
-        with TemporaryDirectory(prefix="swarm-", dir=temporary_folder()) as scratch:
-            file = Path(path if self.is_local else f"{scratch}/file")
+        with nullcontext() if self.is_local else scratch_folder() as scratch:
+            file = Path(path) if scratch is None else scratch / "file"
             write(file)
             with file.open("rb+") as written:
                 os.fsync(written.fileno())

@@ -110,7 +110,7 @@ def _what_to_do_with(folder: Path) -> str:
     ways = []
     if (folder / METRICS).exists():
         ways.append(f"`swarm-coordinator report {folder}` shows how far it came")
-    if (folder / CHECKPOINTS).exists():
+    if any((folder / CHECKPOINTS).glob("step-*")):
         ways.append(f"`swarm-coordinator serve CONFIG --resume {folder}` goes on from its last checkpoint")
     return f"; {', and '.join(ways)}" if ways else ""
 

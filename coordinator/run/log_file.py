@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -45,7 +45,8 @@ def logged_to(output: Path) -> Iterator[None]:
     finally:
         root.setLevel(level)
         root.removeHandler(file)
-        file.close()
+        with suppress(OSError):  # of a full disk, which the lines before have told of
+            file.close()
 
 
 class _LogFile(RotatingFileHandler):

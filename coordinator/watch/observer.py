@@ -88,6 +88,11 @@ async def observer_node(entrance: Entrance) -> AsyncIterator[SwarmDHT]:
         tempfile.TemporaryDirectory(prefix="swarm-") as scratch,
         free_identity(state_folder(), Path(scratch), "observer") as identity_path,
     ):
+        try:
+            Identity.load_or_create(identity_path)
+        except UserError as error:
+            log.warning("identity_not_kept reason=%s", error)
+            identity_path = Path(scratch) / "identity"
         async with _open_anywhere(identity_path, entrance) as dht:
             yield dht
 

@@ -72,11 +72,15 @@ class Identity:
 
     def save(self, path: Path) -> None:
         """Write the key in libp2p's format, to a new file that only its owner can read."""
+        is_new = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                is_new = True
                 file.write(_PRIVATE_PREFIX + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw())
         except OSError as error:
+            if is_new:  # a half of a key would stop every later start
+                path.unlink(missing_ok=True)
             raise UserError(f"cannot write the identity {path}: {error.strerror}; name another path") from error
 
     def private_bytes(self) -> bytes:

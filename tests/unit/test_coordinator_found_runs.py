@@ -63,15 +63,15 @@ def test_if_none_is_live_the_newest_is_named(runs, tmp_path):
         ([], ""),
         (["metrics.jsonl"], r"; `swarm-coordinator report \S+ended` shows how far it came"),
         (
-            ["metrics.jsonl", "checkpoints"],
+            ["metrics.jsonl", "checkpoints/step-00000020"],
             r"; `swarm-coordinator report \S+ended` shows how far it came, "
             r"and `swarm-coordinator serve CONFIG --resume \S+ended` goes on from its last checkpoint",
         ),
     ],
 )
 def test_a_run_that_died_is_named_with_what_to_do(runs, kept, ways):
-    for name in kept:
-        (runs / "ended" / name).mkdir()
+    for name in ("checkpoints/notes", *kept):
+        (runs / "ended" / name).mkdir(parents=True)
     with pytest.raises(UserError, match=rf"with --initial-peers{ways}$"):
         find_live_run(runs, listening_at())
 

@@ -70,3 +70,13 @@ async def test_a_node_that_is_to_be_forgotten_keeps_nothing(state: Path) -> None
     async with observer.temporary_node(Entrance()) as node:
         assert node.identity.peer_id
     assert not os.path.exists(state)  # noqa: ASYNC240
+
+
+def test_an_observer_whose_kept_identity_cannot_be_read_takes_another(
+    state: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state.mkdir(parents=True)
+    (state / "observer-0").touch()
+    assert observer._observe(Entrance(), None, _look)
+    assert "identity_not_kept" in caplog.text
+    assert (state / "observer-0").read_bytes() == b""

@@ -938,11 +938,11 @@ async def test_one_that_went_on_alone_waits_for_those_that_are_more_and_behind(
     looks = []
     lasts = _Patience.lasts
 
-    def noted(patience, outnumbering):
+    def noted(patience, outnumbering, num_ready):
         looks.append(dict(outnumbering))
         if len(looks) < 3:
             rounds.update((mate, number + 1) for mate, number in outnumbering.items())  # they go on
-        return lasts(patience, outnumbering)
+        return lasts(patience, outnumbering, num_ready)
 
     monkeypatch.setattr(_Patience, "lasts", noted)
     assert set(await alone.barrier.gather(alone.rounds_of.current, 0)) == {alone.peer_id}
@@ -959,6 +959,18 @@ def announcing(view, rounds):
     return replace(view, peers=tuple(peers))
 
 
+def test_rounds_that_a_few_only_claim_to_make_keep_nobody_waiting():
+    patience = _Patience()
+    looks = [patience.lasts({"hung": 5, "liar": 9 - number % 2}, 1) for number in range(9)]
+    assert looks == [True] * MAX_WAITS + [False] * (9 - MAX_WAITS)
+    patience = _Patience()
+    looks = [
+        patience.lasts({"hung": 5, "liar": 9, "other": 5} if number % 2 else {"hung": 5, "liar": 9}, 1)
+        for number in range(9)
+    ]
+    assert looks == [True] * MAX_WAITS + [False] * (9 - MAX_WAITS)
+
+
 async def test_one_that_went_on_alone_meets_those_that_are_more(group, monkeypatch):
     monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.01)
     [alone] = await group.add("a", round_number=9, history_hash="M")
@@ -969,9 +981,9 @@ async def test_one_that_went_on_alone_meets_those_that_are_more(group, monkeypat
     alone.barrier.timeout_s = 0.05
     lasts, looked = _Patience.lasts, anyio.Event()
 
-    def noted(patience, outnumbering):
+    def noted(patience, outnumbering, num_ready):
         looked.set()
-        return lasts(patience, outnumbering)
+        return lasts(patience, outnumbering, num_ready)
 
     monkeypatch.setattr(_Patience, "lasts", noted)
     own = alone.settle(2)

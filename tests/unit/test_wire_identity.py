@@ -1,3 +1,5 @@
+import errno
+import io
 import stat
 
 import base58
@@ -91,6 +93,19 @@ def test_a_missing_file_and_a_folder_that_cannot_be_written_are_explained(tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the identity .*; name another path"):
         Identity.generate().save(tmp_path / "file" / "key")
+
+
+def test_of_a_key_that_could_not_be_written_nothing_stays(tmp_path, monkeypatch):
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(identity.os, "fdopen", FullDisk)
+        with pytest.raises(UserError, match="No space left on device"):
+            Identity.load_or_create(tmp_path / "key")
+    kept = Identity.load_or_create(tmp_path / "key")
+    assert Identity.from_file(tmp_path / "key").peer_id == kept.peer_id
 
 
 def test_the_private_key_is_not_shown():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import anyio
 
 from swarm_peer.errors import Busy, CallError, NotServing
-from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, merge_ranges, ranges_of
+from swarm_peer.policy.data.ranges import MAX_RANGES, SampleId, SliceId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger, arbiter
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
@@ -135,7 +135,7 @@ class SliceLeases:
             # it has not trained yet, tells of earlier ones.
             self._given_up = ledger.lacking(self._unnamed)
             if self._given_up:
-                ranges = self.note_counted((), RoundCount())
+                ranges = self.note_counted((), RoundCount())[:MAX_RANGES]
                 self._progress.count_own(round_number, RoundCount(ranges=ranges))
         self._timeline_first_round = timeline.first_round
         self.generation += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -94,7 +95,8 @@ def _first_free(devices: Sequence[torch.device], folder: Path) -> tuple[torch.de
     """The first of some GPUs that no other peer has, and the lock on it; if there is none, the first one without."""
     try:
         for device in devices:
-            if lock := locked(folder, f"gpu-{_gpu_name(device.index)}"):
+            # The folder may be one that machines share.
+            if lock := locked(folder, f"gpu-{socket.gethostname()}-{_gpu_name(device.index)}"):
                 return device, lock
     except OSError as error:
         log.warning("gpu_not_claimed folder=%s reason=%s", folder, error.strerror)
@@ -137,7 +139,7 @@ def in_words(device: torch.device) -> str:
 
 
 def believed_limit(max_memory: int | None, device: torch.device) -> int | None:
-    """The limit that `--max-memory` sets; None if it sets none, or one beyond what the device has."""
+    """The limit that `--max-memory` sets, at most what the device has; None if it sets none."""
     has_bytes = _memory_bytes(device)[1]
     if max_memory is None or max_memory <= has_bytes:
         return max_memory
@@ -147,7 +149,7 @@ def believed_limit(max_memory: int | None, device: torch.device) -> int | None:
         ByteSize(max_memory).human_readable(),
         ByteSize(has_bytes).human_readable(),
     )
-    return None
+    return has_bytes
 
 
 def microbatch_capacity(

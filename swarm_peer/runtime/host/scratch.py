@@ -72,7 +72,8 @@ def _is_in_memory(folder: Path) -> bool:
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
         try:
-            with lock.open("rb") as file:
+            # Without a wait: another user may have made anything there.
+            with os.fdopen(os.open(lock, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent)
                 log.info("scratch_removed path=%s reason=the process that owned it is gone", lock.parent)

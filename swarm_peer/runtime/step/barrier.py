@@ -143,7 +143,7 @@ class Barrier:
                 looking.cancel_scope.cancel()
             if tasks.cancel_scope.cancelled_caught:
                 log.warning("barrier_timeout round=%d ready=%d asked=%d", ending.number, len(members), len(asked))
-                if patience.lasts(self._outnumbering(waited_for, len(members), ending.number)):
+                if patience.lasts(self._outnumbering(waited_for, len(members), ending.number), len(members)):
                     asked -= waited_for
                 else:
                     for peer_id in sorted(waited_for):
@@ -288,18 +288,23 @@ class Barrier:
 
 
 class _Patience:
-    """How long a barrier waits for stage-mates that outnumber this side: as long as their rounds go on."""
+    """How long a barrier waits for stage-mates that outnumber this side: as long as most rounds go on."""
 
     def __init__(self) -> None:
-        self._rounds: dict[str, int] = {}
+        self._furthest: dict[str, int] = {}
         self._waits_left = 0
+        self._has_waited = False
 
-    def lasts(self, behind: dict[str, int]) -> bool:
-        """Whether to wait once more for those that are behind, by their rounds."""
-        before, self._rounds = self._rounds, behind
-        self._waits_left = self._waits_left - 1 if behind == before else MAX_WAITS
+    def lasts(self, behind: dict[str, int], num_ready: int) -> bool:
+        """Whether to wait once more for those that are behind, by their rounds, and more than those that are ready."""
+        # A few that lie about their rounds must not keep this side waiting for others that hang.
+        num_grown = sum(number > self._furthest.get(peer_id, -1) for peer_id, number in behind.items())
+        for peer_id, number in behind.items():
+            self._furthest[peer_id] = max(number, self._furthest.get(peer_id, -1))
+        self._waits_left = MAX_WAITS if num_grown > num_ready else self._waits_left - 1
         # Those that have just come to this side's round get the time for it.
-        return bool(behind or before) and self._waits_left > 0
+        has_waited, self._has_waited = self._has_waited, bool(behind)
+        return (bool(behind) or has_waited) and self._waits_left > 0
 
 
 def _own_reply(ending: Round, attempt: int) -> ReadyReply:
