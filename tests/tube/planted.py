@@ -27,6 +27,7 @@ import coordinator.run.service as service_module
 import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
+import swarm_peer.runtime.step.barrier as barrier_module
 import swarm_peer.runtime.step.settlement as settlement_module
 from coordinator.watch.ending import Farewell, end_run_for
 from swarm_peer.errors import CallError
@@ -424,6 +425,12 @@ def older_term_obeyed() -> Any:
         return await original(fetch=fetch_all, **options)
 
     return _wrapped(mover_module, "wait_for_assignment", wait)
+
+
+@defect
+def alone_goes_on() -> Any:
+    """Who has gone on alone leaves out stage-mates that are more and behind, however fast they come."""
+    return patch.object(barrier_module._Patience, "lasts", lambda patience, behind, num_ready: False)
 
 
 @defect
