@@ -98,11 +98,11 @@ class PeriodicInvariants(Invariants):
         self._work_of(trainer).clear()
 
     def _dropped(self, call: Any, strategy: Any) -> Any:
-        num_lost, work = call(), self._work_of(strategy.trainer)
+        num_lost, work = call(), self._work_of(strategy.trainee)
         if not strategy.pending_samples:
             work.clear()
         elif num_lost:
-            for each in self._newest[strategy.trainer]:
+            for each in self._newest[strategy.trainee]:
                 work.remove(each)
         return num_lost
 
