@@ -17,7 +17,7 @@ MUCH_AVERAGING = 0.2
 SAFE_SHARE_OF_TIMEOUT = 0.5
 # The best averaging.round_timeout_s, in rounds as they usually are (see config.py).
 TIMEOUT_IN_ROUNDS = 3
-# Peers that choose their stages themselves reach less than this share of a plan: worth a note.
+# A note says so if peers that choose their stages themselves reach less than this share of a plan's throughput.
 NEARLY_AS_FAST = 0.95
 # Stages that a note names one by one.
 MOST_NAMED = 6

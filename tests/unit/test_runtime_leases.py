@@ -366,7 +366,8 @@ async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once
         begin_counting(b.progress, number + 1)
     missing = await a.leases.read_ledger(ledgers[-1])
     assert a.leases.unnamed(missing) == counted
-    for number, data in enumerate(ledgers) if num_missed == 2 else [(num_missed - 1, ledgers[-1])]:
+    round_by_round, at_once = list(enumerate(ledgers)), [(num_missed - 1, ledgers[-1])]
+    for number, data in round_by_round if num_missed == 2 else at_once:
         await begin(a.leases, number + 1, FIRST_TIMELINE, data)
         begin_counting(a.progress, number + 1)
     drawn = await a.draw(30)

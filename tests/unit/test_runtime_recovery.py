@@ -20,6 +20,7 @@ from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeli
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
@@ -1977,6 +1978,31 @@ async def test_what_stage_mates_do_not_know_to_have_counted_is_dropped_before_th
     assert await follower.steps._replay(["m"])
     assert dropped_at == ([3] if unnamed else [])
     assert lost(follower) - before == (5 if unnamed else 0)
+
+
+@pytest.mark.parametrize(("rounds_later", "drops"), [(1, False), (2, True)])
+async def test_a_later_ledger_does_not_tell_who_has_counted_the_samples_of_a_missed_round(
+    follower, monkeypatch, rounds_later, drops
+):
+    """Others may have read them since. So the work of that round is dropped, though the ledger names its samples."""
+    counted, dropped = WindowRange(0, 0, 0, 4), []
+
+    class Leases(NotedLeases):
+        async def read_ledger(self, data):
+            ledger = SampleLedger(1)
+            ledger.add([counted])
+            return ledger
+
+        def unnamed(self, ledger):
+            return ledger.lacking([counted])
+
+    follower.steps._leases = Leases(follower)
+    monkeypatch.setattr(follower.trainer.strategy, "drop_round", lambda: dropped.append(1) or 5)
+    before, step = lost(follower), follower.steps.step
+    state = StageState(step.round_number + rounds_later, "theirs", state_of(follower.trainer), step.timeline)
+    await follower.steps._take_over(state, keeps_work=True)
+    assert bool(dropped) is drops
+    assert lost(follower) - before == 5 * drops
 
 
 async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower, monkeypatch):

@@ -200,7 +200,9 @@ def stages_too_large(resolved: ResolvedManifest, device: torch.device, max_memor
     needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, device.type)]
     if room < min(needed):
         short = f"{ByteSize(room).human_readable()} of memory: the smallest needs about"
-        remedy = "take a device with more" if max_memory is None else "raise --max-memory"
+        remedy = "take a device with more"
+        if max_memory is not None:
+            remedy = f"raise --max-memory if {device} has more, or {remedy}"
         raise UserError(f"no stage of this run fits into {short} {ByteSize(min(needed)).human_readable()}; {remedy}")
     return tuple(stage for stage, bytes_ in enumerate(needed) if bytes_ > room)
 
