@@ -374,6 +374,31 @@ async def test_a_peer_whose_timeline_most_of_each_stage_may_follow_stays(swarm, 
     assert await watching.see() is None
 
 
+@pytest.mark.parametrize("watching", [Timeline(46, 0, 0)], indirect=True)
+@pytest.mark.parametrize(
+    ("others", "leaves"),
+    [
+        ([("m", 1, 46, FIRST_TIMELINE)], True),
+        ([("m", 1, 45, FIRST_TIMELINE)], True),
+        ([("m", 1, 46, FIRST_TIMELINE), ("c", 2, 45, FIRST_TIMELINE)], False),  # which can still come
+        ([("m", 1, 46, FIRST_TIMELINE), ("d", 1, 46, FIRST_TIMELINE), ("o", 1, 46, Timeline(46, 0, 0))], True),
+        ([("m", 1, 46, FIRST_TIMELINE), ("c", 2, 46, Timeline(46, 0, 0)), ("o", 2, 46, FIRST_TIMELINE)], True),
+        ([("m", 1, 46, FIRST_TIMELINE), ("c", 2, 46, Timeline(46, 0, 0))], False),  # which the run is on
+    ],
+)
+async def test_who_has_begun_anew_alone_joins_a_mate_that_goes_on_though_it_never_meets_it(
+    swarm, watching, others, leaves
+):
+    """Another stage is lost, so that nobody sends anything: neither would go back to where the other is."""
+    for peer_id, stage, round_number, timeline in others:
+        await swarm.add(peer_id, stage, round_number=round_number, timeline=timeline)
+    if leaves:
+        with pytest.raises(OtherTimeline, match="no stage goes back to 0 updates"):
+            await watching.see()
+    else:
+        assert await watching.see() is None
+
+
 async def test_a_stage_that_the_run_has_left_behind_notices(swarm, watching):
     """The stage-mate that was further has died, and nobody of the round that this peer is in is left."""
     for peer_id, stage, round_number in (("a", 0, 48), ("c", 2, 49), ("m", 1, 47)):
