@@ -46,6 +46,11 @@ class PeriodicStrategy(RoundStrategy):
         """The samples of the period, and those whose gradient waits for the round's end."""
         return self.trainee.num_samples + self._num_samples + self._num_taken_in
 
+    @property
+    def holds_period(self) -> bool:
+        """Whether work of rounds that have ended without an average goes into the next average."""
+        return self._num_samples + self._num_taken_in > 0
+
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """At the end of a period, take the inner step, and give the difference and its samples; before, nothing.
 

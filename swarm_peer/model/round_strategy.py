@@ -101,6 +101,11 @@ class RoundStrategy:
         """The samples whose work would be lost if this peer died now."""
         return self.trainee.num_samples
 
+    @property
+    def holds_period(self) -> bool:
+        """Whether work of rounds that have ended without an average goes into the next average."""
+        return False
+
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """Give what this peer brings to the average that ends the round, and the samples that it is weighted by.
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from swarm_peer.policy.lineage import DIGEST_BYTES, MAX_LINEAGE_BYTES
 from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber, Samples
-from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, SliceName
+from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, CountedRanges, SliceName
 
 PROTOCOL = "swarm/3"
 # One signed progress count, with its ranges of samples.
@@ -159,6 +159,8 @@ class ReadyReply(Body):
         samples: how many samples the callee brings to the averaging round
         next_samples: how many it brings to that of the next round, if stage-mates begin with it at once
         does_without: whether it waits for other stage-mates alone, since the caller has held up a barrier
+        brings: the samples of a whole period of stage 0 that it brings to its average. While the stage was cut in two,
+            both parts may have read them
     """
 
     attempt: Attempt | None
@@ -167,6 +169,7 @@ class ReadyReply(Body):
     samples: Samples
     next_samples: Samples = 0
     does_without: bool = False
+    brings: CountedRanges = ()
     counts: SignedCounts
 
 
@@ -273,6 +276,7 @@ class CommitGradientCall(RoundCall):
         sha256: of the history hash of the caller's weights, and of the gradients
         counted: the microbatches in the gradient of the present round, by id, with their samples; the callee does not
             count them again
+        held: the samples of the period that the gradients are of, from stage 0
         counts: how many samples have counted; those of a peer of stage 0 may not be known to anybody yet
     """
 
@@ -283,6 +287,7 @@ class CommitGradientCall(RoundCall):
     counted: tuple[tuple[MicrobatchId, Annotated[int, Field(ge=1, lt=2**20)]], ...] = Field(
         max_length=MAX_COUNTED_IDS, fail_fast=True
     )
+    held: CountedRanges = ()
     counts: SignedCounts = ()
 
 

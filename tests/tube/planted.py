@@ -527,6 +527,12 @@ def samples_of_a_missed_round_forgotten() -> Any:
     return patch.object(SliceLeases, "unnamed", lambda leases, ledger: [])
 
 
+@defect
+def brought_not_heard() -> Any:
+    """Stage-mates do not note which samples the others bring to the average of a period."""
+    return patch.object(SliceLeases, "_note_brought", lambda leases, brought: None)
+
+
 # --- eager updates: with `--mode eager`
 
 

@@ -148,7 +148,7 @@ class Swarm:
         for peer in self.peers:
             for other in self.peers:
                 peer.tell(other)
-        ledgers = {peer.leases.end_round(peer.progress.round_number) for peer in self.peers}
+        ledgers = {peer.leases.end_round(peer.progress.round_number, {}) for peer in self.peers}
         assert len(ledgers) == 1 or self.has_heirs, "stage-mates give newcomers the same bytes"
         for peer in self.peers:
             assert peer.repeated == 0
@@ -321,7 +321,7 @@ async def test_two_that_did_not_know_of_each_other(swarm: Swarm) -> None:
     a.hidden.clear()
     b.hidden.clear()
     a.tell(b)
-    again = a.leases.end_round(0)
+    again = a.leases.end_round(0, {})
     assert a.repeated == len({*in_flight, *counted} & set(theirs))
     assert decode_ledger(again, 3).uncounted(theirs[0].slice_id).next_window > 0
 
@@ -330,7 +330,7 @@ async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> No
     peer = await swarm.add("a", 30)
     before = await peer.draw(10)
     peer.count(before)
-    after_step = peer.leases.end_round(0)
+    after_step = peer.leases.end_round(0, {})
     generation = peer.leases.generation
     drawn = await peer.draw(5)
     await begin(peer.leases, 1, FIRST_TIMELINE, after_step)
@@ -345,7 +345,7 @@ async def test_to_begin_anew_is_to_read_what_has_not_counted(swarm: Swarm) -> No
 async def test_a_newcomer_goes_on_from_the_ledger_that_it_is_given(swarm: Swarm) -> None:
     a = await swarm.add("a", 30)
     a.count(await a.draw(12))
-    ledger = a.leases.end_round(0)
+    ledger = a.leases.end_round(0, {})
     swarm.kill(a)
     b = await swarm.add("b", 30, ledger=ledger, round_number=1)
     assert sorted(await b.draw(18)) == [SampleId(0, 0, window) for window in range(12, 30)]
@@ -362,7 +362,7 @@ async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once
     a.count(counted)
     ledgers = []
     for number in range(num_missed):
-        ledgers.append(b.leases.end_round(number))
+        ledgers.append(b.leases.end_round(number, {}))
         begin_counting(b.progress, number + 1)
     missing = await a.leases.read_ledger(ledgers[-1])
     assert a.leases.unnamed(missing) == counted
@@ -375,13 +375,36 @@ async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once
     if counts_more:
         a.count(drawn)
     a.tell(b)
-    assert b.leases.end_round(num_missed) == a.leases.end_round(num_missed)
+    assert b.leases.end_round(num_missed, {}) == a.leases.end_round(num_missed, {})
     assert b.ledger.lacking(ranges_of(counted)) == []
     assert a.leases.unnamed(missing) == [], "the round has ended, with all that this peer counted"
     begin_counting(a.progress, num_missed + 1)
     a.count(await a.draw(1))
-    a.leases.end_round(num_missed + 1)
+    a.leases.end_round(num_missed + 1, {})
     assert (a.repeated, b.repeated) == (0, 0)
+
+
+async def test_what_stage_mates_have_brought_to_an_average_is_not_read_again_though_they_told_nobody(
+    swarm: Swarm,
+) -> None:
+    """They ended rounds without this peer, and die. Meanwhile it has begun to read what they had leased."""
+    a = await swarm.add("a", *[50] * 3)
+    unheard = [SampleId(0, 0, window) for window in range(4, 9)]
+    held = await a.has_leased(3)
+    assert SliceId(0, 0) in held
+    brought = ranges_of(unheard)
+    claims_the_end = [item._replace(is_last=True) for item in brought]
+    own = await a.draw(5)
+    a.count(own)
+    a.leases.end_round(0, {a.peer_id: ranges_of(own), "12D3KooWMate": (*claims_the_end, WindowRange(0, 99, 0, 1))})
+    assert a.ledger.lacking([*brought, *ranges_of(own)]) == []
+    assert a.repeated == 0
+    assert not a.ledger.is_finished(SliceId(0, 0)), "nobody but who reads a slice knows its end"
+    assert SliceId(0, 0) not in a.leased, "it stops to read it, and leases it anew"
+    assert {sample.slice_id for sample in own} - {SliceId(0, 0)} <= set(a.leased), "its own are no news"
+    begin_counting(a.progress, 1)
+    left = [await a.draw(1) for _ in range(150 - len({*unheard, *own}))]
+    assert not {sample for drawn in left for sample in drawn} & {*unheard, *own}
 
 
 async def test_who_has_gone_back_does_not_listen_to_who_has_not(swarm: Swarm) -> None:
@@ -450,9 +473,9 @@ async def test_a_count_that_comes_while_the_next_round_is_settled_is_entered(swa
     a, b = [await swarm.add(name, *[10] * 20) for name in "ab"]
     late = await b.draw(4)
     b.count(late)
-    a.leases.end_round(0)
+    a.leases.end_round(0, {})
     begin_counting(a.progress, 1)
-    a.leases.end_round(1)
+    a.leases.end_round(1, {})
     b.tell(a)
     assert set(late) <= {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
     assert a.repeated == 0
@@ -462,7 +485,7 @@ async def test_what_has_counted_and_the_giver_of_a_state_has_not_heard_of_is_not
     a, b = [await swarm.add(name, *[30] * 4) for name in "ab"]
     counted = await a.draw(12)
     a.count(counted)
-    not_heard = b.leases.end_round(0)
+    not_heard = b.leases.end_round(0, {})
     swarm.kill(b)
     await begin(a.leases, 1, FIRST_TIMELINE, not_heard)
     begin_counting(a.progress, 1)
@@ -488,7 +511,7 @@ async def test_who_has_gone_back_does_not_hear_the_pass_of_the_timeline_that_was
         await until(lambda: sum(fault.fired for fault in faults) == 2)
         await begin(a.leases, 6, Timeline(6, 0, 0), b"")
         answered.set()
-    assert a.leases._passes == {}
+    assert a.leases._mates._passes == {}
 
 
 async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
@@ -498,7 +521,7 @@ async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
     b.tell(a)
     late = await b.draw(4)
     b.count(late)
-    a.leases.end_round(0)
+    a.leases.end_round(0, {})
     begin_counting(a.progress, 1)
     b.tell(a)
     assert set(late) <= {SampleId(*r.slice_id, w) for r in a.ledger.facts() for w in range(r.start, r.end)}
@@ -563,7 +586,7 @@ async def test_what_a_former_life_tells_late_is_not_read_again(swarm: Swarm) -> 
         read.update(await a.draw(1))
     assert not read & windows_of(held, 4)
     a.count(sorted(read))
-    a.leases.end_round(0)
+    a.leases.end_round(0, {})
     assert a.repeated == 0
 
 
@@ -576,7 +599,7 @@ async def test_ends_that_a_former_life_claims_are_weighed_like_those_of_a_stage_
     ends = [SliceId(0, index) for index in range(64) if SliceId(0, index) not in held]
     former.count_own(0, RoundCount(0, 1, 0.0, tuple(WindowRange(*slice_id, 0, 0, True) for slice_id in ends)))
     a.progress.merge(former.signed_counts())
-    a.leases.end_round(0)
+    a.leases.end_round(0, {})
     assert sum(a.ledger.is_finished(slice_id) for slice_id in ends) == MAX_UNHELD_EMPTY
 
 
@@ -584,11 +607,11 @@ async def test_what_counts_twice_is_noted(swarm: Swarm) -> None:
     a = await swarm.add("a", 10)
     samples = await a.draw(4)
     a.count(samples)
-    a.leases.end_round(0)
+    a.leases.end_round(0, {})
     begin_counting(a.progress, 1)
     own = a.progress.counter.count_of(1, a.progress.author)
     a.progress.count_own(1, RoundCount(own.samples + 2, 2, 0.0, ranges_of(samples[:2])))
-    a.leases.end_round(1)
+    a.leases.end_round(1, {})
     assert a.repeated == 2
 
 
@@ -607,7 +630,7 @@ async def test_no_stage_mate_ends_a_pass_that_is_not_read(swarm: Swarm) -> None:
     lie = tuple(WindowRange(0, index, 0, 0, True) for index in range(64))
     b.progress.count_own(0, RoundCount(0, 1, 0.0, lie))
     b.tell(a)
-    a.leases.end_round(0)
+    a.leases.end_round(0, {})
     ended = {SliceId(0, index) for index in range(64) if a.ledger.is_finished(SliceId(0, index))}
     assert of_b < ended
     assert not of_a & ended

@@ -29,6 +29,7 @@ from swarm_peer.errors import (
 )
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.ranges import SampleId, ranges_of
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
@@ -1484,6 +1485,17 @@ async def test_of_a_share_that_is_not_finite_what_was_computed_in_rounds_before_
         assert leaving.metric("lost_samples") == SAMPLES
         assert staying.trainer.strategy.pending_samples == 2 * kept
         assert not staying.rounds.current.counted
+
+
+async def test_who_takes_a_period_of_a_stage_mate_over_brings_its_samples():
+    async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        own, given = ranges_of([SampleId(0, 1, 0)]), ranges_of([SampleId(0, 1, 0), SampleId(0, 2, 0)])
+        staying.rounds.current.earlier, leaving.rounds.current.earlier = own, given[:1]
+        leaving.rounds.current.names.append(SampleId(0, 2, 0))
+        assert await leaving.handover.hand_over()
+        assert staying.rounds.current.held == (*own, *given)
+        assert staying.metric("repeated_samples") == 1
 
 
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):

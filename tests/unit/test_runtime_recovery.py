@@ -20,7 +20,7 @@ from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeli
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Verdict
-from swarm_peer.policy.data.ranges import WindowRange
+from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
@@ -2401,6 +2401,32 @@ async def test_a_peer_that_computes_otherwise_costs_itself_a_download_at_each_co
     assert [num_resyncs(member, "left_behind") for member in mates.members] == [0, 0, 0]
     assert {member.steps.step.round_number for member in mates.members} == {6}
     assert_alike(others, 6)
+
+
+async def test_what_members_bring_to_a_period_is_told_where_two_bring_the_same(periodic, tmp_path):
+    """In a round that they ended without each other, both have read it."""
+    async with begun_mates(tmp_path) as mates:
+        for number, member in enumerate(mates.members):
+            member.rounds.current.names += [SampleId(0, 7, 0), SampleId(0, number, 0)][: 2 if number else 1]
+        await mates.end_round(*mates.members)
+        for number, member in enumerate(mates.members):
+            member.rounds.current.names.append(SampleId(0, number, 1))
+        await mates.end_round(*mates.members)
+        by_id = sorted(mates.members, key=lambda member: member.peer_id)
+        assert [member.metrics.repeated_samples._value.get() for member in by_id] == [0, 1, 1]
+        assert {member.rounds.current.held for member in mates.members} == {()}, "the average has ended the period"
+
+
+async def test_samples_of_a_round_whose_work_is_dropped_are_brought_to_no_average(follower, monkeypatch):
+    offer_updates(follower, monkeypatch)
+    monkeypatch.setattr(joining, "last_credible_round", max)
+    monkeypatch.setattr(type(follower.trainer.strategy), "holds_period", True)
+    follower.peers = [PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=4)]
+    follower.steps._leases = NotedLeases(follower, ("a sample",))
+    follower.rounds.current.earlier = (WindowRange(0, 1, 0, 2),)
+    follower.rounds.current.names.append(SampleId(0, 1, 5))
+    assert await follower.steps._replay(["m"])
+    assert follower.rounds.current.held == (WindowRange(0, 1, 0, 2),)
 
 
 async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next_update(delayed_mates):

@@ -13,6 +13,7 @@ from memory_transport import MemoryNetwork
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
 from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
@@ -1277,6 +1278,35 @@ async def test_rounds_of_another_timeline_are_not_chased(group):
     assert await second.gossip.greet(0, [first.peer_id]) == 6
     second.go_elsewhere(9)
     assert await first.gossip.greet(0, [second.peer_id]) == 7
+
+
+@pytest.mark.parametrize(("round_number", "told"), [(3, False), (4, True)])
+async def test_at_the_end_of_a_period_members_tell_each_other_what_they_bring(periodic, round_number, told):
+    first, second = await periodic.add("ab", round_number)
+    first.rounds_of.current.names += [SampleId(0, 1, 0), SampleId(0, 1, 1)]
+    second.rounds_of.current.earlier = (WindowRange(0, 1, 2, 3), WindowRange(0, 1, 2, 3))
+    settled = await periodic.settle(a=2, b=2)
+    expected = {first.peer_id: (WindowRange(0, 1, 0, 2),), second.peer_id: (WindowRange(0, 1, 2, 3),)}
+    assert [settlement.brought for settlement in settled.values()] == 2 * [expected if told else {}]
+
+
+async def test_who_was_given_more_than_a_period_has_says_nothing_of_it(periodic):
+    members = await periodic.add("ab", 4)
+    members[0].rounds_of.current.earlier = (WindowRange(0, 1, 0, 2 * 5 * MANIFEST.training.global_batch_size + 1),)
+    settled = await periodic.settle(a=2, b=2)
+    assert settled["a"].samples == 4
+    assert settled["b"].brought == {member.peer_id: () for member in members}
+
+
+async def test_who_says_it_brings_more_than_a_period_has_is_left_out(periodic):
+    first, liar = await periodic.add("ab", 4)
+    liar.rounds_of.current.earlier = (WindowRange(0, 1, 0, 2 * 5 * MANIFEST.training.global_batch_size + 1),)
+    liar.barrier.most_brought *= 2
+    settling = [first.settle(2), liar.settle(2)]
+    settled = await settling[0]
+    assert settled.samples == 2
+    assert list(settled.brought) == [first.peer_id]
+    settling[1].cancel()
 
 
 async def test_forged_counts_in_a_ready_call_are_refused(group):

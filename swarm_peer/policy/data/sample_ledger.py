@@ -147,6 +147,13 @@ class SampleLedger:
                     state.finished[item.slice_index] = min(num_windows, item.end)
         return duplicates
 
+    def note(self, ranges: Iterable[WindowRange]) -> set[SliceId]:
+        """Note samples that have counted, some of which may be known. Returns the slices of which some were not."""
+        facts = [item._replace(is_last=False) for item in ranges if self.admits(item)]
+        news = {sample.slice_id for sample in self.lacking(facts)}
+        self.add(facts)
+        return news
+
     def credible(
         self, author: str, ranges: Iterable[WindowRange], held: Collection[SliceId], max_empty: int = MAX_UNHELD_EMPTY
     ) -> Iterator[WindowRange]:

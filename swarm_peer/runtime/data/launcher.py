@@ -313,6 +313,7 @@ class MicrobatchLauncher:
             microbatch = _microbatch(batch.id, batch.tokens_BS, present, "train")
             result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
             if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
+                entered.names += batch.samples
                 self._count(present.number, batch.samples, loss_sum=result.loss_sum)
                 if self._counted_hook is not None:
                     self._counted_hook(present.number, batch.tokens_BS, batch.samples, batch.id)

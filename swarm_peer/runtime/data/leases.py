@@ -6,7 +6,7 @@ policy/data/sample_ledger.py describes the protocol, and why no sample counts tw
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import anyio
 
@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 5.0
 # Pause after a request that gave no slice: some stage-mate did not answer, or others wanted the same slices.
 RETRY_S = 0.5
-# Stage-mates that must say that a pass is over before it is believed, if there are so many.
-PASS_WITNESSES = 2
 
 
 class SliceLeases:
@@ -85,7 +83,6 @@ class SliceLeases:
         self._began = 0  # the round that this generation began in
         self._timeline_first_round = 0
         self._ended = -1  # the newest round whose counts are in the ledger
-        self._passes: dict[str, int] = {}  # the pass that each stage-mate last said it is in
         progress.add_listener(self._heard)
 
     @property
@@ -125,7 +122,7 @@ class SliceLeases:
         self._unnamed = ranges_of(unnamed)
         self._pool.take_ends()
         self._told = ()
-        self._passes.clear()
+        self._mates.forget_passes()
         self._ledger = ledger
         self._began, self._ended = round_number, round_number - 1
         if goes_on:  # whoever gave the state may not have heard of all that this peer knows to have counted
@@ -149,18 +146,30 @@ class SliceLeases:
         count = self._progress.counter.count_of(self._ended + 1, self._progress.author)
         return ledger.lacking([*self._unnamed, *count.ranges])
 
-    def end_round(self, round_number: int) -> bytes:
-        """Add the samples that all peers have counted in a round to the ledger. Returns the encoded ledger."""
+    def end_round(self, round_number: int, brought: Mapping[str, Sequence[WindowRange]]) -> bytes:
+        """Add the samples that all peers have counted in a round to the ledger. Returns the encoded ledger.
+
+        Args:
+            brought: if a period has ended with this round, the samples in its average, by the peers that brought them.
+                Where stage-mates ended rounds without each other, this peer has not heard of all of them
+        """
         ledger = self._known()
         counts = self._progress.counter.counts(round_number)
         repeated = sum(ledger.add(self._credible(author, count.ranges)) for author, count in counts)
-        self._note_repeated(round_number, repeated)
+        self._context.metrics.repeat(repeated, round_number=round_number)
         ledger.add(self._told)
+        self._note_brought(brought)
         self._told = self._unnamed = ()
         self._ended = round_number
         for slice_id in [known for known in self._held if ledger.is_finished(known)]:
             self._let_go(slice_id)
         return encode_ledger(ledger)
+
+    def _note_brought(self, brought: Mapping[str, Sequence[WindowRange]]) -> None:
+        for author, ranges in brought.items():
+            news = self._known().note(ranges)
+            if author != self._me:
+                self._contest(news, author)
 
     def _heard(self, round_number: int, author: Life, before: RoundCount) -> None:
         """Take note of a count that another peer has sent, or of a former life of this peer."""
@@ -173,13 +182,19 @@ class SliceLeases:
             news = self._credible(author, ranges, max_empty=0)
             repeated = self._ledger.add(news) - sum(item.end - item.start for item in before.ranges)
             if round_number >= self._began:  # otherwise they may have been in the ledger that `begin` was given
-                self._note_repeated(round_number, repeated)
+                self._context.metrics.repeat(repeated, round_number=round_number)
         if author == self._progress.author:
             return
-        counted_from = {item.slice_id for item in set(ranges) - set(before.ranges) if item.start < item.end}
-        for slice_id in counted_from & self._held - self._contested:
-            # The author counted before it died, and another peer says so only now; or neither peer knew of the other.
-            log.warning("slice_contested slice=%s author=%s", tuple(slice_id), author.peer_id)
+        news = set(ranges) - set(before.ranges)
+        self._contest({item.slice_id for item in news if item.start < item.end}, author.peer_id)
+
+    def _contest(self, counted_from: Collection[SliceId], author: str) -> None:
+        """Stop reading slices of which another peer has counted samples.
+
+        It counted before it died, and another peer says so only now; or neither peer knew of the other.
+        """
+        for slice_id in self._held.intersection(counted_from) - self._contested:
+            log.warning("slice_contested slice=%s author=%s", tuple(slice_id), author)
             self._contested.add(slice_id)
             self._pool.drop(slice_id)
             self._release_contested()
@@ -194,11 +209,6 @@ class SliceLeases:
         if author == self._progress.author:
             return ranges
         return self._known().credible(author.peer_id, ranges, self._held, max_empty)
-
-    def _note_repeated(self, round_number: int, num_samples: int) -> None:
-        if num_samples > 0:
-            self._context.metrics.repeated_samples.inc(num_samples)
-            log.warning("samples_repeated round=%d samples=%d", round_number, num_samples)
 
     def _known(self) -> SampleLedger:
         """The ledger. Raises NotServing before there is one."""
@@ -310,7 +320,7 @@ class SliceLeases:
                 return
             self._mates.note_present()
             if ledger is self._ledger:  # otherwise the answer is of a timeline that was given up
-                self._note_pass(ledger, peer_id, answer.current_pass)
+                self._mates.note_pass(peer_id, answer.current_pass, ledger)
             ledger.release(peer_id, answer.corrections)
             for slice_id, owner in answer.refused:
                 refused.add(slice_id)
@@ -328,18 +338,6 @@ class SliceLeases:
             for peer_id in sorted(mates):
                 tasks.start_soon(ask, peer_id)
         return [slice_id for slice_id in wanted if slice_id not in refused]
-
-    def _note_pass(self, ledger: SampleLedger, peer_id: str, current_pass: int) -> None:
-        """Note the pass that a stage-mate is in. It may have heard earlier than this peer that a pass is over.
-
-        If there are several stage-mates, PASS_WITNESSES of them must be ahead before this peer begins the next pass.
-        """
-        self._passes[peer_id] = current_pass
-        mates = self._mates.present()
-        ahead = [mate for mate in mates if self._passes.get(mate, 0) > ledger.current_pass]
-        if ahead and len(ahead) >= min(PASS_WITNESSES, len(mates)):
-            ledger.begin_pass(ledger.current_pass + 1)  # this peer cannot have missed the end of more than one
-            self._passes = {mate: self._passes[mate] for mate in ahead}
 
     async def handle_lease(self, caller: str, call: LeaseCall, tensors: Sequence[memoryview]) -> Reply:
         """Grant or refuse slices to a stage-mate, and tell it the facts about them.

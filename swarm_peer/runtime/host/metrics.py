@@ -86,6 +86,12 @@ class PeerMetrics:
             level, why = (logging.INFO, "the run is over") if self.run_is_over else (logging.ERROR, reason)
             log.log(level, "samples_lost samples=%d round=%d reason=%s", samples, round_number, why)
 
+    def repeat(self, samples: int, *, round_number: int) -> None:
+        """Report samples that have counted a second time, if there are any: count them, and log it."""
+        if samples > 0:
+            self.repeated_samples.inc(samples)
+            log.warning("samples_repeated round=%d samples=%d", round_number, samples)
+
     def show_time_shares(self, shares: TimeShares | None) -> None:
         """Set the gauges of how this peer has spent its time, if that is known."""
         if shares is not None:

@@ -14,6 +14,7 @@ import torch
 
 from swarm_peer.errors import RoundClosed
 from swarm_peer.policy.agreement import Vote
+from swarm_peer.policy.data.ranges import SampleId, WindowRange, ranges_of
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.stage.stage_client import HopResult
@@ -55,6 +56,10 @@ class Round:
         weights_digest: of this peer's weights, if stage-mates compare them in this round
         vote: this peer's newest vote on the result; None before the first
         settled_with: the members of the stage that a round without an average ended with, this peer included
+        names: the samples that this peer of stage 0 has counted in this round itself
+        earlier: those of the rounds before it that this peer brings to the next average as well, and those of leaving
+            stage-mates whose work it brings; the device thread adds to them
+        brings: the samples that this peer brings to the average that ends a period; empty before that
     """
 
     def __init__(self, step: StepState):
@@ -73,11 +78,19 @@ class Round:
         self.weights_digest = ""
         self.vote: Vote | None = None
         self.settled_with: frozenset[str] = frozenset()
+        self.names: list[SampleId] = []
+        self.earlier: tuple[WindowRange, ...] = ()
+        self.brings: tuple[WindowRange, ...] = ()
 
     @property
     def number(self) -> int:
         """The round's number."""
         return self.step.round_number
+
+    @property
+    def held(self) -> tuple[WindowRange, ...]:
+        """The samples whose work this peer of stage 0 holds; those that it holds twice are named twice."""
+        return *self.earlier, *ranges_of(self.names)
 
     def forget_counted(self) -> None:
         """Note that the accumulator was emptied; in the device thread."""
@@ -104,11 +117,12 @@ class RoundBook:
         self.current = Round(self.step)
         self.previous: Round | None = None
 
-    def begin(self, step: StepState, *, keeps_transfers: bool = False) -> None:
+    def begin(self, step: StepState, *, keeps_transfers: bool = False, keeps_work: bool = False) -> None:
         """Go on to a round, which is not open yet. Its phase is the one that the replica is in.
 
         Args:
             keeps_transfers: what leaving stage-mates have begun to hand over fits this round as well
+            keeps_work: what this peer has computed so far goes into the next average as well
         """
         phase = Phase.CATCHING_UP if self.step.phase is Phase.EMPTY else self.step.phase
         self.step = replace(step, phase=phase)
@@ -119,6 +133,7 @@ class RoundBook:
         self.current.replies.clear()
         self.previous, self.current = self.current, Round(self.step)
         self.current.transfers = transfers
+        self.current.earlier = self.previous.held if keeps_work else ()
         self._changed.notify()
 
     def enter(self, phase: Phase) -> None:

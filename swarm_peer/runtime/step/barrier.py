@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import anyio
 
-from swarm_peer.errors import CallError, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
+from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
+from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
@@ -45,6 +46,7 @@ class Barrier:
 
     Attributes:
         timeout_s: how long a stage-mate that is not ready is waited for
+        most_brought: samples that one peer may bring to the average of a period: as in each round, twice those counted
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Barrier:
         limits, averaging = manifest.limits, manifest.averaging
         self._hash = context.resolved.hash
         self._max_tries = averaging.max_tries
+        self.most_brought = 2 * manifest.training.global_batch_size * averaging.steps_per_average
         self._stage = stage
         self._rounds = rounds
         self._me = transport.peer_id
@@ -198,6 +201,7 @@ class Barrier:
             try:
                 reply = await self._transport.call(peer_id, body, timeout_s=POLL_S + STALL_S)
                 answer = check_body(ReadyReply, reply.body)
+                self._check_brings(answer)
                 num_left_out = self._progress.merge(answer.counts, vouched=True)
             except RoundClosed:
                 ahead.append(peer_id)
@@ -271,9 +275,16 @@ class Barrier:
             next_samples=told.next_samples,
             # One that is not ready at all holds the caller up as any other does.
             does_without=is_at_barrier and is_mate and self._mates.is_left_out(caller),
+            brings=told.brings,
             counts=self._progress.signed_counts(),
         )
         return Reply(reply.model_dump())
+
+    def _check_brings(self, answer: ReadyReply) -> None:
+        """Refuse a stage-mate that says it brings more samples than a period has: nobody would read them."""
+        num_brought = num_windows(answer.brings)
+        if num_brought > self.most_brought:
+            raise InvalidMessage(f"{num_brought} samples in a period of at most {self.most_brought}")
 
     def _check_timeline(self, call: ReadyCall, is_mate: bool) -> None:
         """Refuse a stage-mate that is on another timeline: it holds other weights, whatever round it is in.
@@ -314,5 +325,6 @@ def _own_reply(ending: Round, attempt: int) -> ReadyReply:
         weights_digest=ending.weights_digest,
         samples=ending.samples,
         next_samples=ending.next_samples,
+        brings=ending.brings,
         counts=(),
     )

@@ -21,6 +21,7 @@ import torch
 
 from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
 from swarm_peer.model.round_strategy import Work
+from swarm_peer.policy.data.ranges import MAX_RANGES, num_repeated
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
@@ -253,6 +254,7 @@ class GradientHandover:
             samples=samples,
             sha256=sha256,
             counted=tuple(given.counted.items())[:MAX_COUNTED_IDS],
+            held=given.held[:MAX_RANGES] if self._context.resolved.manifest.averaging.mode == "periodic" else (),
             counts=self._swarm.progress.signed_counts(),
         )
         reason = ""
@@ -374,6 +376,8 @@ class GradientHandover:
             self._executor.lose(entered, held, error)
             raise
         entered.counted.update(call.counted)
+        self._metrics.repeat(num_repeated(call.held, entered.held), round_number=call.round_number)
+        entered.earlier += call.held
         if len(call.samples) > 1:
             entered.given[giver] = entered.given.get(giver, 0) + call.samples[1]
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from swarm_peer.policy.agreement import Verdict
+from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.runtime.stage.rounds import Round
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ class Settlement:
         verdict: COMMIT, with the gradients to apply; or RESYNC, with the peers that hold the state to download
         history_hash: digest of all updates, this one included
         samples: number of samples in the gradients
+        brought: the samples of a period that each member of stage 0, this peer included, has brought to its average
         is_wanted: whether a stage-mate took no part, and takes the gradients over
         holders: in case of RESYNC, the peers that hold the state
         cause: in case of RESYNC, the label for metrics
@@ -32,6 +34,7 @@ class Settlement:
     gradients: Sequence[torch.Tensor] = ()
     history_hash: str = ""
     samples: int = 0
+    brought: Mapping[str, Sequence[WindowRange]] = field(default_factory=dict)
     is_wanted: bool = False
     holders: tuple[str, ...] = ()
     cause: Literal["left_behind", "other_weights"] = "left_behind"

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 
 from swarm_peer.model.round_strategy import StepResult
+from swarm_peer.policy.data.ranges import num_repeated
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.step.outcome import Settlement
@@ -23,6 +24,7 @@ class RoundReports:
 
     def __init__(self, *, context: PeerContext, stage: int):
         self.finished: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
+        self._me = context.identity.peer_id
         self._clock = context.clock
         self._metrics = context.metrics
         self._averaging = context.resolved.manifest.averaging
@@ -92,6 +94,10 @@ class RoundReports:
 
     def _check_average(self, step: StepState, settlement: Settlement, result: StepResult) -> None:
         """Say so if the average changes nothing, or is not of all samples that have counted since the last one."""
+        # Of two that have brought the same sample, the one with the greater id says so.
+        own, brought = settlement.brought.get(self._me, ()), settlement.brought
+        others = [item for peer_id in brought if peer_id < self._me for item in brought[peer_id]]
+        self._metrics.repeat(num_repeated(own, others), round_number=step.round_number)
         if result.skipped and not settlement.samples:
             log.error("update_skipped round=%d reason=all gradients are lost", step.round_number)
         elif result.skipped:

@@ -19,6 +19,7 @@ import torch
 from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
+from swarm_peer.policy.data.ranges import MAX_RANGES, merge_ranges, num_windows
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
@@ -92,7 +93,12 @@ class StageGroup:
         """
         ending.samples = samples
         ending.next_samples = 0 if upcoming is None else upcoming[1]
-        if self._manifest.averaging.compares_weights_at(ending.step.optimizer_step):
+        averaging = self._manifest.averaging
+        if averaging.mode == "periodic" and averaging.averages_at(ending.step.optimizer_step):
+            brings = merge_ranges(ending.held)[:MAX_RANGES]
+            # Of what leaving stage-mates have given, they may lie.
+            ending.brings = brings if num_windows(brings) <= self._barrier.most_brought else ()
+        if averaging.compares_weights_at(ending.step.optimizer_step):
             ending.weights_digest = await self._digest_weights()
         members: dict[str, ReadyReply] = {}
         settlement = await self._settle(ending, gradients, members)
@@ -148,8 +154,8 @@ class StageGroup:
                 num_abstaining = sum(other.abstains for other in votes.values())
                 if len(agreement.holders) + num_abstaining < len(votes):
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
-                is_wanted = num_abstaining > 0
-                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, is_wanted=is_wanted)
+                is_wanted, brought = num_abstaining > 0, {peer: members[peer].brings for peer in sorted(peers)}
+                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, brought, is_wanted)
             if agreement.verdict is Verdict.RESYNC:
                 return resync(ending, agreement.holders, agreement.reason)
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)

@@ -76,7 +76,6 @@ class StepLoop:
             leases: the slices of data that this peer reads; None but at stage 0
         """
         self._context = context
-        self._clock = context.clock
         self._manifest = context.resolved.manifest
         self._hash = context.resolved.hash
         self._trainer = core.trainer
@@ -300,7 +299,7 @@ class StepLoop:
         step, round_number = self.step, self.step.round_number
         counter = self._progress.counter
         samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
-        counted = b"" if self._leases is None else self._leases.end_round(round_number)
+        counted = b"" if self._leases is None else self._leases.end_round(round_number, settlement.brought)
         update = settlement.gradients, settlement.history_hash, counted
         await self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
         if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
@@ -335,9 +334,10 @@ class StepLoop:
             lineage=lineage,
             ledger=ledger,
             weights_version=self._trainer.weights_version,
-            began_s=self._clock.monotonic_s(),
+            began_s=self._context.clock.monotonic_s(),
         )
-        self._rounds.begin(step, keeps_transfers=self._trainer.strategy.is_in_period)
+        strategy = self._trainer.strategy
+        self._rounds.begin(step, keeps_transfers=strategy.is_in_period, keeps_work=strategy.holds_period)
         self._own_work.stand_at(step)
         self._progress.forget_past()
         self._metrics.optimizer_step.set(step.optimizer_step)
@@ -350,8 +350,7 @@ class StepLoop:
         Raises:
             CallError: nobody gave one
         """
-        take = partial(self._take_over, keeps_work=True)
-        await self._downloads.take_newest(donors, min_round, take, tries, timeline)
+        await self._downloads.take_newest(donors, min_round, partial(self._take_over, keeps_work=True), tries, timeline)
 
     async def _take_over(self, state: StageState, *, keeps_work: bool = False) -> None:
         # The trainer and the ledger may refuse a state. At most work that no state will hold is gone by then.
@@ -375,6 +374,7 @@ class StepLoop:
         """Drop the round's work if the stage-mates' ledger lacks its samples: others may read them again."""
         if self._leases is not None and ledger is not None and self._leases.unnamed(ledger):
             lost = await self._device_thread.run(Priority.STEP, self._trainer.strategy.drop_round)
+            self._rounds.current.names.clear()
             self.reports.lose(lost, self.step)
 
     async def _replay(self, donors: Sequence[str]) -> bool:
