@@ -14,6 +14,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Gauge
 
 from coordinator.cli import app as coordinator_app
+from coordinator.dashboard.place import parse_place
 from coordinator.run.options import NodeOptions
 from swarm_peer.cli import app as peer_app
 from swarm_peer.config import PeerOptions
@@ -76,6 +77,14 @@ def test_prometheus_reaches_all_that_compose_starts() -> None:
     _, bound_arguments, _ = peer_app.parse_args(services["peer"]["command"], exit_on_error=False)
     peer = bound_arguments.arguments["options"]
     assert [(it.metrics_host, it.metrics_port) for it in (node, peer)] == [("0.0.0.0", 9464)] * 2
+
+
+def test_compose_shows_the_runs_page_on_this_machine_alone() -> None:
+    service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["coordinator"]
+    _, bound_arguments, _ = coordinator_app.parse_args(service["command"], exit_on_error=False)
+    host, port = parse_place(bound_arguments.arguments["dashboard"])
+    assert host == "0.0.0.0", "the container's port is published"
+    assert service["ports"] == [f"127.0.0.1:{port}:{port}"]
 
 
 @pytest.mark.parametrize(("is_over", "level"), [(False, "ERROR"), (True, "INFO")])
