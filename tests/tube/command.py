@@ -102,7 +102,8 @@ def seeds(
     Args:
         mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates); or short
             (synchronous, with a text that the run passes over more than once), or finish, finish-delayed or
-            finish-periodic (a run that comes to its last step)
+            finish-periodic (a run that comes to its last step), or lost, lost-delayed or lost-periodic (stages lose all
+            their peers time and again)
         each_mode: so many seeds more in each of these modes
         quick: in place of `first` and `count`, some twenty seeds in which all kinds of faults strike
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code

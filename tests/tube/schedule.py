@@ -11,6 +11,18 @@ from faults import KINDS
 # Faults begin when the swarm has begun to train, and so long they go on.
 FIRST_S = 12.0
 FAULTS_S = 110.0
+# Where stages are lost (`lost`), a kind is drawn so many times as often as elsewhere.
+WHERE_STAGES_ARE_LOST = {
+    "empty_stage": 16.0,
+    "stall_stage": 4.0,
+    "partition": 2.0,
+    "cut_link": 2.0,
+    "slow": 3.0,
+    "join": 2.0,
+    "garbage": 0.0,
+    "revoke": 0.0,
+    "end_run": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,8 @@ class Schedule:
         """How stage-mates average: a mode of the manifest, or `eager` for delayed with eager updates.
 
         `short` and `finish` stand for synchronous averaging, over a short text or in a run of few optimizer steps;
-        `finish-delayed` and `finish-periodic` for the same in the other modes.
+        `lost` stands for it with stages that lose all their peers time and again. `finish-delayed`, `finish-periodic`,
+        `lost-delayed` and `lost-periodic` stand for the same in the other modes.
         """
         return self.seed.rpartition("-")[0] or "synchronous"
 
@@ -76,10 +89,14 @@ class Schedule:
 def _draw_kind(seed: str, number: int) -> str:
     """A kind by the weights: the one that occurs first. So a new kind changes those schedules alone that draw it."""
 
-    def occurs_after(name: str) -> float:
-        return random.Random(f"kind {seed} {number} {name}").expovariate(KINDS[name][1])
+    weights = {name: weight for name, (_, weight) in KINDS.items()}
+    if seed.startswith("lost"):
+        weights = {name: weight * WHERE_STAGES_ARE_LOST.get(name, 1.0) for name, weight in weights.items()}
 
-    return min(KINDS, key=occurs_after)
+    def occurs_after(name: str) -> float:
+        return random.Random(f"kind {seed} {number} {name}").expovariate(weights[name])
+
+    return min((name for name in weights if weights[name]), key=occurs_after)
 
 
 def numbered(numbers: Iterable[int], mode: str) -> list[str]:

@@ -78,13 +78,19 @@ WATCHES: dict[str, type[Invariants]] = {
     "finish": FinishInvariants,
     "finish-delayed": FinishDelayedInvariants,
     "finish-periodic": FinishPeriodicInvariants,
+    "lost": Invariants,
+    "lost-delayed": DelayedInvariants,
+    "lost-periodic": PeriodicInvariants,
 }
 
 
 def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
     steps, validation_every = (num_steps(seed), 5) if mode.startswith("finish") else (1000, 0)
-    averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous"}.get(mode, mode)
+    averaging = mode.removeprefix("finish-").removeprefix("lost-")
+    averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
+        averaging, averaging
+    )
     return RunManifest.model_validate(
         {
             "name": "tube",
@@ -103,7 +109,7 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
             "averaging": {
-                "mode": averaging.removeprefix("finish-"),
+                "mode": averaging,
                 "eager_updates": mode == "eager",
                 "inner_steps": 5,
                 "round_timeout_s": 15.0,
