@@ -161,6 +161,16 @@ def find_overtaking(timeline: Timeline, claims: Collection[Claim]) -> int | None
     return None
 
 
+def may_be_followed(timeline: Timeline, claims: Collection[Claim]) -> bool:
+    """Whether at least half of some stage's peers can still go back to a timeline: they are before its first round."""
+    for stage in {claim.stage for claim in claims}:
+        here = [claim for claim in claims if claim.stage == stage]
+        behind = [claim for claim in here if claim.timeline < timeline and claim.round_number < timeline.first_round]
+        if 2 * len(behind) >= len(here):
+            return True
+    return False
+
+
 class SnapshotRef(NamedTuple):
     """Names a snapshot that a peer holds: its stage, the first round with its weights, and their optimizer step."""
 

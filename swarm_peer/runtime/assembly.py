@@ -148,7 +148,7 @@ class Assembly:
         leases = self._make_leases(progress, core.admission) if spec.is_first else None
         swarm = self._make_swarm_access(progress, barrier, leases)
         state_server = StateServer(context=context, core=core)
-        handover = GradientHandover(context=context, core=core, swarm=swarm, is_mate=barrier.is_mate)
+        handover = GradientHandover(context=context, core=core, swarm=swarm, barrier=barrier)
         own_work = OwnWork(
             averaging=context.resolved.manifest.averaging, metrics=context.metrics, snapshots=self.peer.snapshots
         )

@@ -10,7 +10,7 @@ from swarm_peer.policy.lineage import DIGEST_BYTES, MAX_LINEAGE_BYTES
 from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber, Samples
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, CountedRanges, SliceName
 
-PROTOCOL = "swarm/3"
+PROTOCOL = "swarm/4"
 # One signed progress count, with its ranges of samples.
 MAX_COUNT_BYTES = 32 * 1024
 # Progress counts in one message: more than fit into its header (runtime/network/progress.py, MAX_MESSAGE_BYTES).

@@ -530,7 +530,7 @@ def samples_of_a_missed_round_forgotten() -> Any:
 @defect
 def brought_not_heard() -> Any:
     """Stage-mates do not note which samples the others bring to the average of a period."""
-    return patch.object(SliceLeases, "_note_brought", lambda leases, brought: None)
+    return patch.object(SampleLedger, "note", lambda ledger, ranges: set())
 
 
 # --- eager updates: with `--mode eager`

@@ -212,6 +212,15 @@ def test_what_a_ledger_lacks_is_told_by_name() -> None:
     assert ledger.lacking(ranges) == []
 
 
+def test_which_slices_have_news_is_told_of_samples_that_are_noted():
+    ledger = SampleLedger(3)
+    ledger.add([WindowRange(0, 0, 0, 4), WindowRange(0, 1, 0, 2, is_last=True)])
+    brought = [WindowRange(0, 0, 2, 4), WindowRange(0, 1, 0, 2), WindowRange(0, 2, 5, 6), WindowRange(0, 2, 4, 5, True)]
+    assert ledger.note([*brought, WindowRange(0, 99, 0, 1), WindowRange(0, 2, 7, 7, True)]) == {SliceId(0, 2)}
+    assert ledger.counted(SliceId(0, 2)) == (WindowRange(0, 2, 4, 6),), "nobody but its reader knows where it ends"
+    assert ledger.note(brought) == set()
+
+
 @pytest.mark.parametrize(
     "item",
     [

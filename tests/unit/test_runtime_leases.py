@@ -384,6 +384,17 @@ async def test_what_a_peer_counted_in_a_round_that_ended_without_it_is_told_once
     assert (a.repeated, b.repeated) == (0, 0)
 
 
+async def test_what_a_peer_still_holds_is_not_read_again_though_the_ledger_that_it_is_given_lacks_it(
+    swarm: Swarm,
+) -> None:
+    a = await swarm.add("a", 30)
+    held = await a.draw(4)
+    ledger = await a.leases.read_ledger(b"")
+    a.leases.begin(3, FIRST_TIMELINE, ledger, ranges_of(held))
+    begin_counting(a.progress, 3)
+    assert not set(await a.draw(26)) & set(held)
+
+
 async def test_what_stage_mates_have_brought_to_an_average_is_not_read_again_though_they_told_nobody(
     swarm: Swarm,
 ) -> None:

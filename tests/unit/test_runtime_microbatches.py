@@ -29,7 +29,7 @@ from swarm_peer.errors import (
 )
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.data.ranges import SampleId, ranges_of
+from swarm_peer.policy.data.ranges import SampleId, WindowRange, ranges_of
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
@@ -161,7 +161,7 @@ class Peer:
             look=None,
             coordinators=None,
         )
-        self.handover = GradientHandover(context=context, core=core, swarm=access, is_mate=barrier.is_mate)
+        self.handover = GradientHandover(context=context, core=core, swarm=access, barrier=barrier)
         calls = handler.calls | barrier.calls | gossip.calls | self.handover.calls
         self.dispatcher = dispatcher(manifest.hash, stage, calls)
         self.open(0)
@@ -1490,12 +1490,14 @@ async def test_of_a_share_that_is_not_finite_what_was_computed_in_rounds_before_
 async def test_who_takes_a_period_of_a_stage_mate_over_brings_its_samples():
     async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
         _, leaving, staying = await group_of_two(swarm)
-        own, given = ranges_of([SampleId(0, 1, 0)]), ranges_of([SampleId(0, 1, 0), SampleId(0, 2, 0)])
-        staying.rounds.current.earlier, leaving.rounds.current.earlier = own, given[:1]
-        leaving.rounds.current.names.append(SampleId(0, 2, 0))
+        for peer in (leaving, staying):  # as at stage 0
+            peer.handover._most_held = 4
+        leaving.rounds.current.earlier = ranges_of([SampleId(0, 1, 0), SampleId(0, 2, 0)])
+        leaving.rounds.current.names.append(SampleId(0, 1, 1))
         assert await leaving.handover.hand_over()
-        assert staying.rounds.current.held == (*own, *given)
-        assert staying.metric("repeated_samples") == 1
+        assert staying.rounds.current.taken_over == (WindowRange(0, 1, 0, 2), WindowRange(0, 2, 0, 1))
+        assert staying.rounds.current.held == ()
+        assert staying.trainer.num_samples == SAMPLES
 
 
 async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
@@ -1514,6 +1516,7 @@ async def test_without_a_stage_mate_the_share_is_lost_and_reported(swarm, pair):
         ({"sha256": bytes(32)}, "does not match its hash"),
         ({"transfer": bytes(16)}, "nothing has arrived"),
         ({"counted": ((bytes(16), SAMPLES + 1),)}, "more than the gradient"),
+        ({"held": (WindowRange(0, 0, 0, 1),)}, "said to be of 1"),
     ],
 )
 async def test_a_share_that_cannot_be_right_is_refused(swarm, change, message, monkeypatch):

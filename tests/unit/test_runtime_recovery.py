@@ -381,6 +381,15 @@ async def test_a_peer_whose_timeline_most_of_each_stage_may_follow_stays(swarm, 
         ([("m", 1, 46, FIRST_TIMELINE)], True),
         ([("m", 1, 45, FIRST_TIMELINE)], True),
         ([("m", 1, 46, FIRST_TIMELINE), ("c", 2, 45, FIRST_TIMELINE)], False),  # which can still come
+        (
+            [
+                ("m", 1, 46, FIRST_TIMELINE),
+                ("c", 2, 46, FIRST_TIMELINE),
+                ("d", 2, 46, Timeline(46, 0, 0)),
+                ("o", 2, 9, FIRST_TIMELINE),
+            ],
+            True,  # though a straggler can still come
+        ),
         ([("m", 1, 46, FIRST_TIMELINE), ("d", 1, 46, FIRST_TIMELINE), ("o", 1, 46, Timeline(46, 0, 0))], True),
         ([("m", 1, 46, FIRST_TIMELINE), ("c", 2, 46, Timeline(46, 0, 0)), ("o", 2, 46, FIRST_TIMELINE)], True),
         ([("m", 1, 46, FIRST_TIMELINE), ("c", 2, 46, Timeline(46, 0, 0))], False),  # which the run is on
@@ -1454,7 +1463,8 @@ class NotedLeases:
     def unnamed(self, ledger):
         return self.samples
 
-    def begin(self, round_number, timeline, ledger):
+    def begin(self, round_number, timeline, ledger, held):
+        self.held = held
         asyncio.get_running_loop().call_soon(lambda: self.begun.append(self.follower.steps.step.round_number))
 
 
@@ -2427,6 +2437,7 @@ async def test_samples_of_a_round_whose_work_is_dropped_are_brought_to_no_averag
     follower.rounds.current.names.append(SampleId(0, 1, 5))
     assert await follower.steps._replay(["m"])
     assert follower.rounds.current.held == (WindowRange(0, 1, 0, 2),)
+    assert follower.steps._leases.held == (WindowRange(0, 1, 0, 2),), "the stage-mate's ledger may lack them"
 
 
 async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next_update(delayed_mates):

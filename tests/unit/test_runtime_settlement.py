@@ -1286,16 +1286,37 @@ async def test_at_the_end_of_a_period_members_tell_each_other_what_they_bring(pe
     first.rounds_of.current.names += [SampleId(0, 1, 0), SampleId(0, 1, 1)]
     second.rounds_of.current.earlier = (WindowRange(0, 1, 2, 3), WindowRange(0, 1, 2, 3))
     settled = await periodic.settle(a=2, b=2)
-    expected = {first.peer_id: (WindowRange(0, 1, 0, 2),), second.peer_id: (WindowRange(0, 1, 2, 3),)}
-    assert [settlement.brought for settlement in settled.values()] == 2 * [expected if told else {}]
+    if not told:
+        assert [settlement.brought for settlement in settled.values()] == [{}, {}]
+        return
+    assert settled["a"].brought == {
+        first.peer_id: first.rounds_of.current.held,
+        second.peer_id: (WindowRange(0, 1, 2, 3),),
+    }
+    assert settled["b"].brought == {
+        first.peer_id: (WindowRange(0, 1, 0, 2),),
+        second.peer_id: second.rounds_of.current.earlier,  # what it brings twice itself
+    }
+
+
+async def test_where_averaging_has_failed_for_good_one_member_has_brought_all(periodic):
+    members = await periodic.add("ab", 4)
+    for number, member in enumerate(members):
+        member.rounds_of.current.names.append(SampleId(0, number, 0))
+    periodic.rounds.script = {(None, None): "fail"}
+    settled = await periodic.settle(a=3, b=2)
+    assert settled["a"].samples == 3
+    assert list(settled["a"].brought) == [members[0].peer_id]
 
 
 async def test_who_was_given_more_than_a_period_has_says_nothing_of_it(periodic):
     members = await periodic.add("ab", 4)
-    members[0].rounds_of.current.earlier = (WindowRange(0, 1, 0, 2 * 5 * MANIFEST.training.global_batch_size + 1),)
+    members[0].rounds_of.current.names.append(SampleId(0, 2, 0))
+    most = 2 * 5 * MANIFEST.training.global_batch_size
+    members[0].rounds_of.current.taken_over = (WindowRange(0, 1, 0, most),)
     settled = await periodic.settle(a=2, b=2)
-    assert settled["a"].samples == 4
-    assert settled["b"].brought == {member.peer_id: () for member in members}
+    assert settled["b"].samples == 4
+    assert settled["b"].brought[members[0].peer_id] == (WindowRange(0, 2, 0, 1),), "of its own it does"
 
 
 async def test_who_says_it_brings_more_than_a_period_has_is_left_out(periodic):

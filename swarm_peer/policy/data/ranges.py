@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Ranges in one progress count. In a round a peer counts windows of some ten slices, or of more if slices are short.
+# Ranges in one count, or in one answer about a period. In a round a peer counts windows of some ten slices, or of more
+# if slices are short.
 MAX_RANGES = 1024
 
 

@@ -35,6 +35,9 @@ names the slices that it believes the stage-mate to lease, `leases(stage_mate)`.
 `release`: those that the stage-mate neither leases nor is asking for. Counts that arrive after their round are added
 then.
 
+Where averages come every so many rounds, stage-mates may end rounds without each other, and go on together. At the
+next average, each tells the others of all samples that it brings (`note`).
+
 Two gaps remain. A count that is under way when its author dies may arrive after another peer has begun to read the
 slice. And a peer that all others believe dead may still be counting. `add` returns how many samples counted twice.
 
@@ -149,10 +152,8 @@ class SampleLedger:
 
     def note(self, ranges: Iterable[WindowRange]) -> set[SliceId]:
         """Note samples that have counted, some of which may be known. Returns the slices of which some were not."""
-        facts = [item._replace(is_last=False) for item in ranges if self.admits(item)]
-        news = {sample.slice_id for sample in self.lacking(facts)}
-        self.add(facts)
-        return news
+        facts = merge_ranges(item._replace(is_last=False) for item in ranges if self.admits(item))
+        return {item.slice_id for item in facts if self.add([item]) < item.end - item.start}
 
     def credible(
         self, author: str, ranges: Iterable[WindowRange], held: Collection[SliceId], max_empty: int = MAX_UNHELD_EMPTY

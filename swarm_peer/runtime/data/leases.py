@@ -104,12 +104,15 @@ class SliceLeases:
             return SampleLedger(num_slices)
         return await self._context.threads.run(decode_ledger, data, num_slices)
 
-    def begin(self, round_number: int, timeline: Timeline, ledger: SampleLedger) -> None:
+    def begin(
+        self, round_number: int, timeline: Timeline, ledger: SampleLedger, held: Sequence[WindowRange] = ()
+    ) -> None:
         """Begin anew from the ledger of a state that has been taken over, without leases.
 
         Args:
             round_number: the round that the state begins
             timeline: the timeline that the state belongs to
+            held: samples whose work this peer keeps, of which the peer that gave the state may not have heard
         """
         goes_on = self._ledger is not None and timeline.first_round == self._timeline_first_round
         unnamed = self.unnamed(ledger) if goes_on else []
@@ -124,6 +127,7 @@ class SliceLeases:
         self._told = ()
         self._mates.forget_passes()
         self._ledger = ledger
+        ledger.note(held)
         self._began, self._ended = round_number, round_number - 1
         if goes_on:  # whoever gave the state may not have heard of all that this peer knows to have counted
             for author, count in self._progress.counter.counts(self._ended):
@@ -158,18 +162,14 @@ class SliceLeases:
         repeated = sum(ledger.add(self._credible(author, count.ranges)) for author, count in counts)
         self._context.metrics.repeat(repeated, round_number=round_number)
         ledger.add(self._told)
-        self._note_brought(brought)
+        for author, ranges in brought.items():
+            news = ledger.note(ranges)
+            self._contest(news if author != self._me else (), author)
         self._told = self._unnamed = ()
         self._ended = round_number
         for slice_id in [known for known in self._held if ledger.is_finished(known)]:
             self._let_go(slice_id)
         return encode_ledger(ledger)
-
-    def _note_brought(self, brought: Mapping[str, Sequence[WindowRange]]) -> None:
-        for author, ranges in brought.items():
-            news = self._known().note(ranges)
-            if author != self._me:
-                self._contest(news, author)
 
     def _heard(self, round_number: int, author: Life, before: RoundCount) -> None:
         """Take note of a count that another peer has sent, or of a former life of this peer."""

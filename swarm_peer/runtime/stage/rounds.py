@@ -57,8 +57,8 @@ class Round:
         vote: this peer's newest vote on the result; None before the first
         settled_with: the members of the stage that a round without an average ended with, this peer included
         names: the samples that this peer of stage 0 has counted in this round itself
-        earlier: those of the rounds before it that this peer brings to the next average as well, and those of leaving
-            stage-mates whose work it brings; the device thread adds to them
+        earlier: those of the rounds before it that this peer brings to the next average as well
+        taken_over: the samples of leaving stage-mates whose work it brings, as they say; the device thread's, too
         brings: the samples that this peer brings to the average that ends a period; empty before that
     """
 
@@ -80,6 +80,7 @@ class Round:
         self.settled_with: frozenset[str] = frozenset()
         self.names: list[SampleId] = []
         self.earlier: tuple[WindowRange, ...] = ()
+        self.taken_over: tuple[WindowRange, ...] = ()
         self.brings: tuple[WindowRange, ...] = ()
 
     @property
@@ -89,7 +90,7 @@ class Round:
 
     @property
     def held(self) -> tuple[WindowRange, ...]:
-        """The samples whose work this peer of stage 0 holds; those that it holds twice are named twice."""
+        """The samples of this peer's own work; those that it has counted twice are named twice."""
         return *self.earlier, *ranges_of(self.names)
 
     def forget_counted(self) -> None:
@@ -133,7 +134,8 @@ class RoundBook:
         self.current.replies.clear()
         self.previous, self.current = self.current, Round(self.step)
         self.current.transfers = transfers
-        self.current.earlier = self.previous.held if keeps_work else ()
+        if keeps_work:
+            self.current.earlier, self.current.taken_over = self.previous.held, self.previous.taken_over
         self._changed.notify()
 
     def enter(self, phase: Phase) -> None:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import anyio
 
 from swarm_peer.errors import CallError, OtherTimeline
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, Standing, Timeline, find_overtaking, find_viable_standing
+from swarm_peer.policy.recovery import (
+    FIRST_TIMELINE,
+    Claim,
+    Standing,
+    Timeline,
+    find_overtaking,
+    find_viable_standing,
+    may_be_followed,
+)
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.runtime.context import PeerContext
@@ -35,14 +43,14 @@ class _Comparison:
     Attributes:
         is_last: whether no stage-mate is further than the peer
         overtaking: a stage that cannot come to the peer's timeline
-        nobody_comes: whether no peer of another stage can still come to the peer's timeline
+        may_be_followed: whether most peers of another stage can still come to the peer's timeline, and have not yet
         has_quorum: whether more than half of the serving peers have answered, and some of each stage
     """
 
     standing: Standing
     is_last: bool
     overtaking: int | None
-    nobody_comes: bool
+    may_be_followed: bool
     has_quorum: bool
 
 
@@ -124,7 +132,7 @@ class RunWatch:
                 f"run goes back to {own.timeline.first_optimizer_step} updates there"
             )
         # While some stage is lost, nobody sends anything, and so nobody meets peers of another timeline.
-        if standing.timeline < own.timeline and (is_split or (is_stuck and found.nobody_comes)):
+        if standing.timeline < own.timeline and (is_split or (is_stuck and not found.may_be_followed)):
             raise OtherTimeline(
                 f"no stage goes back to {own.timeline.first_optimizer_step} updates with most of its peers"
             )
@@ -140,11 +148,7 @@ class RunWatch:
             CallError: nobody answers
         """
         serving, claimed = await self._ask_all()
-        elsewhere = [claim for claim in claimed.values() if claim.stage != self._stage]
-        overtaking = find_overtaking(own.timeline, elsewhere)
-        nobody_comes = all(
-            claim.timeline >= own.timeline or claim.round_number >= own.timeline.first_round for claim in elsewhere
-        )
+        overtaking = find_overtaking(own.timeline, [c for c in claimed.values() if c.stage != self._stage])
         # With its own claim, so that peers of both timelines that hear the same answers find the same timeline.
         claimed[self._me] = Claim(self._stage, own.round_number, own.timeline)
         claims = believable(claimed).values()
@@ -152,8 +156,9 @@ class RunWatch:
         heard = {claim.stage for claim in claimed.values()}
         num_serving = len({self._me, *(peer.peer_id for peer in serving)})
         has_quorum = 2 * len(claimed) > num_serving and heard.issuperset(peer.stage for peer in serving)
+        followed = may_be_followed(own.timeline, [claim for claim in claims if claim.stage != self._stage])
         standing = find_viable_standing(FIRST_TIMELINE, claims, claimed.values())
-        return _Comparison(standing, is_last, overtaking, nobody_comes, has_quorum)
+        return _Comparison(standing, is_last, overtaking, followed, has_quorum)
 
     async def _ask_all(self) -> tuple[list[PeerView], dict[str, Claim]]:
         """Ask all serving peers where they stand. Returns these peers, and the claims of those that answer."""

@@ -46,7 +46,8 @@ class Barrier:
 
     Attributes:
         timeout_s: how long a stage-mate that is not ready is waited for
-        most_brought: samples that one peer may bring to the average of a period: as in each round, twice those counted
+        most_brought: samples that one peer of stage 0 may say it brings to the average of a period. Peers that hear of
+            each other's claims late count a few too many, and more than twice the global batches is a lie
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Barrier:
         limits, averaging = manifest.limits, manifest.averaging
         self._hash = context.resolved.hash
         self._max_tries = averaging.max_tries
-        self.most_brought = 2 * manifest.training.global_batch_size * averaging.steps_per_average
+        is_told = averaging.mode == "periodic" and stage == 0
+        self.most_brought = 2 * manifest.training.global_batch_size * averaging.steps_per_average if is_told else 0
         self._stage = stage
         self._rounds = rounds
         self._me = transport.peer_id
@@ -281,10 +283,10 @@ class Barrier:
         return Reply(reply.model_dump())
 
     def _check_brings(self, answer: ReadyReply) -> None:
-        """Refuse a stage-mate that says it brings more samples than a period has: nobody would read them."""
+        """Refuse a stage-mate that says it brings more samples than it can: nobody would read them any more."""
         num_brought = num_windows(answer.brings)
         if num_brought > self.most_brought:
-            raise InvalidMessage(f"{num_brought} samples in a period of at most {self.most_brought}")
+            raise InvalidMessage(f"{num_brought} samples where a period has at most {self.most_brought}")
 
     def _check_timeline(self, call: ReadyCall, is_mate: bool) -> None:
         """Refuse a stage-mate that is on another timeline: it holds other weights, whatever round it is in.

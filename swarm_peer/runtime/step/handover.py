@@ -21,7 +21,7 @@ import torch
 
 from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
 from swarm_peer.model.round_strategy import Work
-from swarm_peer.policy.data.ranges import MAX_RANGES, num_repeated
+from swarm_peer.policy.data.ranges import MAX_RANGES, merge_ranges, num_windows
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
@@ -29,6 +29,7 @@ from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.executor import out_of_memory_fails_hop
 from swarm_peer.runtime.stage.rounds import Round, Transfer
+from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.messages import MAX_COUNTED_IDS, Body, CommitGradientCall, GradientChunkCall
@@ -71,12 +72,8 @@ class _Answer(NamedTuple):
 class GradientHandover:
     """Gives this peer's gradient away when it leaves, and adds those of others. Belongs to the event loop's thread."""
 
-    def __init__(self, *, context: PeerContext, core: ReplicaCore, swarm: SwarmAccess, is_mate: Callable[[str], bool]):
-        """Make the part for one replica.
-
-        Args:
-            is_mate: whether a peer is a stage-mate, or was one a short time ago
-        """
+    def __init__(self, *, context: PeerContext, core: ReplicaCore, swarm: SwarmAccess, barrier: Barrier):
+        """Make the part for one replica, whose stage-mates the barrier knows."""
         self._context = context
         self._clock = context.clock
         self._hash = context.resolved.hash
@@ -88,7 +85,8 @@ class GradientHandover:
         self._admission = core.admission
         self._transport = swarm.transport
         self._swarm = swarm
-        self._is_mate = is_mate
+        self._is_mate = barrier.is_mate
+        self._most_held = barrier.most_brought
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
         self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
@@ -254,7 +252,7 @@ class GradientHandover:
             samples=samples,
             sha256=sha256,
             counted=tuple(given.counted.items())[:MAX_COUNTED_IDS],
-            held=given.held[:MAX_RANGES] if self._context.resolved.manifest.averaging.mode == "periodic" else (),
+            held=merge_ranges(given.held)[:MAX_RANGES] if self._most_held else (),
             counts=self._swarm.progress.signed_counts(),
         )
         reason = ""
@@ -325,6 +323,8 @@ class GradientHandover:
             raise InvalidMessage(f"gradients of {call.samples} samples, beside {self._trainer.num_samples}")
         if sum(samples for _, samples in call.counted) > call.samples[0]:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples[0]} samples")
+        if num_windows(call.held) > self._most_held:
+            raise InvalidMessage(f"gradients that are said to be of {num_windows(call.held)} samples of a period")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
         async with self._admission.enter(call.round_number, always=True) as entered:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile
@@ -376,8 +376,7 @@ class GradientHandover:
             self._executor.lose(entered, held, error)
             raise
         entered.counted.update(call.counted)
-        self._metrics.repeat(num_repeated(call.held, entered.held), round_number=call.round_number)
-        entered.earlier += call.held
+        entered.taken_over = merge_ranges([*entered.taken_over, *call.held])
         if len(call.samples) > 1:
             entered.given[giver] = entered.given.get(giver, 0) + call.samples[1]
         # Here, and not when the job is over: the caller may be cut off meanwhile, and repeat its call.

@@ -19,7 +19,7 @@ import torch
 from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
-from swarm_peer.policy.data.ranges import MAX_RANGES, merge_ranges, num_windows
+from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, merge_ranges, num_windows
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
@@ -95,9 +95,7 @@ class StageGroup:
         ending.next_samples = 0 if upcoming is None else upcoming[1]
         averaging = self._manifest.averaging
         if averaging.mode == "periodic" and averaging.averages_at(ending.step.optimizer_step):
-            brings = merge_ranges(ending.held)[:MAX_RANGES]
-            # Of what leaving stage-mates have given, they may lie.
-            ending.brings = brings if num_windows(brings) <= self._barrier.most_brought else ()
+            ending.brings = self._named(ending)
         if averaging.compares_weights_at(ending.step.optimizer_step):
             ending.weights_digest = await self._digest_weights()
         members: dict[str, ReadyReply] = {}
@@ -154,12 +152,25 @@ class StageGroup:
                 num_abstaining = sum(other.abstains for other in votes.values())
                 if len(agreement.holders) + num_abstaining < len(votes):
                     log.warning("round_disputed round=%d reason=%s", ending.number, agreement.reason)
-                is_wanted, brought = num_abstaining > 0, {peer: members[peer].brings for peer in sorted(peers)}
+                is_wanted = num_abstaining > 0
+                # After the last try, what one of them has brought is all that the weights get.
+                bringers = agreement.holders if attempt >= self._manifest.averaging.max_tries else sorted(peers)
+                brought = {peer: ending.held if peer == self._me else members[peer].brings for peer in bringers}
                 return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, brought, is_wanted)
             if agreement.verdict is Verdict.RESYNC:
                 return resync(ending, agreement.holders, agreement.reason)
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)
             attempt += 1
+
+    def _named(self, ending: Round) -> tuple[WindowRange, ...]:
+        """The samples that this peer brings to the average of a period, as it tells stage-mates."""
+        named = merge_ranges([*ending.held, *ending.taken_over])
+        if num_windows(named) > self._barrier.most_brought:  # who has left has lied of what it gave
+            named = merge_ranges(ending.held)
+        if len(named) > MAX_RANGES:
+            text = "samples_not_told ranges=%d reason=at most %d fit into one answer"
+            log.error(text, len(named), MAX_RANGES)
+        return named[:MAX_RANGES]
 
     async def _average(
         self, ending: Round, gradients: Sequence[torch.Tensor], attempt: int, members: Mapping[str, int]

@@ -245,9 +245,8 @@ class StepLoop:
                     self.rewinds.drop_until(target.first_round)
                     return
                 text = "run_rewound stage=%d optimizer_step=%d to=%d round=%d"
-                log.warning(
-                    text, self._stage, self.step.optimizer_step, target.first_optimizer_step, target.first_round
-                )
+                made, back = self.step.optimizer_step, target.first_optimizer_step
+                log.warning(text, self._stage, made, back, target.first_round)
                 self._metrics.rewinds.inc()
                 self._rounds.enter(Phase.ENDING)
                 fetch = partial(self._downloads.take_snapshot_of, target) if target.first_optimizer_step else None
@@ -321,7 +320,8 @@ class StepLoop:
     ) -> None:
         """Begin a round with what others have given; stage 0 reads from their ledger on."""
         if self._leases is not None and ledger is not None:
-            self._leases.begin(number, timeline, ledger)
+            held = self._rounds.current.held if self._trainer.strategy.holds_period else ()
+            self._leases.begin(number, timeline, ledger, held)
         self._begin_round(number, history_hash, timeline, ledger_bytes, lineage)
         self.reports.begin(self.step)
 
