@@ -88,16 +88,6 @@ class PeriodicStrategy(RoundStrategy):
             self._forget_work()
         return result
 
-    def drop_round(self) -> int:
-        """Drop the gradient of the round. Where the inner step has been taken, the whole period's work goes with it."""
-        num_lost = self.pending_samples
-        if self._own_update is None:
-            self._waiting = None
-            self.trainee.discard_gradients()
-        else:
-            self._forget_work()
-        return num_lost - self.pending_samples
-
     @torch.no_grad()
     def _outer_step(self, averages: Sequence[Tensor]) -> None:
         rate, decay = self._averaging.outer_learning_rate, self._averaging.outer_momentum

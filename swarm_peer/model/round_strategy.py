@@ -130,14 +130,6 @@ class RoundStrategy:
         """Take in the average of what all members brought; CPU, fp32, not to be changed."""
         return self.trainee.update(averages)
 
-    def drop_round(self) -> int:
-        """Drop what this replica gave to an average that no round has ended with; returns the samples lost for good.
-
-        Called when stage-mates have ended the round without this replica and do not know which samples it has counted:
-        if its work got into a later average, others would bring the same samples again.
-        """
-        return 0  # it is in no later average, or stage-mates hear of the samples before they make that one
-
     def begin_round(self) -> None:
         """Prepare the weights for the passes of the next round, once `end_round` has ended one."""
 

@@ -15,7 +15,6 @@ import torch
 from invariants import TOLERANCE, Beginning, Invariants, Place, State, after, around, before
 from loop import HOST
 
-from swarm_peer.model.periodic_strategy import PeriodicStrategy
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.step.handover import GradientHandover
@@ -36,7 +35,6 @@ class PeriodicInvariants(Invariants):
         # The microbatches that a replica's difference holds, by its trainer.
         self._work: WeakKeyDictionary[StageTrainer, list[bytes]] = WeakKeyDictionary()
         # Those of the round that it ended last.
-        self._newest: WeakKeyDictionary[StageTrainer, list[bytes]] = WeakKeyDictionary()
         # Those counted in a round that came with a leaving stage-mate's difference.
         self._from_others: WeakKeyDictionary[Any, set[bytes]] = WeakKeyDictionary()
         self._given_work: dict[str, list[bytes]] = {}  # by the giver
@@ -52,7 +50,6 @@ class PeriodicInvariants(Invariants):
             stack.enter_context(around(StageTrainer, "load_state", self._changed))
             stack.enter_context(around(StageTrainer, "apply", self._changed))
             stack.enter_context(after(StageTrainer, "restart", self._restarted))
-            stack.enter_context(around(PeriodicStrategy, "drop_round", self._dropped))
             yield
 
     def shared(self, state: State) -> State:
@@ -65,8 +62,7 @@ class PeriodicInvariants(Invariants):
 
     def _add_round(self, trainer: StageTrainer, present: Any) -> None:
         others = self._from_others.get(present, set())
-        self._newest[trainer] = [each for each in present.counted if each not in others]
-        self._work_of(trainer).extend(self._newest[trainer])
+        self._work_of(trainer).extend(each for each in present.counted if each not in others)
 
     def _contributed(self, call: Any, loop: Any) -> Any:
         trainer = loop._trainer
@@ -96,15 +92,6 @@ class PeriodicInvariants(Invariants):
 
     def _restarted(self, trainer: StageTrainer) -> None:
         self._work_of(trainer).clear()
-
-    def _dropped(self, call: Any, strategy: Any) -> Any:
-        num_lost, work = call(), self._work_of(strategy.trainee)
-        if not strategy.pending_samples:
-            work.clear()
-        elif num_lost:
-            for each in self._newest[strategy.trainee]:
-                work.remove(each)
-        return num_lost
 
     # --- what must hold
 

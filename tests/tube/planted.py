@@ -522,12 +522,6 @@ def held_back_gradient_survives_a_state() -> Any:
 
 
 @defect
-def samples_of_a_missed_round_forgotten() -> Any:
-    """Who is left behind keeps its work of the round, and neither it nor stage-mates know which samples that is of."""
-    return patch.object(SliceLeases, "unnamed", lambda leases, ledger: [])
-
-
-@defect
 def brought_not_heard() -> Any:
     """Stage-mates do not note which samples the others bring to the average of a period."""
     return patch.object(SampleLedger, "note", lambda ledger, ranges: set())

@@ -261,52 +261,6 @@ def test_a_replica_that_was_left_behind_keeps_its_work_in_the_same_period(keeps_
     assert same is keeps_work
 
 
-def test_whose_last_round_nobody_else_has_counted_keeps_the_work_of_the_rounds_before():
-    first, behind = replicas(2)
-    both = replicas(2)
-    for pair in ((first, behind), both):
-        compute(pair[0], 1)
-        compute(pair[1], 2)
-    end_round([first, behind])
-    end_round(both)
-    compute(behind, 7)
-    end_round([first])
-    behind.strategy.contribution(behind.mean_gradients(), behind.num_samples)
-    assert [behind.strategy.drop_round() for _ in range(2)] == [3, 0]
-    behind.apply(())
-    assert behind.strategy.pending_samples == 3
-    end_round(both)
-    for _ in range(2, PERIOD):
-        end_round([first, behind])
-        end_round(both)
-    for one, other in zip(weights(behind), weights(both[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_whose_period_ends_with_a_round_that_nobody_else_has_counted_drops_the_whole_of_it():
-    [behind] = replicas(1)
-    for step in range(PERIOD - 1):
-        compute(behind, step)
-        end_round([behind])
-    compute(behind, 7)
-    behind.strategy.contribution(behind.mean_gradients(), behind.num_samples)
-    assert behind.strategy.drop_round() == 3 * PERIOD
-    assert behind.strategy.pending_samples == 0
-
-
-def test_who_has_begun_to_leave_in_a_round_that_nobody_else_has_counted_drops_the_whole_period():
-    [leaving] = replicas(1)
-    compute(leaving, 1)
-    end_round([leaving])
-    compute(leaving, 7)
-    leaving.strategy.give_away()  # the stage-mates have ended the round, and refuse it
-    leaving.strategy.contribution(leaving.mean_gradients(), leaving.num_samples)
-    assert leaving.strategy.drop_round() == 6
-    leaving.apply(())
-    [(_, given)] = leaving.strategy.give_away()
-    assert given == leaving.strategy.pending_samples == 0
-
-
 def test_work_of_another_period_does_not_fit():
     first, behind = replicas(2)
     compute(behind, 2)

@@ -1452,16 +1452,13 @@ class Follower:
 class NotedLeases:
     """Leases for which nothing is a ledger but an empty one. They note when they begin."""
 
-    def __init__(self, follower, unnamed=()):
-        self.follower, self.begun, self.samples = follower, [], unnamed
+    def __init__(self, follower):
+        self.follower, self.begun = follower, []
 
     async def read_ledger(self, data):
         if data:
             raise InvalidMessage("no ledger")
         return SampleLedger(1)
-
-    def unnamed(self, ledger):
-        return self.samples
 
     def begin(self, round_number, timeline, ledger, held):
         self.held = held
@@ -1994,52 +1991,6 @@ def offer_updates(follower, monkeypatch, ledger=b""):
     monkeypatch.setattr(joining, "fetch_state", fetch)
 
 
-@pytest.mark.parametrize("unnamed", [(), ("a sample",)])
-async def test_what_stage_mates_do_not_know_to_have_counted_is_dropped_before_their_update_is_applied(
-    follower, monkeypatch, unnamed
-):
-    offer_updates(follower, monkeypatch)
-    monkeypatch.setattr(joining, "last_credible_round", max)
-    follower.peers = [PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=4)]
-    follower.steps._leases = NotedLeases(follower, unnamed)
-    dropped_at = []
-
-    def drop_round():
-        dropped_at.append(follower.trainer.optimizer_step)
-        return 5
-
-    monkeypatch.setattr(follower.trainer.strategy, "drop_round", drop_round)
-    before = lost(follower)
-    assert await follower.steps._replay(["m"])
-    assert dropped_at == ([3] if unnamed else [])
-    assert lost(follower) - before == (5 if unnamed else 0)
-
-
-@pytest.mark.parametrize(("rounds_later", "drops"), [(1, False), (2, True)])
-async def test_a_later_ledger_does_not_tell_who_has_counted_the_samples_of_a_missed_round(
-    follower, monkeypatch, rounds_later, drops
-):
-    """Others may have read them since. So the work of that round is dropped, though the ledger names its samples."""
-    counted, dropped = WindowRange(0, 0, 0, 4), []
-
-    class Leases(NotedLeases):
-        async def read_ledger(self, data):
-            ledger = SampleLedger(1)
-            ledger.add([counted])
-            return ledger
-
-        def unnamed(self, ledger):
-            return ledger.lacking([counted])
-
-    follower.steps._leases = Leases(follower)
-    monkeypatch.setattr(follower.trainer.strategy, "drop_round", lambda: dropped.append(1) or 5)
-    before, step = lost(follower), follower.steps.step
-    state = StageState(step.round_number + rounds_later, "theirs", state_of(follower.trainer), step.timeline)
-    await follower.steps._take_over(state, keeps_work=True)
-    assert bool(dropped) is drops
-    assert lost(follower) - before == 5 * drops
-
-
 async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower, monkeypatch):
     offer_updates(follower, monkeypatch)
     monkeypatch.setattr(joining, "last_credible_round", lambda rounds: max(rounds) + 2)
@@ -2427,17 +2378,20 @@ async def test_what_members_bring_to_a_period_is_told_where_two_bring_the_same(p
         assert {member.rounds.current.held for member in mates.members} == {()}, "the average has ended the period"
 
 
-async def test_samples_of_a_round_whose_work_is_dropped_are_brought_to_no_average(follower, monkeypatch):
+async def test_whose_round_has_ended_without_it_says_what_it_keeps_of_it(follower, monkeypatch):
     offer_updates(follower, monkeypatch)
     monkeypatch.setattr(joining, "last_credible_round", max)
     monkeypatch.setattr(type(follower.trainer.strategy), "holds_period", True)
     follower.peers = [PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=4)]
-    follower.steps._leases = NotedLeases(follower, ("a sample",))
+    follower.steps._leases = NotedLeases(follower)
     follower.rounds.current.earlier = (WindowRange(0, 1, 0, 2),)
     follower.rounds.current.names.append(SampleId(0, 1, 5))
     assert await follower.steps._replay(["m"])
-    assert follower.rounds.current.held == (WindowRange(0, 1, 0, 2),)
-    assert follower.steps._leases.held == (WindowRange(0, 1, 0, 2),), "the stage-mate's ledger may lack them"
+    assert (
+        follower.rounds.current.held
+        == follower.steps._leases.held
+        == (WindowRange(0, 1, 0, 2), WindowRange(0, 1, 5, 6))
+    )
 
 
 async def test_who_computed_other_weights_does_not_go_on_from_them_with_the_next_update(delayed_mates):

@@ -115,7 +115,9 @@ class SliceLeases:
             held: samples whose work this peer keeps, of which the peer that gave the state may not have heard
         """
         goes_on = self._ledger is not None and timeline.first_round == self._timeline_first_round
-        unnamed = self.unnamed(ledger) if goes_on else []
+        # Rounds that stage-mates ended without this peer: of what it counted in them, they may not have heard.
+        missed = self._progress.counter.count_of(self._ended + 1, self._progress.author).ranges
+        unnamed = ledger.lacking([*self._unnamed, *missed]) if goes_on else []
         for slice_id in self._held:
             self._pool.drop(slice_id)
         self._held.clear()
@@ -127,7 +129,7 @@ class SliceLeases:
         self._told = ()
         self._mates.forget_passes()
         self._ledger = ledger
-        ledger.note(held)
+        ledger.note(ranges_of(set(ledger.lacking(held)).difference(unnamed)))
         self._began, self._ended = round_number, round_number - 1
         if goes_on:  # whoever gave the state may not have heard of all that this peer knows to have counted
             for author, count in self._progress.counter.counts(self._ended):
@@ -141,14 +143,6 @@ class SliceLeases:
         self._timeline_first_round = timeline.first_round
         self.generation += 1
         self._context.changed.notify()
-
-    def unnamed(self, ledger: SampleLedger) -> list[SampleId]:
-        """The samples that this peer has counted, in the rounds that it missed the end of, and a ledger does not name.
-
-        To be called before `begin`.
-        """
-        count = self._progress.counter.count_of(self._ended + 1, self._progress.author)
-        return ledger.lacking([*self._unnamed, *count.ranges])
 
     def end_round(self, round_number: int, brought: Mapping[str, Sequence[WindowRange]]) -> bytes:
         """Add the samples that all peers have counted in a round to the ledger. Returns the encoded ledger.

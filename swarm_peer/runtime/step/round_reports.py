@@ -93,7 +93,7 @@ class RoundReports:
             self._metrics.lose(samples, "stage-mates went on without this peer", round_number=step.round_number)
 
     def _check_average(self, step: StepState, settlement: Settlement, result: StepResult) -> None:
-        """Say so if the average changes nothing, has samples twice, or is not of all that counted since the last one."""
+        """Say so if the average changes nothing, has samples twice, or is not of all that counted since the last."""
         # Of two that have brought the same sample, the one with the greater id says so.
         own, brought = settlement.brought.get(self._me, ()), settlement.brought
         others = [item for peer_id in brought if peer_id < self._me for item in brought[peer_id]]

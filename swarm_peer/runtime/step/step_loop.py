@@ -356,10 +356,6 @@ class StepLoop:
         # The trainer and the ledger may refuse a state. At most work that no state will hold is gone by then.
         ledger = await self._read_ledger(state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
-        if keeps_work:
-            # A later ledger may have the samples from others, which have read them since.
-            is_next = state.round_number == self.step.round_number + 1
-            await self._drop_unnamed(ledger if is_next or ledger is None else SampleLedger(ledger.num_slices))
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         lost = await self._device_thread.run(Priority.STEP, load)
         self.reports.lose(lost, self.step, is_read_again=state.timeline > self.step.timeline)
@@ -369,13 +365,6 @@ class StepLoop:
     async def _read_ledger(self, data: bytes) -> SampleLedger | None:
         """The ledger of a state, which stage 0 alone has."""
         return None if self._leases is None else await self._leases.read_ledger(data)
-
-    async def _drop_unnamed(self, ledger: SampleLedger | None) -> None:
-        """Drop the round's work if the stage-mates' ledger lacks its samples: others may read them again."""
-        if self._leases is not None and ledger is not None and self._leases.unnamed(ledger):
-            lost = await self._device_thread.run(Priority.STEP, self._trainer.strategy.drop_round)
-            self._rounds.current.names.clear()
-            self.reports.lose(lost, self.step)
 
     async def _replay(self, donors: Sequence[str]) -> bool:
         """Apply the updates that stage-mates made since this peer's state.
@@ -392,7 +381,6 @@ class StepLoop:
             except CallError as error:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
-            await self._drop_unnamed(ledger)
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
             self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step)
