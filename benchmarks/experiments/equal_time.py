@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=2, help="of each stage")
     parser.add_argument("--validation-samples", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="that computes all trainings")
     parser.add_argument(
         "--set", dest="settings", nargs="+", default=[], help="of the manifest, as in `swarm-coordinator`"
     )
@@ -105,12 +106,14 @@ def main() -> None:
     for arm, num_steps in arms.values():
         manifest_of(arm, 1, settings(num_steps))  # a mistake shows now, and not after hours
     told = f"{[num_steps for _, num_steps in arms.values()]} {settings(0)} members={options.members}"
+    told += "" if options.device == "cpu" else f" device={options.device}"
     options.folder.mkdir(parents=True, exist_ok=True)
     results = Results(options.folder / "trainings.jsonl", told)
     for seed in range(1, options.seeds + 1):
         for name, (arm, num_steps) in arms.items():
             if (name, seed) not in results:
-                results.add(name, seed, validation_losses(arm, seed, options.members, settings(num_steps)))
+                losses = validation_losses(arm, seed, options.members, settings(num_steps), options.device)
+                results.add(name, seed, losses)
         text = table(results, [*arms][1:])
         (options.folder / "table.md").write_text(f"{provenance()}\n\n{text}\n")
         curves = {

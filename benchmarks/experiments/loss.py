@@ -87,8 +87,8 @@ class AveragedBaseline(Baseline):
     members, itself among them, take the average that has gone through the codec.
     """
 
-    def __init__(self, resolved: ResolvedManifest, num_members: int, codec: Codec):
-        super().__init__(resolved)
+    def __init__(self, resolved: ResolvedManifest, num_members: int, codec: Codec, device: str = "cpu"):
+        super().__init__(resolved, device)
         self._num_members = num_members
         self._codec: Codec = codec
 
@@ -128,15 +128,15 @@ class AveragedBaseline(Baseline):
 
     def _sent(self, part: torch.Tensor, stage: int, owner: int, member: int) -> torch.Tensor:
         seed = rounding_seed(self._step, stage, owner, member)
-        return decode(encode(part, self._codec, seed), part.shape, self._codec)
+        return decode(encode(part, self._codec, seed), part.shape, self._codec, part.device)
 
 
 class RoutedBaseline(Baseline):
     """A reference process with as many replicas of each stage as a swarm has, of which it trains random ones."""
 
-    def __init__(self, resolved: ResolvedManifest, num_members: int):
+    def __init__(self, resolved: ResolvedManifest, num_members: int, device: str = "cpu"):
         self.manifest = resolved.manifest
-        self._replicated = ReplicatedBaseline(resolved, [num_members] * resolved.num_stages)
+        self._replicated = ReplicatedBaseline(resolved, [num_members] * resolved.num_stages, device)
         self._rng = random.Random(f"routes {resolved.manifest.seed}")
         # All replicas of a stage are alike when the loss is measured.
         self.trainers = [replicas[0] for replicas in self._replicated.stages]
@@ -171,19 +171,28 @@ def manifest_of(arm: Arm, seed: int, settings: Sequence[str]) -> RunManifest:
     return load_manifest(CONFIG, (*own, *settings, f"seed={seed}"))
 
 
-def validation_losses(arm: Arm, seed: int, num_members: int, settings: Sequence[str]) -> dict[int, float]:
+def validation_losses(
+    arm: Arm, seed: int, num_members: int, settings: Sequence[str], device: str = "cpu"
+) -> dict[int, float]:
     """The validation losses of a training, by optimizer step; the last one comes last."""
-    baseline = _baseline(resolve_manifest(manifest_of(arm, seed, settings)), arm, num_members)
+    baseline = _baseline(resolve_manifest(manifest_of(arm, seed, settings)), arm, num_members, device)
     # The trainers have the run's own manifest, and an evaluation goes by this one.
     baseline.manifest = baseline.manifest.model_copy(update={"wire": WireSection()})
     lines = train(baseline)
     return {line["optimizer_step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
 
 
-def _baseline(resolved: ResolvedManifest, arm: Arm, num_members: int) -> Baseline:
+def _baseline(resolved: ResolvedManifest, arm: Arm, num_members: int, device: str) -> Baseline:
     if resolved.manifest.averaging.mode != "synchronous":
-        return RoutedBaseline(resolved, num_members)
-    return Baseline(resolved) if arm.averaging is None else AveragedBaseline(resolved, num_members, arm.averaging)
+        return RoutedBaseline(resolved, num_members, device)
+    if arm.averaging is None:
+        return Baseline(resolved, device)
+    return AveragedBaseline(resolved, num_members, arm.averaging, device)
+
+
+def name_of(settings: Sequence[str], num_members: int, device: str) -> str:
+    """The name of some trainings' settings. Only those of one kind of device are compared."""
+    return " ".join((*settings, f"members={num_members}", *(() if device == "cpu" else (f"device={device}",))))
 
 
 @dataclass(frozen=True)
@@ -307,10 +316,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arms", nargs="+", choices=[arm for arm in ARMS if arm != REFERENCE], default=[*ARMS][1:])
     parser.add_argument("--seeds", type=int, default=3, help="at most so many pairs for each arm")
+    parser.add_argument("--first-seed", type=int, default=1, help="processes of other seeds may share the results")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--members", type=int, default=2, help="of each stage that average")
     parser.add_argument("--validation-samples", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="that computes all trainings")
     parser.add_argument(
         "--set", dest="settings", nargs="+", default=[], help="of the manifest, as in `swarm-coordinator`"
     )
@@ -326,12 +337,13 @@ def main() -> None:
     )
     for name in (REFERENCE, *options.arms):
         manifest_of(ARMS[name], 1, settings)  # a mistake shows now, and not after hours
-    results = Results(options.results, " ".join((*settings, f"members={options.members}")))
-    for seed in range(1, options.seeds + 1):
+    results = Results(options.results, name_of(settings, options.members, options.device))
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         wanted = [name for name in options.arms if (name, seed) not in results and not is_decided(results, name)]
         for name in (REFERENCE, *wanted) if wanted else ():
             if (name, seed) not in results:
-                results.add(name, seed, validation_losses(ARMS[name], seed, options.members, settings))
+                losses = validation_losses(ARMS[name], seed, options.members, settings, options.device)
+                results.add(name, seed, losses)
         if options.report:
             write_report(options.report, results, options.arms)
     print("\n".join(table(results, options.arms)))

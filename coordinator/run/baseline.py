@@ -79,14 +79,14 @@ class ReplicatedBaseline:
     microbatch, and this is what a swarm is held to.
     """
 
-    def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int]):
+    def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int], device: torch.device | str = "cpu"):
         """Make replicas.
 
         Args:
             num_replicas: of each stage
         """
         self.stages = [
-            [StageTrainer(resolved, spec) for _ in range(count)]
+            [StageTrainer(resolved, spec, device=device) for _ in range(count)]
             for spec, count in zip(resolved.specs, num_replicas, strict=True)
         ]
 

@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
 
+import loss as experiment
 from equal_time import steps_in
 from loss import ARMS, Arm, Results, manifest_of, table, validation_losses
 from slow_links import SHAPES, emulated, with_averages
@@ -30,6 +32,39 @@ def test_the_loss_of_a_training_is_taken_without_codecs_on_the_wires():
     settings = (*QUICK, "optimizer={learning_rate: 1e-30}")
     plain, rounded = (validation_losses(Arm(wires=wires), 1, 1, settings) for wires in ("none", "int4_hadamard"))
     assert plain == rounded
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["reference", "control", "wires-4bit", "averaging-8bit", "delayed", "periodic-10"])
+def test_a_training_on_a_gpu_learns_what_one_on_a_cpu_does(name):
+    settings = (*QUICK, "training.steps=20", "training.validation_every=20", "optimizer={learning_rate: 1e-2}")
+    losses = [validation_losses(ARMS[name], 1, 2, settings, device)[20] for device in ("cpu", "cuda")]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert losses[0] < 5.4, "of 256 tokens, who knows nothing has 5.545"
+
+
+def test_processes_with_other_seeds_and_devices_share_a_file_of_results(tmp_path, monkeypatch, capsys):
+    trained = []
+
+    def losses(arm: Arm, seed: int, num_members: int, settings: tuple[str, ...], device: str) -> dict[int, float]:
+        trained.append((seed, device))
+        return {2: 2.0}
+
+    def run(first: int, device: str) -> set[tuple[int, str]]:
+        """Give the trainings of a process that makes two pairs."""
+        trained.clear()
+        options = ("--arms", "delayed", "--seeds", "2", "--first-seed", str(first), "--device", device)
+        monkeypatch.setattr(sys, "argv", ["loss.py", *options, "--results", str(tmp_path / "trainings.jsonl")])
+        experiment.main()
+        return set(trained)
+
+    monkeypatch.setattr(experiment, "validation_losses", losses)
+    assert run(1, "cpu") == {(1, "cpu"), (2, "cpu")}
+    assert run(2, "cpu") == {(3, "cpu")}
+    assert run(2, "cuda") == {(2, "cuda"), (3, "cuda")}
+    assert run(1, "cpu") == set()
+    assert "| delayed | 3 |" in capsys.readouterr().out.rpartition("difference")[2]
 
 
 def test_trainings_are_read_again_and_pairs_are_of_the_seeds_that_both_arms_have(tmp_path):
