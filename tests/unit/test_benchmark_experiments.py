@@ -38,10 +38,13 @@ def test_the_loss_of_a_training_is_taken_without_codecs_on_the_wires():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["reference", "control", "wires-4bit", "averaging-8bit", "delayed", "periodic-10"])
 def test_a_training_on_a_gpu_learns_what_one_on_a_cpu_does(name):
-    settings = (*QUICK, "training.steps=20", "training.validation_every=20", "optimizer={learning_rate: 1e-2}")
+    # A GPU draws other numbers for dropout.
+    alike = ("model.config.embd_pdrop=0.0", "model.config.attn_pdrop=0.0", "model.config.resid_pdrop=0.0")
+    twenty = ("training.steps=20", "training.validation_every=20", "optimizer={learning_rate: 1e-2}")
+    settings = (*QUICK, *alike, *twenty)
     losses = [validation_losses(ARMS[name], 1, 2, settings, device)[20] for device in ("cpu", "cuda")]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-    assert losses[0] < 5.4, "of 256 tokens, who knows nothing has 5.545"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0] < 5, "it has learnt: who knows nothing of 256 tokens is at 5.545"
 
 
 def test_processes_with_other_seeds_and_devices_share_a_file_of_results(tmp_path, monkeypatch, capsys):
