@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
+from swarm_peer.model.clipping import Clipper
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import (
     MAX_HIDDEN,
@@ -92,6 +93,7 @@ class StageTrainer:
         self.module.to(self.device)
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
         self.strategy = self._make_strategy()
+        self._clipper = Clipper(manifest.training.max_grad_norm)
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
         # Tells passes before a change of weights from those after it, even at one optimizer step.
@@ -251,15 +253,17 @@ class StageTrainer:
         return result
 
     @torch.no_grad()
-    def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
+    def update(
+        self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False, is_trial: bool = False
+    ) -> StepResult:
         """Clip a gradient and have the optimizer take a step with it; for strategies. The accumulator is emptied.
 
-        A gradient that is not finite, or of no samples, leaves the weights as they are: stage-mates that hold the same
-        gradient do the same.
+        A gradient that is not finite, or of no samples, leaves the weights as they are. Stage-mates hold the same one.
 
         Args:
             mean_gradients: in the order of the parameters; may be none if the weights stay
             keeps_weights: only measure the gradient
+            is_trial: it is this replica's own; see Clipper
         """
         parameters = list(self.module.parameters())
         fits = [g.shape for g in mean_gradients] == [p.shape for p in parameters]
@@ -268,13 +272,11 @@ class StageTrainer:
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = total_norm(gradients)
         rate = learning_rate(self.manifest, self.optimizer_step)
-        # Where all samples were lost, the mean is zero.
-        skipped = not bool(norm.isfinite()) or not bool(norm)
+        skipped = not bool(norm.isfinite()) or not bool(norm)  # where all samples were lost, the mean is zero
         if not keeps_weights and not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            if self.manifest.training.max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.manifest.training.max_grad_norm, norm)
+            self._clipper.clip(parameters, norm, is_trial=is_trial)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -290,7 +292,7 @@ class StageTrainer:
         """
         before = [parameter.detach().to("cpu", copy=True) for parameter in self.module.parameters()]
         state = optimizer_state(self.optimizer, self.module)
-        self.update(mean_gradients)
+        self.update(mean_gradients, is_trial=True)
         load_optimizer_state(self.optimizer, self.module, state)
         return before
 

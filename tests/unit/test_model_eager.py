@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from test_model_delayed import SYNCHRONOUS, settle
+from test_model_delayed import settle
 from test_model_periodic import are_equal, compute, replicas, resolved_of, weights
 
 from coordinator.run.baseline import end_round
 from swarm_peer.model.costs import stage_costs
+from swarm_peer.model.gradient_norm import total_norm
 from swarm_peer.model.optimizer import optimizer_state
 
 EAGER = {"mode": "delayed"}
 RESOLVED = resolved_of(averaging=EAGER)
+UNCLIPPED = {"steps": 9, "global_batch_size": 6, "microbatch_size": 3, "validation_every": 0, "max_grad_norm": None}
 OPTIMIZERS = [
     {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
     {"name": "adamw", "learning_rate": 0.01},
@@ -45,9 +47,27 @@ def test_a_replica_alone_makes_the_updates_of_a_synchronous_one_a_round_later(op
         assert are_equal(weights(trainer), before)
 
 
+def test_a_replicas_own_gradient_is_clipped_as_the_mean_was_by_comparison(monkeypatch):
+    """It is noisier than the mean, and so larger. If it were clipped for itself, it would be too short a step."""
+    pair, clipped, own = eager(2), [], []
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda _, most, norm: clipped.append((most, norm)))
+    for step in range(4):
+        for number, trainer in enumerate(pair):
+            compute(trainer, 10 * step + number)
+            own.append(float(total_norm(trainer.mean_gradients())))
+        end_round(pair)
+    assert clipped[:2] == [(1.0, norm) for norm in own[:2]], "there has been no mean yet"
+    # Then each of the two takes a step by the mean gradient of the round before, and a trial by its own.
+    for step in range(1, 4):
+        before, after = own[2 * step - 2 : 2 * step], own[2 * step : 2 * step + 2]
+        [mean, first, again, second] = [float(norm) for _, norm in clipped[4 * step - 2 : 4 * step + 2]]
+        assert mean == again < min(before)
+        assert [first, second] == pytest.approx([mean / old * new for old, new in zip(before, after, strict=True)])
+
+
 def test_stage_mates_hold_the_same_weights_and_compute_with_others():
-    first, second = eager(2)
-    reference, scratch = replicas(2, SYNCHRONOUS)
+    first, second = replicas(2, resolved_of(averaging=EAGER, training=UNCLIPPED))
+    reference, scratch = replicas(2, resolved_of(averaging={"mode": "synchronous"}, training=UNCLIPPED))
     held_back = None
     for step in range(4):
         gradients = []
