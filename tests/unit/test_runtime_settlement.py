@@ -1299,6 +1299,15 @@ async def test_at_the_end_of_a_period_members_tell_each_other_what_they_bring(pe
     }
 
 
+async def test_who_has_taken_work_over_notes_its_samples_too(periodic):
+    first, second = await periodic.add("ab", 4)
+    first.rounds_of.current.taken_over = (WindowRange(0, 1, 0, 2),)
+    settled = await periodic.settle(a=2, b=2)
+    assert (
+        settled["a"].brought == settled["b"].brought == {first.peer_id: (WindowRange(0, 1, 0, 2),), second.peer_id: ()}
+    )
+
+
 async def test_where_averaging_has_failed_for_good_one_member_has_brought_all(periodic):
     members = await periodic.add("ab", 4)
     for number, member in enumerate(members):

@@ -155,7 +155,9 @@ class StageGroup:
                 is_wanted = num_abstaining > 0
                 # After the last try, what one of them has brought is all that the weights get.
                 bringers = agreement.holders if attempt >= self._manifest.averaging.max_tries else sorted(peers)
-                brought = {peer: ending.held if peer == self._me else members[peer].brings for peer in bringers}
+                brought = {peer: members[peer].brings for peer in bringers}
+                if self._me in brought:  # with what it has twice
+                    brought[self._me] = (*ending.held, *ending.taken_over)
                 return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, brought, is_wanted)
             if agreement.verdict is Verdict.RESYNC:
                 return resync(ending, agreement.holders, agreement.reason)
@@ -164,9 +166,9 @@ class StageGroup:
 
     def _named(self, ending: Round) -> tuple[WindowRange, ...]:
         """The samples that this peer brings to the average of a period, as it tells stage-mates."""
+        if num_windows(merge_ranges([*ending.held, *ending.taken_over])) > self._barrier.most_brought:
+            ending.taken_over = ()  # who has left has lied of what it gave
         named = merge_ranges([*ending.held, *ending.taken_over])
-        if num_windows(named) > self._barrier.most_brought:  # who has left has lied of what it gave
-            named = merge_ranges(ending.held)
         if len(named) > MAX_RANGES:
             text = "samples_not_told ranges=%d reason=at most %d fit into one answer"
             log.error(text, len(named), MAX_RANGES)
