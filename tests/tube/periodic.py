@@ -34,7 +34,6 @@ class PeriodicInvariants(Invariants):
         self._averaging = self._resolved.manifest.averaging
         # The microbatches that a replica's difference holds, by its trainer.
         self._work: WeakKeyDictionary[StageTrainer, list[bytes]] = WeakKeyDictionary()
-        # Those of the round that it ended last.
         # Those counted in a round that came with a leaving stage-mate's difference.
         self._from_others: WeakKeyDictionary[Any, set[bytes]] = WeakKeyDictionary()
         self._given_work: dict[str, list[bytes]] = {}  # by the giver

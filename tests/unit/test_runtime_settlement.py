@@ -1318,7 +1318,7 @@ async def test_where_averaging_has_failed_for_good_one_member_has_brought_all(pe
     assert list(settled["a"].brought) == [members[0].peer_id]
 
 
-async def test_who_was_given_more_than_a_period_has_says_nothing_of_it(periodic):
+async def test_who_was_given_more_than_a_period_has_says_nothing_of_it(periodic, caplog):
     members = await periodic.add("ab", 4)
     members[0].rounds_of.current.names.append(SampleId(0, 2, 0))
     most = 2 * 5 * MANIFEST.training.global_batch_size
@@ -1326,6 +1326,7 @@ async def test_who_was_given_more_than_a_period_has_says_nothing_of_it(periodic)
     settled = await periodic.settle(a=2, b=2)
     assert settled["b"].samples == 4
     assert settled["b"].brought[members[0].peer_id] == (WindowRange(0, 2, 0, 1),), "of its own it does"
+    assert f"samples={most + 1} reason=a period has at most {most}" in caplog.text
 
 
 async def test_who_says_it_brings_more_than_a_period_has_is_left_out(periodic):

@@ -75,7 +75,7 @@ def merge_ranges(ranges: Iterable[WindowRange]) -> tuple[WindowRange, ...]:
 
 
 def num_windows(ranges: Iterable[WindowRange]) -> int:
-    """The number of samples in ranges that do not overlap."""
+    """The number of samples in ranges; one that is in two of them counts twice."""
     return sum(item.end - item.start for item in ranges)
 
 

@@ -90,8 +90,16 @@ class Round:
 
     @property
     def held(self) -> tuple[WindowRange, ...]:
-        """The samples of this peer's own work; those that it has counted twice are named twice."""
+        """The samples whose work this peer of stage 0 brings to the next average; those that it holds twice, twice."""
+        return *self._own, *self.taken_over
+
+    @property
+    def _own(self) -> tuple[WindowRange, ...]:
         return *self.earlier, *ranges_of(self.names)
+
+    def go_on_from(self, before: Round) -> None:
+        """Bring what was held in the round before to the next average as well."""
+        self.earlier, self.taken_over = before._own, before.taken_over
 
     def forget_counted(self) -> None:
         """Note that the accumulator was emptied; in the device thread."""
@@ -135,7 +143,7 @@ class RoundBook:
         self.previous, self.current = self.current, Round(self.step)
         self.current.transfers = transfers
         if keeps_work:
-            self.current.earlier, self.current.taken_over = self.previous.held, self.previous.taken_over
+            self.current.go_on_from(self.previous)
         self._changed.notify()
 
     def enter(self, phase: Phase) -> None:

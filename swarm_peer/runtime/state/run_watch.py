@@ -43,7 +43,7 @@ class _Comparison:
     Attributes:
         is_last: whether no stage-mate is further than the peer
         overtaking: a stage that cannot come to the peer's timeline
-        may_be_followed: whether most peers of another stage can still come to the peer's timeline, and have not yet
+        may_be_followed: whether at least half of another stage's peers can still come to the peer's timeline
         has_quorum: whether more than half of the serving peers have answered, and some of each stage
     """
 

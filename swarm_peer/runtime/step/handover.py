@@ -324,7 +324,8 @@ class GradientHandover:
         if sum(samples for _, samples in call.counted) > call.samples[0]:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples[0]} samples")
         if num_windows(call.held) > self._most_held:
-            raise InvalidMessage(f"gradients that are said to be of {num_windows(call.held)} samples of a period")
+            num_held = num_windows(call.held)
+            raise InvalidMessage(f"gradients said to be of {num_held} samples of a period of at most {self._most_held}")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
         async with self._admission.enter(call.round_number, always=True) as entered:
             entered.transfers.pop(caller, None)  # the caller may have begun another one meanwhile

@@ -157,8 +157,8 @@ class StageGroup:
                 bringers = agreement.holders if attempt >= self._manifest.averaging.max_tries else sorted(peers)
                 brought = {peer: members[peer].brings for peer in bringers}
                 if self._me in brought:  # with what it has twice
-                    brought[self._me] = (*ending.held, *ending.taken_over)
-                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, brought, is_wanted)
+                    brought[self._me] = ending.held
+                return Settlement(Verdict.COMMIT, result, vote.checksum, vote.samples, brought, is_wanted=is_wanted)
             if agreement.verdict is Verdict.RESYNC:
                 return resync(ending, agreement.holders, agreement.reason)
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)
@@ -166,9 +166,12 @@ class StageGroup:
 
     def _named(self, ending: Round) -> tuple[WindowRange, ...]:
         """The samples that this peer brings to the average of a period, as it tells stage-mates."""
-        if num_windows(merge_ranges([*ending.held, *ending.taken_over])) > self._barrier.most_brought:
-            ending.taken_over = ()  # who has left has lied of what it gave
-        named = merge_ranges([*ending.held, *ending.taken_over])
+        named = merge_ranges(ending.held)
+        if (num_named := num_windows(named)) > self._barrier.most_brought:  # who has left has lied of what it gave
+            text = "taken_over_samples_not_believed samples=%d reason=a period has at most %d"
+            log.warning(text, num_named, self._barrier.most_brought)
+            ending.taken_over = ()
+            named = merge_ranges(ending.held)
         if len(named) > MAX_RANGES:
             text = "samples_not_told ranges=%d reason=at most %d fit into one answer"
             log.error(text, len(named), MAX_RANGES)
