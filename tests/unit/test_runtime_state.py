@@ -1155,6 +1155,38 @@ async def test_a_kept_state_is_read_back(world):
     assert_equal((await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))).tensors, before)
 
 
+def damage_files(donor):
+    """Change a bit of each snapshot, as a failing disk does."""
+    for path in donor.folder.iterdir():
+        with path.open("r+b") as file:
+            file.seek(2 * CHUNK_BYTES)
+            [byte] = file.read(1)
+            file.seek(2 * CHUNK_BYTES)
+            file.write(bytes([byte ^ 1]))
+
+
+async def test_a_snapshot_whose_file_has_changed_is_not_gone_back_to(world, caplog):
+    donor = await world.donor("a")
+    assert await donor.donor.take_snapshot(3)
+    damage_files(donor)
+    assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3)) is None
+    assert "snapshot_damaged stage=1 optimizer_step=3" in caplog.text
+    assert (donor.donor.snapshots(), donor.files()) == ([], [])
+
+
+async def test_a_snapshot_whose_file_has_changed_is_not_given_away(world):
+    damaged, good = [await world.donor(name) for name in "ab"]
+    for donor in (damaged, good):
+        assert await donor.donor.take_snapshot(3)
+    damage_files(damaged)
+    assert_equal((await world.fetch(damaged, good, created_at_round=3)).tensors, good.trainer.state())
+    assert (await kept_by(world, damaged)).snapshots == ()
+    assert len((await kept_by(world, good)).snapshots) == 1
+    damage_files(good)
+    with pytest.raises(CallError, match="not kept here any more: its file has changed"):
+        await world.fetch(good, created_at_round=3)
+
+
 async def test_a_snapshot_is_found_while_another_one_is_stored(world):
     donor = await world.donor("a")
     await donor.donor.store_snapshot(2, donor.state_of(3))

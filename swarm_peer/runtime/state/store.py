@@ -21,7 +21,7 @@ from swarm_peer.policy.recovery import SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import Clock, Storage, Threads
 from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields
-from swarm_peer.runtime.state.index import StageState, assemble, make_index, timeline_of
+from swarm_peer.runtime.state.index import StageState, assemble, hash_chunks, make_index, timeline_of
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import (
     STATE_CHUNK_BYTES,
@@ -161,10 +161,19 @@ class SnapshotStore:
             self.forget(ref, GONE_ON)
 
     async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:
-        """Copy a snapshot into memory; None if it is not kept here."""
+        """Copy a snapshot into memory; None if it is not kept here, or its file is not what was written."""
         if ref not in self._snapshots or self._is_given_up(ref):
             return None
-        return await self._threads.run(_read_stored, self._snapshots[ref])
+        state = await self._threads.run(_read_stored, self._snapshots[ref])
+        if state is None:
+            self._forget_damaged(ref)
+        return state
+
+    def _forget_damaged(self, ref: SnapshotRef) -> None:
+        """Keep a snapshot no longer whose file has changed: a failing disk must not decide where the run goes back."""
+        text = "snapshot_damaged stage=%d optimizer_step=%d reason=its file is not what was written: check the disk"
+        log.warning(text, ref.stage, ref.optimizer_step)
+        self.forget(ref)
 
     def _forget_old(self) -> None:
         """Keep the newest snapshots of each stage, and none that the run can go back to no more.
@@ -229,22 +238,24 @@ class SnapshotStore:
         ref = next(wanted, None)
         return None if ref is None else self._snapshots[ref]
 
-    def _find_stored(self, key: bytes) -> StoredState | None:
-        for source in self.sources.values():
-            if key in source.stored:
-                return source.stored[key]
-        return next((stored for stored in self._snapshots.values() if stored.key == key), None)
-
     async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
         """Give one chunk of a tensor that an index lists."""
-        stored = self._find_stored(call.index)
+        ref = next((ref for ref, stored in self._snapshots.items() if stored.key == call.index), None)
+        in_memory = (source.stored[call.index] for source in self.sources.values() if call.index in source.stored)
+        stored = next(in_memory, None) if ref is None else self._snapshots[ref]
         if stored is None:
             raise NotServing("this is not kept here any more")
         if call.entry >= len(stored.tensors) or call.chunk >= len(stored.index.entries[call.entry].chunks):
             raise InvalidMessage(f"chunk {call.chunk} of tensor {call.entry} of {len(stored.tensors)}")
         stored.used_at = self._clock.monotonic_s()
         start = call.chunk * STATE_CHUNK_BYTES
-        return Reply(tensors=(stored.tensors[call.entry][start : start + STATE_CHUNK_BYTES],))
+        chunk = stored.tensors[call.entry][start : start + STATE_CHUNK_BYTES]
+        if ref is not None:
+            hashes = await self._threads.run(hash_chunks, chunk)
+            if hashes != stored.index.entries[call.entry].chunks[call.chunk : call.chunk + 1]:
+                self._forget_damaged(ref)
+                raise NotServing("this is not kept here any more: its file has changed")
+        return Reply(tensors=(chunk,))
 
     async def handle_list_snapshots(self, caller: str, call: ListSnapshotsCall, tensors: Sequence[memoryview]) -> Reply:
         """List the snapshots that are kept here, with this peer's round and timeline.
@@ -273,9 +284,13 @@ def make_stored(stage: int, kind: Literal["state", "update"], state: StageState)
     return StoredState(index, packed, hashlib.sha256(packed).digest(), tensors)
 
 
-def _read_stored(stored: StoredState) -> StageState:
-    """Copy a snapshot's tensors out of the file."""
-    return assemble(stored.index, [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors])
+def _read_stored(stored: StoredState) -> StageState | None:
+    """Copy a snapshot's tensors out of the file; None if the file is not what was written."""
+    buffers = [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors]
+    hashes = [hash_chunks(memoryview(buffer.numpy())) for buffer in buffers]
+    if hashes != [entry.chunks for entry in stored.index.entries]:
+        return None
+    return assemble(stored.index, buffers)
 
 
 def _name_of(ref: SnapshotRef) -> str:
