@@ -214,6 +214,7 @@ class CheckpointWriter:
         return found is not None
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
+        states: dict[int, StageState] = {}
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
         while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
@@ -228,10 +229,15 @@ class CheckpointWriter:
                 if created_at_round is None:
                     raise CallError("the run has gone back to before it")
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
-                states = [await self._fetch(transport, stage, weights) for stage in range(self._manifest.stages.count)]
+                # What has come is kept while others are waited for, unless the run has gone back since.
+                states = {stage: state for stage, state in states.items() if state.timeline == weights}
+                for stage in range(self._manifest.stages.count):
+                    if stage not in states:
+                        states[stage] = await self._fetch(transport, stage, weights)
                 # A save that is cut off makes no checkpoint, and must not hold up the run's end.
+                ordered = [states[stage] for stage in sorted(states)]
                 await self._threads.run(
-                    self._store.save, optimizer_step, self._manifest, states, abandon_on_cancel=True
+                    self._store.save, optimizer_step, self._manifest, ordered, abandon_on_cancel=True
                 )
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")

@@ -986,6 +986,32 @@ async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
     assert run.saved == [60]
 
 
+async def test_what_has_come_is_not_fetched_again_while_another_stage_is_waited_for(run, monkeypatch):
+    """Unless the run has gone back since, and come to the step again in another round."""
+    await run.add("a", 0, 60, FIRST_TIMELINE)
+    later = Timeline(70, 60, 70)
+    states = []
+
+    async def sleep(seconds):
+        if sleep.count == 2:
+            run.watch.created_at_round = lambda optimizer_step: 70
+            states.append(await run.add("c", 0, 70, later))
+        if sleep.count == 4:
+            states.append(await run.add("b", 1, 70, later))
+        sleep.count += 1
+
+    sleep.count = 0
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
+    await run.save()
+    assert run.saved == [60]
+    num_calls = [run.network.num_calls("state_chunk", peer) for peer in "acb"]
+    assert num_calls[0] == num_calls[1] == num_calls[2] > 0
+    for stage, state in enumerate(states):
+        assert_same(run.store.newest().load_stage(stage), state)
+
+
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):
     """Nor does the coordinator end of it: it waits until somebody gives the right one."""
     await run.add("a", 0, 60, FIRST_TIMELINE)
