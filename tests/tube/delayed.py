@@ -130,23 +130,25 @@ class DelayedInvariants(Invariants):
         await call(settlement)
         beginning = self.records.beginnings[place]
         if beginning.ids is None:
-            average, beginning.ids = self._expected(stage, step.timeline, self.records.beginnings[parent].state)
+            # Not by the state that the parent was recorded with: two halves of a stage may have waited for averages of
+            # their own with the same weights.
+            average = [gradient.clone() for gradient in settlement.gradients]
+            beginning.ids = self._ids_expected(stage, step.timeline, average)
             beginning.parent = parent
             # A snapshot of a timeline's first round has the same average again.
             self._averages.setdefault((stage, step.round_number), []).append((average, beginning.ids))
             self._tube.committed(stage, step.round_number)
             self._check_expected(place, beginning, average)
 
-    def _expected(self, stage: int, timeline: Timeline, state: State) -> tuple[list[torch.Tensor], tuple[bytes, ...]]:
-        """The average that came with the first state of a timeline, and its microbatches."""
-        expected = [value for name, value in sorted(state.items()) if name.startswith(STRATEGY_PREFIX)]
+    def _ids_expected(self, stage: int, timeline: Timeline, expected: list[torch.Tensor]) -> tuple[bytes, ...]:
+        """The microbatches of the average that came with the first state of a timeline."""
         if not timeline.first_optimizer_step:
-            return expected, ()
+            return ()
         for average, ids in self._averages.get((stage, timeline.created_at_round), []):
             if all(torch.equal(one, other) for one, other in zip(average, expected, strict=True)):
-                return average, ids
+                return ids
         self._tube.violation(f"{timeline} begins without the average that stage {stage} waited for")
-        return expected, ()
+        return ()
 
     def _check_expected(self, place: Place, beginning: Beginning, average: list[torch.Tensor]) -> None:
         """The first round of a timeline ends with the average that came with the snapshot."""
