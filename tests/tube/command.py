@@ -39,7 +39,8 @@ def run_one(seed: str, *, only: str | None = None, log: Path | None = None, shri
     """Run one seed.
 
     Args:
-        only: numbers of the events to keep, with commas between them
+        seed: a number, with a mode before it and a kind of fault after it that is drawn far more often: periodic-7+lag
+        only: numbers of the events to keep, with commas between them; the log has each as it begins
         log: file for the trace and the log
         shrink: if it fails, look for the fewest events that still fail
     """
@@ -92,6 +93,7 @@ def seeds(
     first: int = 0,
     count: int = 30,
     mode: str = "",
+    often: str = "",
     each_mode: int = 0,
     quick: bool = False,
     processes: int = 2,
@@ -104,6 +106,7 @@ def seeds(
             (synchronous, with a text that the run passes over more than once), or finish, finish-delayed or
             finish-periodic (a run that comes to its last step), or lost, lost-delayed or lost-periodic (stages lose all
             their peers time and again)
+        often: a kind of fault that is drawn far more often than else
         each_mode: so many seeds more in each of these modes
         quick: in place of `first` and `count`, some twenty seeds in which all kinds of faults strike
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
@@ -111,8 +114,8 @@ def seeds(
     """
     kept = _read(results)
     # The longest first, so that no process is left alone with one at the end.
-    wanted = [seed for other in reversed(WATCHES) for seed in numbered(range(first, first + each_mode), other)]
-    wanted += numbered(QUICK if quick else range(first, first + count), mode)
+    wanted = [seed for other in reversed(WATCHES) for seed in numbered(range(first, first + each_mode), other, often)]
+    wanted += numbered(QUICK if quick else range(first, first + count), mode, often)
     outcomes = [kept[seed] for seed in wanted if seed in kept]
     todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):

@@ -104,7 +104,9 @@ class TubeNode:
         blocked = network.is_blocked(self._host, other) or network.is_blocked(other, self._host)
         if blocked or not other.is_alive or self._rng.random() < LOST:
             return WAIT_S, False
-        return 2 * network.link(self._host, other).latency_s * self._rng.uniform(1.0, 2.0), True
+        round_trip_s = network.link(self._host, other).latency_s + network.link(other, self._host).latency_s
+        seconds = round_trip_s * self._rng.uniform(1.0, 2.0)
+        return min(seconds, WAIT_S), seconds < WAIT_S
 
     async def store(self, key: str, value: list[bytes], expiration: float, *, subkey: str, beam_size: int) -> bool:
         key_bytes = DHTID.generate(source=key).to_bytes()

@@ -222,6 +222,28 @@ async def cut_link(tube: Tube, rng: random.Random) -> None:
         await tube.block([(a, b), (b, a)], rng.choice([2.0, 10.0, 30.0]))
 
 
+@kind(1.0)
+async def lag(tube: Tube, rng: random.Random) -> None:
+    """What a host sends, or what it is sent, takes seconds longer for a while, to one other or to all."""
+    if not (victim := tube.any_host(rng)):
+        return
+    others = [host for host in tube.world.alive() if host is not victim]
+    if others and rng.random() < 0.5:
+        others = [rng.choice(others)]
+    direction, more_s = rng.choice(["out", "in"]), rng.choice([0.5, 1.5, 3.0])
+    pairs = [(victim, other) if direction == "out" else (other, victim) for other in others]
+    links = [tube.world.network.link(source, target) for source, target in pairs]
+    tube.struck("lag", victim, direction, len(links), more_s)
+    tube.gone(victim)
+    for link in links:
+        link.latency_s += more_s
+    try:
+        await anyio.sleep(rng.choice([5.0, 15.0, 40.0]))
+    finally:
+        for link in links:
+            link.latency_s -= more_s
+
+
 @kind(2.0)
 async def lose_connection(tube: Tube, rng: random.Random) -> None:
     """A connection breaks, with all calls on it."""
@@ -278,6 +300,19 @@ async def full_disk(tube: Tube, rng: random.Random) -> None:
         victim.storage.is_full = True
         await anyio.sleep(rng.uniform(5.0, 40.0))
         victim.storage.is_full = False
+
+
+@kind(0.5)
+async def damage_files(tube: Tube, rng: random.Random) -> None:
+    """A file of a peer's disk, or each that it has, reads with a wrong bit from now on."""
+    if holders := [host for host in tube.peers() if host.storage.files]:
+        victim = rng.choice(holders)
+        tube.struck("damage_files", victim)
+        victim.storage.has_failed = True
+        names = sorted(victim.storage.files)
+        for name in names if rng.random() < 0.5 else [rng.choice(names)]:
+            data = victim.storage.files[name]
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
 @kind(1.0)

@@ -471,6 +471,8 @@ class Invariants:
             return  # a coordinator gives a checkpoint away, which `check_checkpoint` looks at
         for ref, stored in store._snapshots.items():
             kept = _read_stored(stored)
+            if kept is None:
+                continue  # a fault has changed its file
             begun = self.records.beginnings.get(
                 (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
             )

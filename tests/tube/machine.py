@@ -73,19 +73,19 @@ class TubeThreads:
 
 @dataclass
 class TubeStorage:
-    """Files in memory.
+    """Files in memory, whose bytes a fault may change under what is mapped.
 
     Attributes:
         is_full: writing fails
-        has_failed: it has done so
+        has_failed: it has done so, or a fault has changed a file
     """
 
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, bytearray] = field(default_factory=dict)
     is_full: bool = False
     has_failed: bool = False
 
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> None:
-        data = b"".join(bytes(part) for part in parts)
+        data = bytearray().join(parts)
         if self.is_full:
             self.has_failed = True
             raise OSError(errno.ENOSPC, "No space left on device")

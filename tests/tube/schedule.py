@@ -11,6 +11,8 @@ from faults import KINDS
 # Faults begin when the swarm has begun to train, and so long they go on.
 FIRST_S = 12.0
 FAULTS_S = 110.0
+# A kind that a seed names (97+lag) is drawn so many times as often as else.
+OFTEN = 12.0
 # Where stages are lost (`lost`), a kind is drawn so many times as often as elsewhere.
 WHERE_STAGES_ARE_LOST = {
     "empty_stage": 16.0,
@@ -43,7 +45,8 @@ class Schedule:
     """All that is drawn for one seed.
 
     Attributes:
-        seed: a number, for another mode than synchronous averaging with the mode before it: periodic-7
+        seed: a number, for another mode than synchronous averaging with the mode before it: periodic-7. A kind of fault
+            may stand after it, which is drawn far more often then: periodic-7+lag
         peers: peers at the beginning
     """
 
@@ -75,7 +78,10 @@ class Schedule:
         Args:
             only: numbers of the events to keep; None for all
         """
-        rng = random.Random(f"schedule {seed}")
+        number, _, often = seed.partition("+")
+        if often and often not in KINDS:
+            raise SystemExit(f"{seed}: no kind of fault is called {often}; there are {', '.join(sorted(KINDS))}")
+        rng = random.Random(f"schedule {number}")
         stages = rng.choice([1, 2, 2, 3, 3, 4])
         peers = rng.randint(max(2, stages), min(2 * stages + 2, 8))
         standbys = rng.choice([0, 1, 1])
@@ -88,10 +94,12 @@ class Schedule:
 
 def _draw_kind(seed: str, number: int) -> str:
     """A kind by the weights: the one that occurs first. So a new kind changes those schedules alone that draw it."""
-
     weights = {name: weight for name, (_, weight) in KINDS.items()}
+    seed, _, often = seed.partition("+")
     if seed.startswith("lost"):
         weights = {name: weight * WHERE_STAGES_ARE_LOST.get(name, 1.0) for name, weight in weights.items()}
+    if often:
+        weights[often] *= OFTEN
 
     def occurs_after(name: str) -> float:
         return random.Random(f"kind {seed} {number} {name}").expovariate(weights[name])
@@ -99,6 +107,12 @@ def _draw_kind(seed: str, number: int) -> str:
     return min((name for name in weights if weights[name]), key=occurs_after)
 
 
-def numbered(numbers: Iterable[int], mode: str) -> list[str]:
-    """The seeds of these numbers, for a mode of averaging; empty for the synchronous one."""
-    return [f"{mode}-{number}" if mode else str(number) for number in numbers]
+def numbered(numbers: Iterable[int], mode: str, often: str = "") -> list[str]:
+    """The seeds of these numbers.
+
+    Args:
+        mode: of averaging; empty for the synchronous one
+        often: a kind of fault that is drawn far more often than else, if any
+    """
+    before, after = mode and f"{mode}-", often and f"+{often}"
+    return [f"{before}{number}{after}" for number in numbers]

@@ -389,6 +389,7 @@ class Tube:
 
     async def _strike(self, event: Event) -> None:
         await anyio.sleep(max(event.at_s - self.world.loop.time(), 0.0))  # many peers take a while to start
+        self.world.note("event", event.number, event.kind)
         try:
             await KINDS[event.kind][0](self, self.world.rng(f"event {event.number}"))
         except Unstruck:
