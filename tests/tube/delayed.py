@@ -68,7 +68,7 @@ class DelayedInvariants(Invariants):
         given = self._given_waiting[giver]
         self._waiting_of(handover._trainer).extend(given)
         if self._num_samples(given) != call.samples[1]:
-            self._tube.violation(f"{HOST.get()} takes in {call.samples[1]} samples that wait, and not those that did")
+            self.tube.violation(f"{HOST.get()} takes in {call.samples[1]} samples that wait, and not those that did")
 
     def _lost(self, trainer: StageTrainer, *args: Any, **options: Any) -> None:
         self._waiting_of(trainer).clear()
@@ -96,7 +96,7 @@ class DelayedInvariants(Invariants):
         self.records.shares[place] = brought
         for ids, told in ((brought, samples), (self._ahead[place], held_back)):
             if self._num_samples(ids) != told:
-                self._tube.violation(f"{HOST.get()} brings {told} samples, and holds {self._num_samples(ids)}")
+                self.tube.violation(f"{HOST.get()} brings {told} samples, and holds {self._num_samples(ids)}")
 
     async def _averaged(
         self, call: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any
@@ -137,7 +137,7 @@ class DelayedInvariants(Invariants):
             beginning.parent = parent
             # A snapshot of a timeline's first round has the same average again.
             self._averages.setdefault((stage, step.round_number), []).append((average, beginning.ids))
-            self._tube.committed(stage, step.round_number)
+            self.tube.committed(stage, step.round_number)
             self._check_expected(place, beginning, average)
 
     def _ids_expected(self, stage: int, timeline: Timeline, expected: list[torch.Tensor]) -> tuple[bytes, ...]:
@@ -147,7 +147,7 @@ class DelayedInvariants(Invariants):
         for average, ids in self._averages.get((stage, timeline.created_at_round), []):
             if all(torch.equal(one, other) for one, other in zip(average, expected, strict=True)):
                 return ids
-        self._tube.violation(f"{timeline} begins without the average that stage {stage} waited for")
+        self.tube.violation(f"{timeline} begins without the average that stage {stage} waited for")
         return ()
 
     def _check_expected(self, place: Place, beginning: Beginning, average: list[torch.Tensor]) -> None:

@@ -48,7 +48,7 @@ class FinishInvariants(Invariants):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._rng = self._tube.world.rng("finish")
+        self._rng = self.tube.world.rng("finish")
         self._sent: dict[tuple[Host, StepState], list[torch.Tensor]] = {}  # held-out samples, by sender and round
 
     @contextmanager
@@ -61,7 +61,7 @@ class FinishInvariants(Invariants):
             saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
             given = {name: value for state in states for name, value in state.tensors.items() if is_weight(name)}
             if not same_weights(saved, given):
-                self._tube.violation("the model that transformers loads has other weights than the stages gave")
+                self.tube.violation("the model that transformers loads has other weights than the stages gave")
 
         with (
             super().watching(),
@@ -76,8 +76,8 @@ class FinishInvariants(Invariants):
         saved: bool = await call()
         if saved and self.finished_s is None:
             self.note_ends()
-            self.finished_s = self._tube.world.loop.time()
-            self.at_finish = [host for host in self._tube.peers() if host.peer is not None]
+            self.finished_s = self.tube.world.loop.time()
+            self.at_finish = [host for host in self.tube.peers() if host.peer is not None]
             if self._rng.random() < SAVERS_KILLED:
                 await self._die_soon(HOST.get())
         return saved
@@ -85,34 +85,34 @@ class FinishInvariants(Invariants):
     async def _die_soon(self, saver: Host) -> None:
         """The coordinator dies before or while it tells the peers that they may go; it is started again."""
         after_s = self._rng.choice([0.0, 0.0, 0.3, 4.0])
-        loop = self._tube.world.loop
-        self._tube.struck("kill_saver", saver)
+        loop = self.tube.world.loop
+        self.tube.struck("kill_saver", saver)
         loop.call_later(after_s, saver.die)
         loop.call_later(self._rng.uniform(1.0, 40.0), self._start_again, saver)
         if not after_s:
             await anyio.sleep_forever()
 
     def _start_again(self, saver: Host) -> None:
-        if self._tube.peers():  # otherwise nobody answers, and it is refused
-            self._tube.start_coordinator_again(saver)
+        if self.tube.peers():  # otherwise nobody answers, and it is refused
+            self.tube.start_coordinator_again(saver)
 
     def _check_saved(self, states: Sequence[StageState]) -> None:
         """The model is that of the last optimizer step, and its stages have been through the same rounds."""
         steps = self._resolved.manifest.training.steps
         if {state.optimizer_step for state in states} != {steps}:
-            self._tube.violation(f"a model is saved of steps {[state.optimizer_step for state in states]}, not {steps}")
+            self.tube.violation(f"a model is saved of steps {[state.optimizer_step for state in states]}, not {steps}")
         if len({(state.timeline, state.round_number) for state in states}) > 1:
-            self._tube.violation(f"a model is saved of timelines {[state.timeline for state in states]}")
+            self.tube.violation(f"a model is saved of timelines {[state.timeline for state in states]}")
         for stage, state in enumerate(states):
             place = (stage, state.timeline.first_round, state.round_number, state.history_hash)
             begun = self.records.beginnings.get(place)
             if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(state.tensors))):
-                self._tube.violation(f"a model is saved with weights that stage {stage} never had")
+                self.tube.violation(f"a model is saved with weights that stage {stage} never had")
 
     async def _committed(self, call: Any, loop: StepLoop, settlement: Any) -> None:
         await super()._committed(call, loop, settlement)
         if loop.step.optimizer_step > self._resolved.manifest.training.steps:
-            self._tube.violation(f"an update is made after the last optimizer step: {loop.step}")
+            self.tube.violation(f"an update is made after the last optimizer step: {loop.step}")
 
     def _made(self, call: Any, microbatch_id: bytes, tokens_BS: torch.Tensor, present: Round, mode: Mode) -> Any:
         if mode == "evaluate":
@@ -134,7 +134,7 @@ class FinishInvariants(Invariants):
         self.records.validated += 1
         expected = self._loss_sum([known for known in stages if known is not None], sent)
         if abs(share.loss_sum - expected) > TOLERANCE * share.samples:
-            self._tube.violation(f"{HOST.get()} validates round {present.number} with {share}, and not {expected:.4f}")
+            self.tube.violation(f"{HOST.get()} validates round {present.number} with {share}, and not {expected:.4f}")
 
     def _loss_sum(self, stages: Sequence[Beginning], tokens_BS: torch.Tensor) -> float:
         hidden = None

@@ -28,6 +28,7 @@ from swarm_peer.wire.records import Assignment, seal
 if TYPE_CHECKING:
     from world import World
 
+    from coordinator.run.coordination import Coordination
     from coordinator.run.service import RunService
     from swarm_peer.runtime.peer import Peer
 
@@ -78,6 +79,7 @@ class Host:
         self.peer: Peer | None = None
         self.stage = "auto"
         self.service: RunService | None = None
+        self.coordination: Coordination | None = None
         self.orders: list[Assignment] = []
         self._context = contextvars.copy_context()
         self._context.run(HOST.set, self)

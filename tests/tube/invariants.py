@@ -18,6 +18,7 @@ from loop import HOST
 import swarm_peer.runtime.mover as mover_module
 from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.store import CheckpointStore
+from coordinator.run.coordination import Coordination
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import RoundStrategy
@@ -28,6 +29,7 @@ from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.store import SnapshotStore, _read_stored
@@ -82,6 +84,7 @@ class Records:
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
         settled: rounds in a row that a peer has ended with its stage-mates, by host, stage and first round
+        told_lost: samples that peers have reported lost, and that are not read again, by their stage then
         died: samples that the peers of a stage held as they died, by stage
         of_the_dead: the keys of `brought` by lives that have died since
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
@@ -103,6 +106,7 @@ class Records:
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    told_lost: Counter[int | None] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
     of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
     own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
@@ -122,16 +126,20 @@ class Invariants:
     """Watches a tube.
 
     Attributes:
+        tube: that is watched
+        manifest: of its run
         finished_s: when a coordinator first had saved the model; None if none has
         at_finish: the peers that were there then
     """
 
     def __init__(self, tube: Tube, resolved: ResolvedManifest):
-        self._tube = tube
+        self.tube = tube
+        self.manifest = resolved.manifest
         self._resolved = resolved
         self.records = Records()
         self.finished_s: float | None = None
         self.at_finish: list[Host] = []
+        self._tokens: dict[SampleId, torch.Tensor] = {}
         self._both: list[bytes] = []  # counted by the giver and the receiver of the gradient that is being added
         # By the ledger's id: with the ledger, so that the id stays its own, the samples counted on its grounds.
         self._of_ledger: dict[int, tuple[Any, set[SampleId]]] = {}
@@ -154,16 +162,25 @@ class Invariants:
             after(StepLoop, "_begin_round", self._begun),
             around(SnapshotStore, "store_snapshot", self._kept),
             around(Mover, "_move", self._moved),
-            before(Peer, "_join_anew", lambda *_: self._tube.gone(HOST.get())),
+            before(Peer, "_join_anew", lambda *_: self.tube.gone(HOST.get())),
             after(Peer, "_describe", self._described),
             before(Host, "die", self._dying),
+            before(PeerMetrics, "lose", self._lost_some),
+            before(Coordination, "run", self._coordinating),
             self._watching_orders(),
         ):
             yield
 
+    def note_calm(self) -> None:
+        """Note where the run stands as faults cease."""
+
+    def has_gone_on(self) -> bool:
+        """Whether the run has gone on since faults ceased, apart from the optimizer steps that it has made."""
+        return True
+
     def note_ends(self) -> None:
         """Note where all peers stand, now that no fault strikes any more."""
-        for host in self._tube.peers():
+        for host in self.tube.peers():
             replica = None if host.peer is None else host.peer._replica
             if replica is None:
                 continue
@@ -180,6 +197,9 @@ class Invariants:
 
     def _claimed(self, launcher: Any, batch: Any, present: Any) -> None:
         self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples, launcher._life))
+        for name, tokens in zip(batch.samples, batch.tokens_BS, strict=True):
+            if not torch.equal(self._tokens.setdefault(name, tokens), tokens):
+                self.tube.violation(f"{HOST.get()} launches {name} with other tokens than that name had before")
 
     def _counted(
         self,
@@ -192,7 +212,7 @@ class Invariants:
         """A peer counts a sample once, for as long as it goes on from the same ledger."""
         _, known = self._of_ledger.setdefault(id(launcher._leases._ledger), (launcher._leases._ledger, set()))
         if twice := known.intersection(samples):
-            self._tube.violation(f"{HOST.get()} counts {len(twice)} samples twice, such as {sorted(twice)[:2]}")
+            self.tube.violation(f"{HOST.get()} counts {len(twice)} samples twice, such as {sorted(twice)[:2]}")
         known.update(samples)
         place = (launcher._rounds.step.timeline.first_round, round_number, launcher._life)
         self.records.counted.setdefault(place, set()).update(samples)
@@ -204,7 +224,7 @@ class Invariants:
         """A leaving peer's gradient is added once, by whomever; who has nothing else may give it on."""
         key = (handover._stage, entered.step.timeline.first_round, entered.number, giver, call.sha256)
         if key in self.records.given:
-            self._tube.violation(f"{HOST.get()} adds a gradient of round {entered.number} that was added before")
+            self.tube.violation(f"{HOST.get()} adds a gradient of round {entered.number} that was added before")
         self.records.given.add(key)
         self.records.again.setdefault((*key[:3], handover._transport.peer_id), []).extend(self._both)
 
@@ -212,13 +232,19 @@ class Invariants:
         """A peer that says it serves has weights."""
         replica = peer._replica
         if peer._lifecycle.state is PeerState.SERVING and replica is not None and not replica.has_weights:
-            self._tube.violation(f"{HOST.get()} announces that it serves stage {replica.stage}, and has no weights")
+            self.tube.violation(f"{HOST.get()} announces that it serves stage {replica.stage}, and has no weights")
 
     def _dying(self, host: Host) -> None:
         replica = None if host.peer is None else host.peer._replica
         if host.is_alive and replica is not None:
             self.records.died[replica.stage] += replica.parts.core.trainer.strategy.pending_samples
         self.records.of_the_dead.update(key for key in self.records.brought if key[3] == host.peer_id)
+
+    def _lost_some(self, metrics: Any, samples: int, reason: str, **options: Any) -> None:
+        self.records.told_lost[self.tube.stage_of(HOST.get())] += samples
+
+    def _coordinating(self, coordination: Coordination) -> None:
+        HOST.get().coordination = coordination
 
     def _watching_orders(self) -> Any:
         """A peer obeys the newest term that it has heard of."""
@@ -236,7 +262,7 @@ class Invariants:
             assignment = await original(fetch=fetch_and_note, **options)
             newest = max(heard)
             if assignment not in heard[newest].assignments:
-                self._tube.violation(f"{HOST.get()} obeys an order that is not of term {newest.number}, the newest")
+                self.tube.violation(f"{HOST.get()} obeys an order that is not of term {newest.number}, the newest")
             return assignment
 
         return patch.object(mover_module, "wait_for_assignment", wrapped)
@@ -253,11 +279,11 @@ class Invariants:
             for name in samples_of
         )
         if names and max(names.values()) > 1:
-            self._tube.violation(f"{HOST.get()} brings samples to round {ending.number} under two names")
+            self.tube.violation(f"{HOST.get()} brings samples to round {ending.number} under two names")
         if group._stage == 0:
             counted = self.records.counted.get((*place[1:3], group._barrier._progress.author), set())
             if lost := counted - {name for _, name in names}:
-                self._tube.violation(f"{HOST.get()} has counted {len(lost)} samples that its gradient does not hold")
+                self.tube.violation(f"{HOST.get()} has counted {len(lost)} samples that its gradient does not hold")
 
     async def _averaged(
         self, call: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any
@@ -266,13 +292,13 @@ class Invariants:
         mine = (group._stage, step.timeline.first_round, step.round_number, group._me)
         self.records.averagings[mine] = attempt, set(members)
         # If all have died, the run may begin anew at round 0 of the same timeline.
-        lives = tuple(sorted(host.name for host in self._tube.world.alive() if host.peer_id in members))
+        lives = tuple(sorted(host.name for host in self.tube.world.alive() if host.peer_id in members))
         vote, result = await call(ending, gradients, attempt, members)
         self.records.votes.setdefault(mine, []).append(vote)
         if vote.checksum is not None and len(members) > 1:
             key = (*mine[:3], attempt, tuple(sorted(members.items())), lives)
             if self.records.histories.setdefault(key, step.history_hash) != step.history_hash:
-                self._tube.violation(f"{HOST.get()} averages round {step.round_number} with peers of other weights")
+                self.tube.violation(f"{HOST.get()} averages round {step.round_number} with peers of other weights")
         if vote.checksum is not None:
             own = len(members) == 1 or attempt >= self._resolved.manifest.averaging.max_tries
             place = (group._stage, step.timeline.first_round, step.round_number + 1, vote.checksum)
@@ -296,7 +322,7 @@ class Invariants:
         for other in members - self.records.unheard.get(mine, set()):
             votes = [vote for vote in self.records.votes.get((*mine[:3], other), []) if vote.attempt >= attempt]
             if not votes or not (is_last or any(vote.checksum == checksum or vote.abstains for vote in votes)):
-                self._tube.violation(f"{HOST.get()} commits round {mine[2]} of stage {mine[0]} against another's vote")
+                self.tube.violation(f"{HOST.get()} commits round {mine[2]} of stage {mine[0]} against another's vote")
 
     async def _taken_over(self, call: Any, loop: Any, state: Any, **options: Any) -> None:
         """Who takes over weights reports what it had brought to updates that have not led to them."""
@@ -307,10 +333,10 @@ class Invariants:
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
         if type(strategy) is not RoundStrategy:
             return
-        held = {each for _, ids in self._history(place) for each in ids}
+        held = {each for _, ids in self.history(place) for each in ids}
         # What a rewind has given up is read again; a peer that served another stage meanwhile may have missed several.
         since = self.records.own_timelines.get((HOST.get().name, loop._stage), 0)
-        passed = {begun.timeline for _, begun in self._line(place) if begun.timeline.first_round > since}
+        passed = {begun.timeline for _, begun in self.line(place) if begun.timeline.first_round > since}
         end = min((timeline.first_optimizer_step for timeline in passed), default=None)
         early = {each for made_at, ids in own.items() if end is None or made_at < end for each in ids}
         # Who comes back to a stage may be given a state of before it left: the updates since then may come yet.
@@ -318,9 +344,9 @@ class Invariants:
         is_behind = not passed and early - ahead <= held
         lacking = early - held - (ahead if is_behind else set())
         told = metrics.lost_samples._value.get() - before
-        if self._size(lacking) + pending > told:
-            self._tube.violation(
-                f"{HOST.get()} goes on from weights that lack {self._size(lacking) + pending} samples of its own, and "
+        if self.size(lacking) + pending > told:
+            self.tube.violation(
+                f"{HOST.get()} goes on from weights that lack {self.size(lacking) + pending} samples of its own, and "
                 f"reports {told:.0f} lost"
             )
         kept = {made_at: held.intersection(ids) for made_at, ids in own.items() if made_at < state.optimizer_step}
@@ -331,7 +357,7 @@ class Invariants:
         mine = (stage, step.timeline.first_round, step.round_number, loop._group._me)
         self._check_votes(mine, settlement.history_hash)
         if late := loop._rounds.current.counted.keys() - self.records.brought[mine]:
-            self._tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
+            self.tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         row = (HOST.get().name, stage, step.timeline.first_round)
         settled = self.records.settled[row]
@@ -347,12 +373,10 @@ class Invariants:
         if beginning.ids is None:
             beginning.parent, beginning.ids = parent, ids
             self.records.doubled += len(ids) - len(set(ids))
-            self._tube.committed(stage, step.round_number)
+            self.tube.committed(stage, step.round_number)
             self._check_update(place, beginning)
         elif beginning.ids != ids:
-            self._tube.violation(
-                f"an update of round {step.round_number} of stage {stage} is of different microbatches"
-            )
+            self.tube.violation(f"an update of round {step.round_number} of stage {stage} is of different microbatches")
 
     def shares_in(self, place: Place) -> Iterator[list[bytes]]:
         """The microbatches of each member of the average that led to a place."""
@@ -375,9 +399,9 @@ class Invariants:
             self.records.beginnings[place] = Beginning(state, timeline, optimizer_step)
             self._check_first(place, state, timeline)
         elif not same_weights(self.shared(known.state), self.shared(state)):
-            self._tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {place[:3]}")
+            self.tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {place[:3]}")
         if loop._trainer.optimizer_step != timeline.optimizer_step_at(round_number):
-            self._tube.violation(f"{HOST.get()}: {loop._trainer.optimizer_step} updates at {place[:3]}, {timeline}")
+            self.tube.violation(f"{HOST.get()}: {loop._trainer.optimizer_step} updates at {place[:3]}, {timeline}")
 
     def _check_first(self, place: Place, state: State, timeline: Timeline) -> None:
         """The first weights of a timeline are those that were created in its round of creation."""
@@ -393,14 +417,14 @@ class Invariants:
             if (of_stage, number, digest) == (stage, timeline.created_at_round, history_hash)
         ]
         if not any(same_weights(self.shared(beginning.state), self.shared(state)) for beginning in created):
-            self._tube.violation(f"timeline {timeline} begins with weights that stage {stage} never had")
+            self.tube.violation(f"timeline {timeline} begins with weights that stage {stage} never had")
 
     async def _moved(self, call: Any, mover: Any, replica: Any, stage: int) -> bool:
         moved = await call(replica, stage)
         if moved:
             self.records.moves += 1
-            self._tube.world.note("move", HOST.get(), replica.stage, stage)
-            self._tube.check_not_emptied(replica.stage, LOOKED_S)
+            self.tube.world.note("move", HOST.get(), replica.stage, stage)
+            self.tube.check_not_emptied(replica.stage, LOOKED_S)
         return bool(moved)
 
     # --- what must hold
@@ -458,7 +482,7 @@ class Invariants:
         for name, value in self.shared(trainer.state()).items():
             error = float((value - beginning.state[name]).abs().max()) if value.numel() else 0.0
             if not error <= TOLERANCE:
-                self._tube.violation(
+                self.tube.violation(
                     f"the update of round {place[2] - 1} of stage {place[0]} ({len(beginning.ids or ())} microbatches) "
                     f"is not that of one process: {name} differs by {error:.2g}"
                 )
@@ -477,7 +501,7 @@ class Invariants:
                 (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
             )
             if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(kept.tensors))):
-                self._tube.violation(
+                self.tube.violation(
                     f"{HOST.get()} keeps a snapshot of round {kept.round_number} with weights that stage {ref.stage} "
                     f"did not have then"
                 )
@@ -493,7 +517,7 @@ class Invariants:
             try:
                 saved = checkpoint.load_stage(stage)
             except CheckpointDamaged as error:
-                self._tube.violation(f"a checkpoint that is called good cannot be read: {error.reason}")
+                self.tube.violation(f"a checkpoint that is called good cannot be read: {error.reason}")
                 return
             if not any(
                 (of_stage, digest) == (stage, saved.history_hash)
@@ -502,7 +526,7 @@ class Invariants:
                 and same_weights(self.shared(beginning.state), self.shared(dict(saved.tensors)))
                 for (of_stage, _, number, digest), beginning in self.records.beginnings.items()
             ):
-                self._tube.violation(
+                self.tube.violation(
                     f"the checkpoint of step {checkpoint.optimizer_step} holds weights that stage {stage} never had"
                 )
 
@@ -517,16 +541,16 @@ class Invariants:
                 continue
             newest = max(ends, key=lambda place: (place[2], place[1]))
             names: Counter[SampleId] = Counter()
-            for _, ids in self._history(newest):
+            for _, ids in self.history(newest):
                 # Stage 0 counts a microbatch once. At a later one, failed hops may have had it counted by two peers.
                 for each in ids if stage == 0 else set(ids):
                     names.update(self.records.microbatches[each][1])
             twice = [name for name, count in names.items() if count > 1]
             self.records.doubled += len(twice)
             # While stage 0 is cut in two, a sample may count on both sides; who hears of it later says so.
-            told = sum(host.metrics.repeated_samples._value.get() for host in self._tube.world.hosts)
+            told = sum(host.metrics.repeated_samples._value.get() for host in self.tube.world.hosts)
             if len(twice) > told and stage == 0:
-                self._tube.violation(f"stage {stage}: {len(twice)} samples count twice, such as {twice[:3]}")
+                self.tube.violation(f"stage {stage}: {len(twice)} samples count twice, such as {twice[:3]}")
 
     def check_shares(self) -> None:
         """The updates of a later stage hold stage 0's microbatches, but for those that peers have reported lost."""
@@ -539,50 +563,60 @@ class Invariants:
                     lacking.update(set(first.ids).difference(other.ids))
             # Who has died or left the stage reports nothing of rounds that its stage-mates ended without it.
             for key, ids in self.records.brought.items():
-                of_stage, _, _, peer_id = key
-                has_left = (peer_id, stage) not in self.records.stayed or key in self.records.of_the_dead
-                if of_stage == stage and has_left:
+                of_stage = key[0]
+                if of_stage == stage and self.has_gone(key):
                     lacking.difference_update(ids)
-            missing, told, died = self._size(lacking), self.reported_lost(), self.records.died[stage]
+            missing, died = self.size(lacking), self.records.died[stage]
+            told = self.records.told_lost[stage] + self.records.told_lost[None]
             if missing > told + died:
-                self._tube.violation(
+                self.tube.violation(
                     f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and "
                     f"{told} were reported lost"
                 )
 
-    def _size(self, ids: Iterable[bytes]) -> int:
+    def has_gone(self, key: tuple[int, int, int, str]) -> bool:
+        """Whether the peer that brought this has died or left its stage since."""
+        return (key[3], key[0]) not in self.records.stayed or key in self.records.of_the_dead
+
+    def size(self, ids: Iterable[bytes]) -> int:
+        """How many samples microbatches are of."""
         return sum(len(self.records.microbatches[each][0]) for each in ids)
+
+    def names(self, ids: Iterable[bytes]) -> Iterator[SampleId]:
+        """The samples of microbatches."""
+        for each in ids:
+            yield from self.records.microbatches[each][1]
 
     def _lacking_in_line(self, stage: int) -> set[bytes]:
         """The microbatches that have led to the newest weights of stage 0, and not to those of a later stage."""
         if not {0, stage} <= self.records.ends.keys():
             return set()
-        first, later = (dict(self._history(self.records.ends[each])) for each in (0, stage))
+        first, later = (dict(self.history(self.records.ends[each])) for each in (0, stage))
         held = {each for ids in later.values() for each in ids}
         return {each for number, ids in first.items() if number in later for each in ids} - held
 
     def reported_lost(self) -> int:
         """The samples that all peers have reported lost."""
-        return int(sum(host.metrics.lost_samples._value.get() for host in self._tube.world.hosts))
+        return int(sum(host.metrics.lost_samples._value.get() for host in self.tube.world.hosts))
 
     def check_snapshots(self) -> None:
         """Who has made so many updates in a row that there was a snapshot among them has one."""
         least = 2 * self._resolved.manifest.recovery.snapshot_every
-        for host in self._tube.peers():
+        for host in self.tube.peers():
             replica = None if host.peer is None else host.peer._replica
             if host.peer is None or replica is None or host.storage.has_failed:
                 continue
             settled = self.records.settled[(host.name, replica.stage, replica.step.timeline.first_round)]
             if settled >= least and not host.peer._parts.snapshots.snapshots():
-                self._tube.violation(f"{host} has settled {settled} rounds in a row, and keeps no snapshot")
+                self.tube.violation(f"{host} has settled {settled} rounds in a row, and keeps no snapshot")
 
-    def _history(self, place: Place) -> Iterator[tuple[int, tuple[bytes, ...]]]:
+    def history(self, place: Place) -> Iterator[tuple[int, tuple[bytes, ...]]]:
         """The rounds that ended with the updates that have led to a place, and the microbatches of each."""
-        for (_, _, number, _), beginning in self._line(place):
+        for (_, _, number, _), beginning in self.line(place):
             if beginning.parent is not None and beginning.ids is not None:
                 yield number, beginning.ids
 
-    def _line(self, place: Place) -> Iterator[tuple[Place, Beginning]]:
+    def line(self, place: Place) -> Iterator[tuple[Place, Beginning]]:
         """All that has led to a place, the newest first."""
         while True:
             beginning = self.records.beginnings[place]

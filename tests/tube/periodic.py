@@ -17,6 +17,8 @@ from loop import HOST
 
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.step_loop import StepLoop
 
@@ -104,7 +106,25 @@ class PeriodicInvariants(Invariants):
         self._contributions[place] = [tensor.clone() for tensor in gradients], samples
         held = sum(len(self.records.microbatches[each][0]) for each in work)
         if held != samples:
-            self._tube.violation(f"{HOST.get()} brings {samples} samples to an average, and has computed {held}")
+            self.tube.violation(f"{HOST.get()} brings {samples} samples to an average, and has computed {held}")
+
+    async def _averaged(
+        self, call: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any
+    ) -> tuple[Any, Any]:
+        """Who brings samples to an average names them: stage-mates may not have heard of them."""
+        if group._stage == 0:
+            named = {SampleId(*item[:2], window) for item in ending.brings for window in range(item.start, item.end)}
+            if unnamed := set(self.names(self._work_of(self._trainers[group._me]))) - named:
+                self.tube.violation(f"{HOST.get()} brings {len(unnamed)} samples that it does not name")
+        return await super()._averaged(call, group, ending, gradients, attempt, members)
+
+    def _begun(self, loop: Any, round_number: int, history_hash: str, timeline: Timeline, *about: Any) -> None:
+        """After an average, a replica goes on from the outer weights, and not from its own."""
+        super()._begun(loop, round_number, history_hash, timeline, *about)
+        if self._averaging.averages_at(timeline.optimizer_step_at(round_number) - 1):
+            trainer = loop._trainer
+            if not all(map(torch.equal, trainer.module.parameters(), trainer.strategy._outer)):
+                self.tube.violation(f"{HOST.get()} begins round {round_number} with weights that are not the average's")
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
@@ -116,7 +136,7 @@ class PeriodicInvariants(Invariants):
         beginning = self.records.beginnings[(*parent[:2], step.round_number + 1, settlement.history_hash)]
         if beginning.ids is None:
             beginning.parent, beginning.ids = parent, ()
-            self._tube.committed(stage, step.round_number)
+            self.tube.committed(stage, step.round_number)
 
     def _check_update(self, place: Place, beginning: Beginning) -> None:
         """The outer step is that of torch, with the mean of the members' differences over their samples."""
@@ -139,7 +159,7 @@ class PeriodicInvariants(Invariants):
                 optimizer.step()
             error = float((outer.detach() - beginning.state[f"{STRATEGY_PREFIX}outer/{index:05d}"]).abs().max())
             if not error <= TOLERANCE:
-                self._tube.violation(
+                self.tube.violation(
                     f"the outer step of round {number - 1} of stage {stage} ({total} samples) is wrong by {error:.2g}"
                 )
                 return

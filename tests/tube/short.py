@@ -6,7 +6,7 @@ The text takes the place of Python's own, which no schedule gets to the end of e
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,8 @@ from swarm_peer.runtime.data.slices import MIN_SLICES, SliceReader
 # With a slice for each document, some of them empty: 130 samples in a pass, of which an optimizer step takes eight.
 NUM_DOCUMENTS = MIN_SLICES
 LENGTHS = range(4, 32)
+# So many passes have to end once faults have ceased.
+PASSES_AFTER = 2
 
 
 def short_text() -> AbstractContextManager[Any]:
@@ -35,6 +37,7 @@ class ShortInvariants(Invariants):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._pass_at: dict[Place, int] = {}  # the pass over the text that stage 0 is in, by where it is
+        self._pass_at_calm = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -46,6 +49,17 @@ class ShortInvariants(Invariants):
         await super()._committed(call, loop, settlement)
         if loop._leases is not None:
             self._pass_at[place] = max(self._pass_at.get(place, 0), loop._leases._ledger.current_pass)
+
+    def _newest_pass(self) -> int:
+        newest = max(self._pass_at, key=lambda place: (place[2], place[1]), default=None)
+        return 0 if newest is None else self._pass_at[newest]
+
+    def note_calm(self) -> None:
+        self._pass_at_calm = self._newest_pass()
+
+    def has_gone_on(self) -> bool:
+        """Whether a pass that began since has come to its end: none of its slices hangs."""
+        return self._newest_pass() >= self._pass_at_calm + PASSES_AFTER
 
     def check_samples(self) -> None:
         """As for any text; and of a pass that is over, every sample has counted, but for those reported lost.
@@ -59,19 +73,15 @@ class ShortInvariants(Invariants):
         newest = max(self._pass_at, key=lambda place: (place[2], place[1]))
         self.records.passes = self._pass_at[newest]
         counted = {
-            name for ids in (*dict(self._history(newest)).values(), *self._given_up()) for name in self._names(ids)
+            name for ids in (*dict(self.history(newest)).values(), *self._given_up()) for name in self.names(ids)
         }
         missing = [name for name in self._samples_before(self._pass_at[newest]) if name not in counted]
         excused = self.reported_lost() + self.records.died[0]
         if len(missing) > excused:
-            self._tube.violation(
+            self.tube.violation(
                 f"{len(missing)} samples of passes that are over are in no update, such as {missing[:3]}; "
                 f"{excused} were reported lost, or held by peers as they died"
             )
-
-    def _names(self, ids: Iterable[bytes]) -> Iterator[SampleId]:
-        for each in ids:
-            yield from self.records.microbatches[each][1]
 
     def _given_up(self) -> Iterator[tuple[bytes, ...]]:
         """The microbatches of all updates of stage 0 in rounds of which there are several."""

@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
+from calm import check_calm, helps
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
@@ -174,7 +175,7 @@ class Tube:
         self._lives: dict[str, int] = {}
         self._committed: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
         self._faults: anyio.CancelScope | None = None
-        self._stores: list[FailingStore] = []
+        self._stores: list[tuple[Host, FailingStore]] = []
         self._revoked: set[str] = set()
         self.world.on_violation = self._cut_short
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
@@ -280,7 +281,7 @@ class Tube:
         output = self._folder / name
         output.mkdir(exist_ok=True)
         store = FailingStore(self, str(self._folder / f"{name}-checkpoints"))
-        self._stores.append(store)
+        self._stores.append((host, store))
         plan = CheckpointPlan(store, 5)
         standby = name != "c0" or self._lives[name] > 0
         host.start(partial(run_coordinator, host, self._run_key, self.resolved, output, plan, standby))
@@ -421,6 +422,7 @@ class Tube:
         if not self.coordinators() or (self._revoked_peers() and not self.world.host("c0").is_alive):
             self.start_coordinator("c0")
         began = {stage: len(rounds) for stage, rounds in self._committed.items()}
+        self.invariants.note_calm()
         deadline = self.world.loop.time() + BOUND_S
         while not self._has_recovered(began):
             await anyio.sleep(1.0)
@@ -428,13 +430,13 @@ class Tube:
                 return
             if self.world.loop.time() > deadline:
                 self.invariants.check_snapshots()
-                if self._is_lost():
+                if self._is_lost() and not any(helps(self.invariants, *known) for known in self._stores):
                     self.lost = True
                     self.world.note("lost")
                     return
                 done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
                 left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
-                wanted = "end" if self.schedule.finishes else f"{STEPS_AFTER} steps"
+                wanted = "end" if self.schedule.finishes else f"{STEPS_AFTER} steps, or no whole pass,"
                 self.violation(f"no {wanted} in {BOUND_S:.0f} s without faults: {left}")
                 return
         if self.schedule.finishes:
@@ -443,6 +445,7 @@ class Tube:
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
         self.invariants.note_ends()
+        check_calm(self.invariants, self.peers())
 
     def _has_recovered(self, began: Mapping[int, int]) -> bool:
         """Whether the run has ended, or each stage has made enough steps since faults ceased, and the revoked went.
@@ -453,7 +456,7 @@ class Tube:
         if self.schedule.finishes:
             return self.invariants.finished_s is not None
         has_stepped = all(len(rounds) >= began[stage] + STEPS_AFTER for stage, rounds in self._committed.items())
-        return has_stepped and not self._revoked_peers()
+        return has_stepped and self.invariants.has_gone_on() and not self._revoked_peers()
 
     async def _leave(self) -> None:
         """The model is saved: who was there goes without an operator, unless it could not hear that the run is over."""
@@ -468,7 +471,7 @@ class Tube:
                 return
 
     async def _gather(self, deadline: float) -> None:
-        """Every peer that is left gets to where the others are."""
+        """Every peer that is left gets to where the others are, and a coordinator acts."""
         while stragglers := self._stragglers():
             await anyio.sleep(1.0)
             if self.world.violations:
@@ -479,7 +482,10 @@ class Tube:
 
     def _stragglers(self) -> list[str]:
         """What is wrong with the peers that do not serve, or are not where others of their stage are."""
-        found, steps = [], list[tuple[Host, int, StepState]]()
+        found, steps = list[str](), list[tuple[Host, int, StepState]]()
+        coordinations = [host.coordination for host in self.coordinators()]
+        if not any(coordination is not None and coordination.acts for coordination in coordinations):
+            found.append("no coordinator acts")
         for host in self.peers():
             replica = None if host.peer is None else host.peer._replica
             if replica is None or not serving(host):
@@ -533,7 +539,7 @@ class Tube:
         await anyio.sleep(150.0)
         self.invariants.check_samples()
         self.invariants.check_shares()
-        for store in self._stores:
+        for _, store in self._stores:
             self.invariants.check_checkpoint(store)
         gc.collect()
         await anyio.sleep(1.0)

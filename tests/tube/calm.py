@@ -1,0 +1,106 @@
+"""What must hold once faults have ceased, and the peers that are left have come together and gone on with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from hosts import Host
+from invariants import Invariants, Place
+
+from coordinator.checkpoints.store import CheckpointStore
+from swarm_peer.errors import UserError
+from swarm_peer.policy.data.ranges import SampleId, ranges_of
+from swarm_peer.runtime.replica import StageReplica
+
+# Updates of a stage whose samples are looked at: where stage-mates average periodically, one of these is of a period.
+NUM_UPDATES = 5
+# What they may hold, by what they should: a peer that is the first in a round may launch more than its share.
+LEAST, MOST = 0.8, 1.6
+# Rounds that the ledger of a state is ahead of the samples in its updates, or more.
+ROUNDS_AHEAD = {"synchronous": 0, "delayed": 1, "periodic": NUM_UPDATES}
+
+
+def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
+    """Look at what the peers have done since faults ceased.
+
+    Args:
+        peers: those that are left
+    """
+    replicas = [(host, host.peer._replica) for host in peers if host.peer is not None]
+    serving = [(host, replica) for host, replica in replicas if replica is not None]
+    _check_sizes(watch)
+    _check_copies(watch, serving)
+    for host, replica in serving:
+        if replica.stage == 0:
+            _check_ledger(watch, host, replica)
+
+
+def _check_sizes(watch: Invariants) -> None:
+    """The last updates of each stage hold about as many samples as a global batch each."""
+    wanted = NUM_UPDATES * watch.manifest.training.global_batch_size
+    for stage, place in sorted(watch.records.ends.items()):
+        sizes = [watch.size(ids) for _, ids in islice(watch.history(place), NUM_UPDATES)]
+        if len(sizes) == NUM_UPDATES and not LEAST * wanted <= sum(sizes) <= MOST * wanted:
+            watch.tube.violation(f"long after faults have ceased, updates of stage {stage} hold {sizes} samples")
+
+
+def _check_copies(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
+    """Who has taken snapshots of its own stage for a while keeps one of the next stage, too."""
+    num_stages, least = watch.manifest.stages.count, 3 * watch.manifest.recovery.snapshot_every
+    for host, replica in replicas:
+        assert host.peer is not None
+        settled = watch.records.settled[(host.name, replica.stage, replica.step.timeline.first_round)]
+        next_stage = (replica.stage + 1) % num_stages
+        stages = {ref.stage for ref, _ in host.peer._parts.snapshots.snapshots()}
+        if settled >= least and not host.storage.has_failed and not {replica.stage, next_stage} <= stages:
+            watch.tube.violation(
+                f"{host} has settled {settled} rounds of stage {replica.stage} in a row, and keeps snapshots of "
+                f"stages {sorted(stages)}"
+            )
+
+
+def _check_ledger(watch: Invariants, host: Host, replica: StageReplica) -> None:
+    """The samples of a ledger are those in the updates, but for what was lost or is on its way."""
+    step, leases = replica.step, replica.parts.step_loop._leases
+    place = (0, step.timeline.first_round, step.round_number, step.history_hash)
+    if leases is None or leases._ledger is None or place not in watch.records.beginnings:
+        return
+    ledger = leases._ledger
+    in_updates = {name for _, ids in watch.history(place) for name in watch.names(ids)}
+    if lacking := ledger.lacking(ranges_of(in_updates)):
+        watch.tube.violation(f"{host} would read {len(lacking)} samples again that updates hold, such as {lacking[:2]}")
+    drawn = set(watch.names(watch.records.microbatches))
+    counted = drawn.difference(ledger.lacking(ranges_of(drawn)))
+    lost = counted - in_updates - set(_under_way(watch, place))
+    told, died = watch.records.told_lost[0] + watch.records.told_lost[None], watch.records.died[0]
+    if len(lost) > told + died:
+        watch.tube.violation(
+            f"{host} takes {len(lost)} samples for counted that no update holds, such as {sorted(lost)[:2]}; "
+            f"{told} were reported lost, and peers of stage 0 held {died} as they died"
+        )
+
+
+def _under_way(watch: Invariants, place: Place) -> Iterator[SampleId]:
+    """Samples of the newest rounds, and those that peers brought which have died or left since: nobody reports them."""
+    _, first_round, number, _ = place
+    newest = number - ROUNDS_AHEAD[watch.manifest.averaging.mode]
+    for key, ids in watch.records.brought.items():
+        if key[0] == 0 and ((key[1] == first_round and key[2] >= newest) or watch.has_gone(key)):
+            yield from watch.names(ids)
+
+
+def helps(watch: Invariants, coordinator: Host, store: CheckpointStore) -> bool:
+    """Whether a coordinator has a checkpoint on the way to the newest weights, which it would give to a lost stage."""
+    try:
+        checkpoint = store.newest(watch.manifest)
+    except UserError:
+        return False
+    if checkpoint is None or not coordinator.is_alive:
+        return False
+    newest = max(watch.records.beginnings, key=lambda place: (place[1], place[2]))
+    return any(
+        begun.optimizer_step == checkpoint.optimizer_step
+        and begun.timeline.creation_round(number) == checkpoint.round_number
+        for (_, _, number, _), begun in watch.line(newest)
+    )
