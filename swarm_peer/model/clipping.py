@@ -22,6 +22,10 @@ class Clipper:
         self._own_norm: Tensor | None = None  # of the last trial's gradient, until the mean comes
         self._mean_by_own: Tensor | float = 1.0
 
+    def forget_trial(self) -> None:
+        """Expect no mean for the last trial: other weights have come, and the next mean is of another round."""
+        self._own_norm = None
+
     def clip(self, parameters: Sequence[nn.Parameter], norm: Tensor, *, is_trial: bool) -> None:
         """Clip the parameters' gradients, whose norm is positive and finite.
 

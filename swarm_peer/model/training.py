@@ -36,7 +36,7 @@ from swarm_peer.model.optimizer import (
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGY_PREFIX, RoundStrategy, StepResult
+from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
 from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
 
@@ -92,15 +92,12 @@ class StageTrainer:
             self._initialise(self.module)
         self.module.to(self.device)
         self.optimizer = make_optimizer(manifest.optimizer, self.module)
-        self.strategy = self._make_strategy()
+        self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
         fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
         self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
         # Tells passes before a change of weights from those after it, even at one optimizer step.
         self.weights_version = 0
-
-    def _make_strategy(self) -> RoundStrategy:
-        return strategy_of(self.manifest.averaging)(self)
 
     def _initialise(self, module: StageModule) -> None:
         model = self.manifest.model
@@ -365,7 +362,7 @@ class StageTrainer:
         for parameter, value in zip(self.module.parameters(), initial.parameters(), strict=True):
             parameter.copy_(value)
         self.optimizer = make_optimizer(self.manifest.optimizer, self.module)
-        self.strategy = self._make_strategy()
+        self.strategy = strategy_of(self.manifest.averaging)(self)
         self._enter(0)
 
     @contextmanager
@@ -379,6 +376,7 @@ class StageTrainer:
 
     def _enter(self, optimizer_step: int) -> None:
         self.discard_gradients()
+        self._clipper.forget_trial()
         self.optimizer_step = optimizer_step
         self.weights_version += 1
 

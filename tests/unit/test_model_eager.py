@@ -65,6 +65,19 @@ def test_a_replicas_own_gradient_is_clipped_as_the_mean_was_by_comparison(monkey
         assert [first, second] == pytest.approx([mean / old * new for old, new in zip(before, after, strict=True)])
 
 
+def test_a_mean_is_not_compared_to_a_gradient_of_before_the_state_that_came():
+    first, second = eager(2)
+    for step in range(3):
+        for number, trainer in enumerate((first, second)):
+            compute(trainer, 10 * step + number)
+        end_round([first, second])
+    ratio = first._clipper._mean_by_own
+    first.load_state(second.state(), optimizer_step=3)
+    compute(second, 5)
+    end_round([first, second])
+    assert first._clipper._mean_by_own == ratio != 1
+
+
 def test_stage_mates_hold_the_same_weights_and_compute_with_others():
     first, second = replicas(2, resolved_of(averaging=EAGER, training=UNCLIPPED))
     reference, scratch = replicas(2, resolved_of(averaging={"mode": "synchronous"}, training=UNCLIPPED))
