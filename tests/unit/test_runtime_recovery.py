@@ -1917,6 +1917,7 @@ async def test_a_snapshot_that_is_being_written_as_its_part_is_given_up_is_dropp
     ]
     await asyncio.sleep(0)
     store.give_up(split.step + 2, split.step + EVERY)
+    store.give_up(split.step + 9, split.step + 10)
     release.set()
     await asyncio.gather(*storing)
     assert [(ref.stage, ref.optimizer_step - split.step) for ref, _ in store.snapshots()] == [(1, 1), (2, 1)]

@@ -1174,6 +1174,20 @@ async def test_a_snapshot_whose_file_has_changed_is_not_gone_back_to(world, capl
     assert (donor.donor.snapshots(), donor.files()) == ([], [])
 
 
+async def test_a_disk_that_removes_nothing_does_not_end_a_peer(world, monkeypatch, caplog):
+    """Linux makes a disk that fails one that can only be read."""
+    donor = await world.donor("a")
+    assert await donor.donor.take_snapshot(3)
+
+    def remove(name):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(type(donor.donor._storage), "remove", lambda storage, name: remove(name))
+    donor.donor.give_up(0, 9)
+    assert donor.donor.snapshots() == []
+    assert "snapshot_not_removed stage=1 optimizer_step=3 reason=[Errno 30] Read-only file system" in caplog.text
+
+
 async def test_a_snapshot_whose_file_has_changed_is_not_given_away(world):
     damaged, good = [await world.donor(name) for name in "ab"]
     for donor in (damaged, good):

@@ -232,9 +232,9 @@ class StageExecutor:
             raise RoundClosed(f"the weights of round {entered.number} have changed", entered.number + 1)
         shape = num_samples, length, _ = microbatch.hidden_shape(self._resolved)
         num_tokens = length + (microbatch.mode != "predict")
-        tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
         graph: ForwardPass | None = None
         with out_of_memory_fails_hop():
+            tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
             hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations, trainer.device)
             if microbatch.mode == "train":
                 graph = trainer.forward(tokens_BS, hidden_BTD)

@@ -75,7 +75,7 @@ def make_index(
     """Make the index of a state or an update, and give its tensors' bytes. Takes a second per gigabyte."""
     entries, parts = [], []
     for name, tensor in state.tensors.items():
-        data = _as_bytes(tensor)
+        data = as_bytes(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries.append(StateEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), chunks=hash_chunks(data)))
         parts.append(data)
@@ -100,7 +100,8 @@ def hash_chunks(data: memoryview) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(data[start : start + STATE_CHUNK_BYTES]).digest() for start in starts)
 
 
-def _as_bytes(tensor: torch.Tensor) -> memoryview:
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, which may be empty."""
     flat = tensor.contiguous().view(-1)
     return bytes_of(flat) if flat.numel() else memoryview(b"")
 

@@ -21,7 +21,7 @@ from swarm_peer.policy.recovery import SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import Clock, Storage, Threads
 from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields
-from swarm_peer.runtime.state.index import StageState, assemble, hash_chunks, make_index, timeline_of
+from swarm_peer.runtime.state.index import StageState, as_bytes, assemble, hash_chunks, make_index, timeline_of
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.messages import (
     STATE_CHUNK_BYTES,
@@ -106,7 +106,7 @@ class SnapshotStore:
         self._storage = storage
         self._is_member = is_member
         self._snapshots: dict[SnapshotRef, StoredState] = {}
-        self._num_given_up, self._given_up = 0, range(0)
+        self._given_up: list[range] = []  # optimizer steps
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -126,11 +126,11 @@ class SnapshotStore:
     async def store_snapshot(self, stage: int, state: StageState) -> None:
         """Keep a stage's state as a snapshot, and forget the oldest snapshot of that stage."""
         ref = SnapshotRef(stage, state.created_at_round, state.optimizer_step)
-        given_up_before = self._num_given_up
+        given_up_before = len(self._given_up)
         stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
-        if self._num_given_up != given_up_before and state.optimizer_step in self._given_up:
+        if any(state.optimizer_step in steps for steps in self._given_up[given_up_before:]):
             self.forget(ref, GONE_ON)
             return
         log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, stored.num_bytes)
@@ -155,9 +155,9 @@ class SnapshotStore:
             after: the last optimizer step whose snapshots stay
             until: the last one whose snapshots go
         """
-        self._num_given_up += 1
-        self._given_up = range(after + 1, until + 1)
-        for ref in [known for known in self._snapshots if known.optimizer_step in self._given_up]:
+        steps = range(after + 1, until + 1)
+        self._given_up.append(steps)
+        for ref in [known for known in self._snapshots if known.optimizer_step in steps]:
             self.forget(ref, GONE_ON)
 
     async def load_snapshot(self, ref: SnapshotRef) -> StageState | None:
@@ -204,7 +204,11 @@ class SnapshotStore:
         if reason:
             text = "snapshot_dropped stage=%d optimizer_step=%d reason=%s"
             log.info(text, ref.stage, ref.optimizer_step, reason)
-        self._storage.remove(_name_of(ref))
+        try:
+            self._storage.remove(_name_of(ref))
+        except OSError as error:
+            text = "snapshot_not_removed stage=%d optimizer_step=%d reason=%s: check the disk"
+            log.warning(text, ref.stage, ref.optimizer_step, error)
 
     async def handle_index(self, caller: str, call: StateIndexCall, tensors: Sequence[memoryview]) -> Reply:
         """Give the index of a state or an update that is kept here.
@@ -287,7 +291,7 @@ def make_stored(stage: int, kind: Literal["state", "update"], state: StageState)
 def _read_stored(stored: StoredState) -> StageState | None:
     """Copy a snapshot's tensors out of the file; None if the file is not what was written."""
     buffers = [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors]
-    hashes = [hash_chunks(memoryview(buffer.numpy())) for buffer in buffers]
+    hashes = [hash_chunks(as_bytes(buffer)) for buffer in buffers]
     if hashes != [entry.chunks for entry in stored.index.entries]:
         return None
     return assemble(stored.index, buffers)
