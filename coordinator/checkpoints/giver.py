@@ -129,7 +129,8 @@ class CheckpointGiver:
                 waited_s = 0.0 if all(peers_by_stage()) else waited_s + LOOK_S
             has_given = False
             while not all(peers_by_stage()):
-                has_given = has_given or await self._give_newest(store, fits)
+                if not (has_given and self._snapshots.snapshots()):  # its copy may be on a disk that fails
+                    has_given = await self._give_newest(store, fits)
                 await anyio.sleep(LOOK_S if has_given else RETRY_S)
 
     async def _give_newest(self, store: CheckpointStore, fits: Fits) -> bool:

@@ -210,7 +210,7 @@ class CheckpointStore:
         if surplus and known_good is None and not any(self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)
             surplus = [folder for folder in surplus if good not in (folder, None)]
-        cut_off = [folder for folder in folders if folder not in complete]
+        cut_off = [folder for folder in folders if folder not in (*complete, known_good)]
         leftovers = [path for name, path in self._files.folders().items() if LEFTOVER.fullmatch(name)]
         for folder in (*cut_off, *leftovers, *surplus):
             self._files.remove(folder, first=CONTENTS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
+# Pauses between tries to write a checkpoint: a network disk may fail for a moment.
+SAVE_PAUSES_S = (1.0, 5.0, 20.0)
 
 
 @dataclass(frozen=True)
@@ -229,16 +231,12 @@ class CheckpointWriter:
                 if created_at_round is None:
                     raise CallError("the run has gone back to before it")
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
-                # What has come is kept while others are waited for, unless the run has gone back since.
+                # This keeps what has come while it waits for others, unless the run has gone back since.
                 states = {stage: state for stage, state in states.items() if state.timeline == weights}
                 for stage in range(self._manifest.stages.count):
                     if stage not in states:
                         states[stage] = await self._fetch(transport, stage, weights)
-                # A save that is cut off makes no checkpoint, and must not hold up the run's end.
-                ordered = [states[stage] for stage in sorted(states)]
-                await self._threads.run(
-                    self._store.save, optimizer_step, self._manifest, ordered, abandon_on_cancel=True
-                )
+                await self._write(optimizer_step, [states[stage] for stage in sorted(states)])
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._watch.observe_checkpoint(optimizer_step)
@@ -259,6 +257,22 @@ class CheckpointWriter:
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
         )
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
+
+    async def _write(self, optimizer_step: int, states: Sequence[StageState]) -> None:
+        """Put the states of all stages into the store. Raises UserError if it fails time and again."""
+        for pause_s in (*SAVE_PAUSES_S, None):
+            try:
+                # A save that is cut off makes no checkpoint, and must not hold up the run's end.
+                await self._threads.run(
+                    self._store.save, optimizer_step, self._manifest, states, abandon_on_cancel=True
+                )
+                return
+            except UserError as error:
+                if pause_s is None:
+                    raise
+                text = "checkpoint_not_written optimizer_step=%d tries_again_in_s=%.0f reason=%s"
+                log.warning(text, optimizer_step, pause_s, error)
+                await anyio.sleep(pause_s)
 
     async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
         view = self._directory.view

@@ -357,6 +357,31 @@ def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
     assert "checkpoints_not_pruned" in caplog.text
 
 
+@pytest.mark.parametrize("unseen", ["step-00000002", "step-00000003"])
+def test_nothing_is_removed_while_the_store_does_not_answer(world, unseen, monkeypatch, caplog):
+    """Clients say that a file does not exist if they cannot reach it, and what is incomplete is removed."""
+    world.save(1, 2)
+    store = world.store(keep=3)
+    info = type(store._files._fs).info
+
+    def fail(fs, path, **options):
+        if unseen in str(path) and str(path).endswith("checkpoint.json"):
+            raise OSError(116, "Stale file handle")
+        return info(fs, path, **options)
+
+    real_prune = store.prune
+
+    def prune(**options):
+        monkeypatch.setattr(type(store._files._fs), "info", fail)
+        real_prune(**options)
+
+    monkeypatch.setattr(store, "prune", prune)
+    store.save(3, MANIFEST, states_of(3))
+    monkeypatch.setattr(type(store._files._fs), "info", info)
+    assert "checkpoints_not_pruned" in caplog.text
+    assert world.names() == ["step-00000001", "step-00000002", "step-00000003"]
+
+
 # --- what is damaged --------------------------------------------------------------------------------------------------
 
 
@@ -1010,6 +1035,33 @@ async def test_what_has_come_is_not_fetched_again_while_another_stage_is_waited_
     assert num_calls[0] == num_calls[1] == num_calls[2] > 0
     for stage, state in enumerate(states):
         assert_same(run.store.newest().load_stage(stage), state)
+
+
+@pytest.mark.parametrize("num_failures", [2, 9])
+async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run, monkeypatch, num_failures):
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    save, failures, pauses = run.store.save, [UserError("no network")] * num_failures, []
+
+    def fail_first(*args):
+        if failures:
+            raise failures.pop()
+        return save(*args)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(run.store, "save", fail_first)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
+    await run.save()
+    assert pauses == list(checkpointing.SAVE_PAUSES_S[:num_failures])
+    assert run.told == [
+        "The checkpoint of optimizer step 60 is saved."
+        if num_failures == 2
+        else "The checkpoint of optimizer step 60 could not be saved: no network."
+    ]
 
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):
