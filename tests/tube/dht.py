@@ -47,6 +47,8 @@ class TubeNode:
             _child=SimpleNamespace(wait=anyio.sleep_forever), tell_revocations=self._tell_revocations
         )
         self.cache_refresh_task = None
+        # With "store", others keep nothing of this node's; with "get", it finds what it keeps itself alone.
+        self.failing: set[str] = set()
 
     async def _tell_revocations(self, peer_id: str) -> None:
         """Each host hears of a revocation at a moment of its own: see the fault."""
@@ -119,6 +121,9 @@ class TubeNode:
         if not self._host.is_alive:
             await anyio.sleep_forever()
         self._world.note("store", self._host.name, key.rpartition(".")[2])
+        if "store" in self.failing:
+            await anyio.sleep(WAIT_S)
+            return False
         await self._ask(self._nearest(key_bytes, REPLICAS), store_at)
         return stored > 0
 
@@ -153,5 +158,9 @@ class TubeNode:
 
         if not self._host.is_alive:
             await anyio.sleep_forever()
-        await self._ask(self._nearest(key_bytes, NODES_ASKED), take)
+        if "get" in self.failing:
+            await anyio.sleep(WAIT_S)
+            take(self._host, self)
+        else:
+            await self._ask(self._nearest(key_bytes, NODES_ASKED), take)
         return SimpleNamespace(value=dict(sorted(found.items()))) if found else None

@@ -94,6 +94,37 @@ async def empty_stage(tube: Tube, rng: random.Random) -> None:
             await tube.come_back(victim, rng)
 
 
+@kind(0.2)
+async def power_cut(tube: Tube, rng: random.Random) -> None:
+    """All peers die at the same moment, and standbys, perhaps; they come back one after the other, with empty disks."""
+    peers, standbys = tube.peers(), [host for host in tube.coordinators()[1:] if rng.random() < 0.5]
+    tube.struck("power_cut", *peers, *standbys)
+    for victim in [*peers, *standbys]:
+        tube.gone(victim)
+        victim.die()
+    await anyio.sleep(rng.choice([0.3, 2.0, 10.0, 25.0]))
+    for victim in peers:
+        tube.start_again(victim, rng)
+        await anyio.sleep(rng.choice([0.0, 0.0, 0.5, 5.0]))
+    for victim in standbys:
+        tube.start_coordinator_again(victim)
+
+
+@kind(0.7)
+async def flap(tube: Tube, rng: random.Random) -> None:
+    """A peer dies and is there again within a second, three times in a row."""
+    victim = tube.expendable(rng)
+    for _ in range(3):
+        if victim is None or victim not in tube.expendables():
+            return
+        tube.struck("flap", victim)
+        tube.gone(victim)
+        victim.die()
+        await anyio.sleep(rng.choice([0.01, 0.2, 1.0]))
+        victim = tube.start_again(victim, rng)
+        await anyio.sleep(rng.choice([0.2, 1.0, 4.0, 12.0]))
+
+
 @kind(2.0)
 async def sigterm(tube: Tube, rng: random.Random) -> None:
     """A peer is told to leave, and has to be gone soon."""
@@ -313,6 +344,58 @@ async def damage_files(tube: Tube, rng: random.Random) -> None:
         for name in names if rng.random() < 0.5 else [rng.choice(names)]:
             data = victim.storage.files[name]
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+@kind(0.7)
+async def slow_threads(tube: Tube, rng: random.Random) -> None:
+    """A machine swaps, or its disk is slow: what a host does in threads takes seconds, for a while."""
+    if victim := tube.any_host(rng):
+        tube.struck("slow_threads", victim)
+        seconds = rng.uniform(5.0, 40.0)
+        tube.out_of_sight(victim, seconds)
+        victim.threads.longer_s = rng.choice([0.2, 1.0, 4.0, 12.0])
+        await anyio.sleep(seconds)
+        victim.threads.longer_s = 0.0
+
+
+@kind(0.7)
+async def unlisted(tube: Tube, rng: random.Random) -> None:
+    """The DHT takes nothing from a host, or gives it nothing, for a while in which its calls go well."""
+    if (victim := tube.any_host(rng)) and victim.node is not None:
+        failing = rng.choice([{"store"}, {"store"}, {"get"}, {"store", "get"}])
+        seconds = rng.choice([10.0, 30.0, 60.0, 90.0])
+        tube.struck("unlisted", victim, *sorted(failing))
+        tube.out_of_sight(victim, seconds)
+        victim.node.failing |= failing
+        await anyio.sleep(seconds)
+        victim.node.failing -= failing
+
+
+@kind(0.7)
+async def shut_in(tube: Tube, rng: random.Random) -> None:
+    """Nobody can connect to a host any more, and connections to it break; its own calls to others go well."""
+    if victim := tube.any_host(rng):
+        seconds = rng.choice([5.0, 15.0, 40.0, 90.0])
+        tube.struck("shut_in", victim)
+        tube.out_of_sight(victim, seconds)
+        victim.refuses = True
+        for connection in list(tube.world.network.open_connections()):
+            if connection.callee is victim:
+                tube.world.network.cut(connection, "connection reset")
+        await anyio.sleep(seconds)
+        victim.refuses = False
+
+
+@kind(0.4)
+async def silent_store(tube: Tube, rng: random.Random) -> None:
+    """The stores of checkpoints answer a part of the requests alone, for a while."""
+    tube.struck("silent_store")
+    share = rng.choice([0.05, 0.3, 0.9])
+    for _, store in tube.stores:
+        store.unanswered = share
+    await anyio.sleep(rng.uniform(5.0, 40.0))
+    for _, store in tube.stores:
+        store.unanswered = 0.0
 
 
 @kind(1.0)

@@ -53,6 +53,7 @@ class Host:
         name: unique among all lives
         stage: that its peer was told to serve, or "auto"
         is_stalled: it is halted: nothing of it reaches the world, and nothing of the world reaches it
+        refuses: nobody can connect to it, and it can connect to others
         orders: what the schedule has this coordinator order, besides its rebalancer's own decisions
     """
 
@@ -63,6 +64,7 @@ class Host:
         self.peer_id = identity.peer_id
         self.is_alive = True
         self.is_stalled = False
+        self.refuses = False
         self.has_ended = False
         self.ended = anyio.Event()  # set to have it leave, as SIGTERM does
         self.died_s = 0.0

@@ -56,15 +56,20 @@ class TubeRandom:
         return self._tokens.randbytes(num_bytes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TubeThreads:
-    """Work that takes a moment of virtual time, and then happens at once."""
+    """Work that takes a moment of virtual time, and then happens at once.
+
+    Attributes:
+        longer_s: how much longer it takes
+    """
 
     rng: random.Random
+    longer_s: float = 0.0
 
     async def run(self, function: Callable[..., Any], *args: object, abandon_on_cancel: bool = False) -> Any:
         with anyio.CancelScope(shield=not abandon_on_cancel):
-            await anyio.sleep(self.rng.uniform(0.0001, 0.003))
+            await anyio.sleep(self.rng.uniform(0.0001, 0.003) + self.longer_s)
         return function(*args)
 
     def start(self, target: Callable[[], None], name: str) -> Callable[[float], None]:

@@ -154,7 +154,7 @@ class TubeNetwork:
         assert callee is not None
         if connection.is_over or not connection.caller.is_alive:
             return
-        if not callee.is_alive or callee.transport is None or callee.transport.handler is None:
+        if not callee.is_alive or callee.transport is None or callee.transport.handler is None or callee.refuses:
             self.fail(connection, PeerUnreachable(f"{connection.peer_id}: connection refused"), True)
             return
         if self._lets_in(connection):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import itertools
 import logging
@@ -175,7 +176,7 @@ class Tube:
         self._lives: dict[str, int] = {}
         self._committed: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
         self._faults: anyio.CancelScope | None = None
-        self._stores: list[tuple[Host, FailingStore]] = []
+        self.stores: list[tuple[Host, FailingStore]] = []
         self._revoked: set[str] = set()
         self.world.on_violation = self._cut_short
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
@@ -281,7 +282,7 @@ class Tube:
         output = self._folder / name
         output.mkdir(exist_ok=True)
         store = FailingStore(self, str(self._folder / f"{name}-checkpoints"))
-        self._stores.append((host, store))
+        self.stores.append((host, store))
         plan = CheckpointPlan(store, 5)
         standby = name != "c0" or self._lives[name] > 0
         host.start(partial(run_coordinator, host, self._run_key, self.resolved, output, plan, standby))
@@ -299,10 +300,19 @@ class Tube:
             return
         if who == "nobody" and len(self.peers()) > self.num_stages:
             return
+        if who != "same" or self.start_again(victim, rng) is None:
+            self.start_peer(rng)
+
+    def start_again(self, victim: Host, rng: random.Random) -> Host | None:
+        """Start a peer that has gone, unless there are enough, or two faults had struck it and it is back already.
+
+        Its identity is a locked file, so it does not come back twice.
+        """
         name = victim.name.partition("'")[0]
-        # Two faults may have struck it. Its identity is a locked file, so it does not come back twice.
         is_back = any(host.is_alive and host.name.partition("'")[0] == name for host in self.peers())
-        self.start_peer(rng, name if who == "same" and not is_back else None)
+        if is_back or len(self.peers()) >= self.most_peers or self._faults_are_over:
+            return None
+        return self.start_peer(rng, name)
 
     def revoke(self, victim: Host) -> None:
         """The operator lets a peer take part no more, by the folder of the run's first coordinator."""
@@ -316,6 +326,12 @@ class Tube:
         await anyio.sleep(seconds)
         host.is_stalled = False
         self.world.network.release()
+
+    def out_of_sight(self, host: Host, seconds: float) -> None:
+        """Note that others may take a host for gone from now on, for so long."""
+        now = self.world.loop.time()
+        self._departures += [(now, self.stage_of(host)), (now + seconds, None)]
+        self._cut_until = max(self._cut_until, now + seconds)
 
     async def block(self, pairs: Iterable[tuple[Host, Host]], seconds: float) -> None:
         links = [self.world.network.link(source, target) for source, target in pairs]
@@ -402,8 +418,14 @@ class Tube:
         self._cut_until = min(self._cut_until, self.world.loop.time())
         self.world.network.tampering.clear()
         self.checkpoint_failure = None
+        for _, store in self.stores:
+            store.unanswered = 0.0
         for host in self.world.hosts:
             host.is_stalled = False
+            host.refuses = False
+            host.threads.longer_s = 0.0
+            if host.node is not None:
+                host.node.failing.clear()
             host.storage.is_full = False
             host.clock.skew_s = host.skew_s
             host.orders.clear()
@@ -430,7 +452,7 @@ class Tube:
                 return
             if self.world.loop.time() > deadline:
                 self.invariants.check_snapshots()
-                if self._is_lost() and not any(helps(self.invariants, *known) for known in self._stores):
+                if self._is_lost() and not any(helps(self.invariants, *known) for known in self.stores):
                     self.lost = True
                     self.world.note("lost")
                     return
@@ -539,7 +561,7 @@ class Tube:
         await anyio.sleep(150.0)
         self.invariants.check_samples()
         self.invariants.check_shares()
-        for _, store in self._stores:
+        for _, store in self.stores:
             self.invariants.check_checkpoint(store)
         gc.collect()
         await anyio.sleep(1.0)
@@ -563,23 +585,36 @@ class Tube:
 
 
 class FailingStore(CheckpointStore):
-    """Checkpoints on a disk that may be full, or lose power in the middle of a write."""
+    """Checkpoints on a disk that may be full, lose power in the middle of a write, or not answer.
+
+    Attributes:
+        unanswered: the share of requests that fail
+    """
 
     def __init__(self, tube: Tube, url: str):
         super().__init__(url, 2)
+        self.unanswered = 0.0
         self._tube = tube
+        self._rng = tube.world.rng(f"store {len(tube.stores)}")
+        for name in ("folders", "exists", "read", "describe", "begin", "write", "publish", "remove"):
+            setattr(self._files, name, partial(self._request, getattr(self._files, name)))
+
+    def _request(self, send: Any, *args: Any, **options: Any) -> Any:
+        if self.unanswered and self._rng.random() < self.unanswered:
+            raise OSError(errno.EIO, "Input/output error")
+        return send(*args, **options)
 
     def save(self, *args: Any) -> str:
-        match self._tube.checkpoint_failure:
-            case "full":
-                raise UserError("the disk is full")
-            case "torn":
-                address = super().save(*args)
-                tear(Path(address))
-                self._tube.invariants.check_checkpoint(self)
-                return address
+        if self._tube.checkpoint_failure == "full":
+            raise UserError("the disk is full")
         address = super().save(*args)
+        if not Path(address).exists():
+            self._tube.violation(f"the checkpoint {Path(address).name} is gone as soon as it is saved")
+        if self._tube.checkpoint_failure == "torn":
+            tear(Path(address))
+        unanswered, self.unanswered = self.unanswered, 0.0
         self._tube.invariants.check_checkpoint(self)
+        self.unanswered = unanswered
         return address
 
 
