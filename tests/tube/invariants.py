@@ -159,6 +159,7 @@ class Invariants:
             around(StageGroup, "_ask_vote", self._asked),
             around(StepLoop, "_commit", self._committed),
             around(StepLoop, "_take_over", self._taken_over),
+            around(StepLoop, "_replay", self._replayed),
             after(StepLoop, "_begin_round", self._begun),
             around(SnapshotStore, "store_snapshot", self._kept),
             around(Mover, "_move", self._moved),
@@ -351,6 +352,16 @@ class Invariants:
             )
         kept = {made_at: held.intersection(ids) for made_at, ids in own.items() if made_at < state.optimizer_step}
         self.records.own_work[HOST.get().name, loop._stage] = kept
+
+    async def _replayed(self, call: Any, loop: Any, *args: Any) -> Any:
+        """Who applies the updates that stage-mates made without it reports what it had itself."""
+        metrics, strategy = loop._context.metrics, loop._trainer.strategy
+        pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
+        result = await call(*args)
+        told, lost = metrics.lost_samples._value.get() - before, pending - strategy.pending_samples
+        if lost > told:
+            self.tube.violation(f"{HOST.get()} drops {lost} samples for the updates of others, and reports {told:.0f}")
+        return result
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
@@ -555,24 +566,28 @@ class Invariants:
     def check_shares(self) -> None:
         """The updates of a later stage hold stage 0's microbatches, but for those that peers have reported lost."""
         for stage in range(1, len(self._reference)):
+            in_line = self._lacking_in_line(stage)
+            self._check_lacking(stage, in_line, self.records.told_lost[stage] + self.records.told_lost[None])
             # Of two that updated weights differently in the same round, each may lack the same one.
-            lacking = self._lacking_in_line(stage)
+            lacking = set(in_line)
             for (of_stage, _, number, _), first in list(self.records.beginnings.items()):
                 other = None if of_stage or first.ids is None else self._beginning_of(stage, first.timeline, number)
                 if other is not None and other.ids is not None and first.ids is not None:
                     lacking.update(set(first.ids).difference(other.ids))
-            # Who has died or left the stage reports nothing of rounds that its stage-mates ended without it.
-            for key, ids in self.records.brought.items():
-                of_stage = key[0]
-                if of_stage == stage and self.has_gone(key):
-                    lacking.difference_update(ids)
-            missing, died = self.size(lacking), self.records.died[stage]
-            told = self.records.told_lost[stage] + self.records.told_lost[None]
-            if missing > told + died:
-                self.tube.violation(
-                    f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and "
-                    f"{told} were reported lost"
-                )
+            # Rewinds have given some of these up before anybody knew that they lacked there.
+            self._check_lacking(stage, lacking, self.reported_lost())
+
+    def _check_lacking(self, stage: int, lacking: set[bytes], told: int) -> None:
+        # Who has died or left the stage reports nothing of rounds that its stage-mates ended without it.
+        gone = {
+            each for key, ids in self.records.brought.items() if key[0] == stage and self.has_gone(key) for each in ids
+        }
+        missing, died = self.size(lacking - gone), self.records.died[stage]
+        if missing > told + died:
+            self.tube.violation(
+                f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and {told} "
+                f"were reported lost"
+            )
 
     def has_gone(self, key: tuple[int, int, int, str]) -> bool:
         """Whether the peer that brought this has died or left its stage since."""
