@@ -53,6 +53,8 @@ LONGEST_LIFETIME_S = 25 * 3600.0
 # longer by another one at most. Otherwise a peer whose clock is an hour ahead would seem present an hour after its
 # death.
 CLOCK_TOLERANCE_S = 30.0
+# Of two records of one author under a key, the one that expires later takes the place of the other.
+AFTER_S = 0.001
 # Manifests of one run whose records are kept, this node's own included: the run's key may have published it anew, with
 # more optimizer steps.
 MOST_MANIFESTS = 4
@@ -77,6 +79,7 @@ class RecordPlaces:
 
     def __init__(self, *, key_id: Callable[[str], bytes]):
         self._key_id = key_id
+        self._newest: dict[tuple[bytes, str], float] = {}  # when a record expires, by key and author
         self._run_id: str | None = None
         self._own = ""  # hash of this node's manifest
         # The places under each key: of records that the run's key signs or warrants, and of those of each of the run's
@@ -153,6 +156,21 @@ class RecordPlaces:
             raise InvalidMessage("its time is over")
         if not lifetime_s <= longest_s:
             raise InvalidMessage(f"to be kept for {lifetime_s:.0f} s; at most {longest_s:.0f} s go")
+
+    def expiration(self, key: bytes, author: str, now_s: float, lifetime_s: float) -> float:
+        """When a record that is stored now is to expire: after the author's last one, which would hide it.
+
+        That one may have been stored while this clock was ahead. If it lasts too long, nodes forget it.
+        """
+        wanted, newest = now_s + lifetime_s, self._newest.get((key, author), 0.0)
+        if wanted <= newest and newest + AFTER_S <= now_s + self.longest_s(key):
+            wanted = newest + AFTER_S
+        self._newest[key, author] = wanted
+        return wanted
+
+    def note(self, key: bytes, author: str, expiration: float) -> None:
+        """Note a record that another life of this process may have stored."""
+        self._newest[key, author] = max(expiration, self._newest.get((key, author), 0.0))
 
     def longest_s(self, key: bytes) -> float:
         """How long a record under a key may last from now on."""

@@ -150,3 +150,31 @@ def test_a_node_keeps_its_own_run_however_many_manifests_are_shown_again(places:
     check(places, stage_key(newest.hash, 0), ANNOUNCEMENT, newest.hash, PEER)
     with pytest.raises(InvalidMessage, match="a key that run"):
         check(places, stage_key(HASH, 0), ANNOUNCEMENT, HASH, PEER)
+
+
+def test_a_record_takes_the_place_of_one_that_was_stored_while_the_clock_was_ahead() -> None:
+    """The one that expires later stays: a coordinator's signs of life would not be seen for an hour."""
+    places, now = RecordPlaces(key_id=str.encode), 1e9
+    places.keep_run(RUN, manifest())
+    key, day = coordination_key(RUN).encode(), 24 * 3600.0
+    assert places.expiration(key, PEER.peer_id, now + 3000, day) == now + 3000 + day
+    first, second = (places.expiration(key, PEER.peer_id, now + second, day) for second in (1, 2))
+    assert now + 3000 + day < first < second < now + 3001 + day
+    places.check_lifetime(key, second - now - 2)
+    assert places.expiration(key, COORDINATOR.peer_id, now, day) == now + day, "each author has its own"
+    assert places.expiration(key, PEER.peer_id, now + 3100, day) == now + 3100 + day
+
+
+def test_a_record_that_lasts_too_long_is_not_outlasted() -> None:
+    """Nodes forget it, and would refuse another one."""
+    places, now = RecordPlaces(key_id=str.encode), 1e9
+    places.keep_run(RUN, manifest())
+    key = stage_key(HASH, 0).encode()
+    places.expiration(key, PEER.peer_id, now + 3600, 10.0)
+    assert places.expiration(key, PEER.peer_id, now, 10.0) == now + 10
+
+
+def test_a_record_of_another_life_is_outlasted() -> None:
+    places, now = RecordPlaces(key_id=str.encode), 1e9
+    places.note(b"key", PEER.peer_id, now + 50)
+    assert now + 50 < places.expiration(b"key", PEER.peer_id, now, 10.0) < now + 51

@@ -235,16 +235,15 @@ class SwarmDHT:
         Raises:
             UserError: no node of the run would store the record: it is too large, or does not belong under this key
         """
-        signer = signer or self.identity
-        expiration = self._clock.unix_s() + lifetime_s
-        key_id = key_id_of(key)
+        signer, key_id, now_s = signer or self.identity, key_id_of(key), self._clock.unix_s()
+        expiration = self._places.expiration(key_id, signer.peer_id, now_s, lifetime_s)
         place = place_of(key_id, expiration)
         envelope = seal(record, run, signer, place)
         if len(envelope) > MAX_STORED_BYTES:
             raise UserError(f"the {record.kind} has {len(envelope)} bytes: at most {MAX_STORED_BYTES} fit into the DHT")
         try:
             # Other nodes, and hivemind's own, would drop it without a word.
-            self._places.check(key_id, signer.peer_id, envelope, place, lifetime_s)
+            self._places.check(key_id, signer.peer_id, envelope, place, expiration - now_s)
         except InvalidMessage as error:
             raise UserError(f"the DHT does not store the {record.kind} under {key}: {error}") from error
         try:
@@ -280,6 +279,8 @@ class SwarmDHT:
                 record = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
                 self.passes.check(author, shown)  # after the signature: it counts the author as present
                 records[author] = record
+                if author == self.identity.peer_id:
+                    self._places.note(key_id, author, expiration)
             except (InvalidMessage, NotAdmitted) as error:
                 self.metrics.invalid_messages.labels("record").inc()
                 log.warning("invalid_record key=%s reason=%s", key, error)
