@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import planted_accounts as planted_accounts  # registers its defects
 from cyclopts import App
 from planted import planted
 from schedule import Schedule, numbered

@@ -617,20 +617,20 @@ def run_planted(name: str, seed: str) -> Outcome:
         return run_schedule(Schedule.draw(seed))
 
 
-def planted(*names: str, first: int = 0, most: int = 500, mode: str = "") -> None:
+def planted(*names: str, first: int = 0, most: int = 500, mode: str = "", often: str = "") -> None:
     """Look for the first seed that finds each planted defect, and does not fail without it.
 
     Args:
         names: defects; all of them by default
         first: the first seed
         most: seeds to try
-        mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates); or short or
-            finish
+        mode: as for `seeds`
+        often: a kind of fault that is drawn far more often than else
     """
     sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
     for name in names or DEFECTS:
         tried = 0
-        for seed in numbered(range(first, first + most), mode):
+        for seed in numbered(range(first, first + most), mode, often):
             tried += 1
             found = run_planted(name, seed).violations
             if not found:
