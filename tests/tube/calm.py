@@ -29,20 +29,30 @@ def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
     """
     replicas = [(host, host.peer._replica) for host in peers if host.peer is not None]
     serving = [(host, replica) for host, replica in replicas if replica is not None]
-    _check_sizes(watch)
+    _check_sizes(watch, serving)
     _check_copies(watch, serving)
     for host, replica in serving:
         if replica.stage == 0:
             _check_ledger(watch, host, replica)
 
 
-def _check_sizes(watch: Invariants) -> None:
-    """The last updates of each stage hold about as many samples as a global batch each."""
+def _check_sizes(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
+    """The last updates of each stage hold about as many samples as a global batch each.
+
+    While stage-mates do without a peer that has held them up time and again, its share is lost, as it reports.
+    """
     wanted = NUM_UPDATES * watch.manifest.training.global_batch_size
     for stage, place in sorted(watch.records.ends.items()):
         sizes = [watch.size(ids) for _, ids in islice(watch.history(place), NUM_UPDATES)]
-        if len(sizes) == NUM_UPDATES and not LEAST * wanted <= sum(sizes) <= MOST * wanted:
+        mates = [(host, replica) for host, replica in replicas if replica.stage == stage]
+        least = 0 if any(_do_without(mates, host) for host, _ in mates) else LEAST * wanted
+        if len(sizes) == NUM_UPDATES and not least <= sum(sizes) <= MOST * wanted:
             watch.tube.violation(f"long after faults have ceased, updates of stage {stage} hold {sizes} samples")
+
+
+def _do_without(mates: Sequence[tuple[Host, StageReplica]], host: Host) -> bool:
+    barriers = [replica.parts.step_loop._group._barrier for other, replica in mates if other is not host]
+    return any(barrier._mates.is_left_out(host.peer_id) for barrier in barriers)
 
 
 def _check_copies(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
