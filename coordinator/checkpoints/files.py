@@ -70,11 +70,11 @@ class FileStore:
         return True
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        """A small file, whole."""
+        """A small file, whole. Raises ValueError if it is not small."""
         with _errors_of_the_client(), self._fs.open(path, "rb") as file:
             content: bytes = file.read(max_bytes + 1)
         if len(content) > max_bytes:
-            raise OSError(f"{path} has more than {max_bytes} bytes")
+            raise ValueError(f"it has more than {max_bytes} bytes")
         return content
 
     def describe(self, path: str) -> FileEntry:

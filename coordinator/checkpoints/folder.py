@@ -145,10 +145,14 @@ def write_checkpoint(
 
 
 def round_of(files: FileStore, folder: str, unknown: int) -> int:
-    """The round that a checkpoint's states begin; `unknown` if it cannot be told."""
+    """The round that a checkpoint's states begin; `unknown` if its files do not tell.
+
+    Raises:
+        OSError: the store does not answer
+    """
     try:
         stages = Contents.model_validate_json(files.read(f"{folder}/{CONTENTS}", MAX_JSON_BYTES)).stages
-    except (OSError, ValidationError):
+    except (FileNotFoundError, ValueError):  # pydantic's errors are among the latter
         return unknown
     return stages[0].round_number if stages else unknown
 
@@ -189,7 +193,7 @@ def open_checkpoint(
         manifest = RunManifest.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
     except ValidationError as error:
         raise CheckpointDamaged(folder, f"{name}: {describe(error):.300}") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointDamaged(folder, f"{name}: {one_line(error)}") from error
     if len(contents.stages) != manifest.stages.count:
         raise CheckpointDamaged(folder, f"its files do not fit its manifest of {manifest.stages.count} stages")

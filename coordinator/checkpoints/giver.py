@@ -129,7 +129,8 @@ class CheckpointGiver:
                 waited_s = 0.0 if all(peers_by_stage()) else waited_s + LOOK_S
             has_given = False
             while not all(peers_by_stage()):
-                if not (has_given and self._snapshots.snapshots()):  # its copy may be on a disk that fails
+                # A copy whose file has changed is forgotten as soon as a peer asks for it.
+                if not has_given or len(self._snapshots.snapshots()) < self._manifest.stages.count:
                     has_given = await self._give_newest(store, fits)
                 await anyio.sleep(LOOK_S if has_given else RETRY_S)
 

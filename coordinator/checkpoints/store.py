@@ -148,7 +148,7 @@ class CheckpointStore:
     ) -> Iterator[Checkpoint]:
         """Open one good checkpoint after another; `reasons` gets why others are not good."""
         # Damaged ones come first: it is told which were passed over.
-        for folder in sorted(self._folders(), key=lambda each: self._age_in_run(each, MAX_ROUND), reverse=True):
+        for folder in sorted(self._folders(), key=self._age_or_newest, reverse=True):
             try:
                 yield open_checkpoint(self._files, folder, manifest, fits)
             except CheckpointUnfit as error:
@@ -210,7 +210,7 @@ class CheckpointStore:
         if surplus and known_good is None and not any(self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)
             surplus = [folder for folder in surplus if good not in (folder, None)]
-        cut_off = [folder for folder in folders if folder not in (*complete, known_good)]
+        cut_off = [folder for folder in folders if folder not in complete]
         leftovers = [path for name, path in self._files.folders().items() if LEFTOVER.fullmatch(name)]
         for folder in (*cut_off, *leftovers, *surplus):
             self._files.remove(folder, first=CONTENTS)
@@ -229,6 +229,12 @@ class CheckpointStore:
     def _age_in_run(self, folder: str, unknown: int) -> tuple[int, tuple[int, int]]:
         """Sort key of checkpoints. Rounds count on where a run is resumed from an earlier step, and steps do not."""
         return round_of(self._files, folder, unknown), age_of(folder)
+
+    def _age_or_newest(self, folder: str) -> tuple[int, tuple[int, int]]:
+        try:
+            return self._age_in_run(folder, MAX_ROUND)
+        except OSError:
+            return MAX_ROUND, age_of(folder)
 
     def _free_folder(self, optimizer_step: int) -> str:
         """Where a checkpoint goes: beside complete ones of its number, since no store replaces a folder in one step."""

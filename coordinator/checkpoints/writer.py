@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
 # Pauses between tries to write a checkpoint: a network disk may fail for a moment.
-SAVE_PAUSES_S = (1.0, 5.0, 20.0)
+SAVE_PAUSES_S = (1.0, 4.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class CheckpointWriter:
         return found is not None
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
-        states: dict[int, StageState] = {}
+        stages = list(range(self._manifest.stages.count))
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
         while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
@@ -231,12 +231,13 @@ class CheckpointWriter:
                 if created_at_round is None:
                     raise CallError("the run has gone back to before it")
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
-                # This keeps what has come while it waits for others, unless the run has gone back since.
-                states = {stage: state for stage, state in states.items() if state.timeline == weights}
-                for stage in range(self._manifest.stages.count):
-                    if stage not in states:
-                        states[stage] = await self._fetch(transport, stage, weights)
-                await self._write(optimizer_step, [states[stage] for stage in sorted(states)])
+                states: dict[int, StageState] = {}
+                for stage in list(stages):
+                    # If it is not there, it is asked for first the next time: others are not downloaded in vain.
+                    stages.remove(stage)
+                    stages.insert(0, stage)
+                    states[stage] = await self._fetch(transport, stage, weights)
+                await self._write(weights, [states[stage] for stage in sorted(states)])
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._watch.observe_checkpoint(optimizer_step)
@@ -258,8 +259,13 @@ class CheckpointWriter:
         )
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
 
-    async def _write(self, optimizer_step: int, states: Sequence[StageState]) -> None:
-        """Put the states of all stages into the store. Raises UserError if it fails time and again."""
+    async def _write(self, weights: Timeline, states: Sequence[StageState]) -> None:
+        """Put the states of all stages into the store.
+
+        Raises:
+            UserError: it fails time and again, or the run has gone back or has another coordinator meanwhile
+        """
+        optimizer_step = weights.first_optimizer_step
         for pause_s in (*SAVE_PAUSES_S, None):
             try:
                 # A save that is cut off makes no checkpoint, and must not hold up the run's end.
@@ -273,6 +279,8 @@ class CheckpointWriter:
                 text = "checkpoint_not_written optimizer_step=%d tries_again_in_s=%.0f reason=%s"
                 log.warning(text, optimizer_step, pause_s, error)
                 await anyio.sleep(pause_s)
+                if not (self._acts() and self._watch.created_at_round(optimizer_step) == weights.created_at_round):
+                    raise
 
     async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
         view = self._directory.view

@@ -53,8 +53,10 @@ LONGEST_LIFETIME_S = 25 * 3600.0
 # longer by another one at most. Otherwise a peer whose clock is an hour ahead would seem present an hour after its
 # death.
 CLOCK_TOLERANCE_S = 30.0
-# Of two records of one author under a key, the one that expires later takes the place of the other.
+# Of two records of one author under a key, nodes keep the one that expires later. Any time between the two would do.
 AFTER_S = 0.001
+# Clocks of peers that join differ by so much at most.
+JOINING_TOLERANCE_S = 3.0
 # Manifests of one run whose records are kept, this node's own included: the run's key may have published it anew, with
 # more optimizer steps.
 MOST_MANIFESTS = 4
@@ -71,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class RecordPlaces:
-    """Says of each record whether this node keeps it. Belongs to the event loop's thread.
+    """Says of each record whether this node keeps it, and when its own expire. Belongs to the event loop's thread.
 
     Args:
         key_id: the id in the DHT of a key
@@ -160,16 +162,16 @@ class RecordPlaces:
     def expiration(self, key: bytes, author: str, now_s: float, lifetime_s: float) -> float:
         """When a record that is stored now is to expire: after the author's last one, which would hide it.
 
-        That one may have been stored while this clock was ahead. If it lasts too long, nodes forget it.
+        That one may have been stored while this clock was ahead. If it lasts too long, nodes have not kept it.
         """
         wanted, newest = now_s + lifetime_s, self._newest.get((key, author), 0.0)
-        if wanted <= newest and newest + AFTER_S <= now_s + self.longest_s(key):
+        if wanted <= newest <= now_s + self.longest_s(key) - JOINING_TOLERANCE_S:
             wanted = newest + AFTER_S
         self._newest[key, author] = wanted
         return wanted
 
     def note(self, key: bytes, author: str, expiration: float) -> None:
-        """Note a record that another life of this process may have stored."""
+        """Note a record that an earlier process with this author's key may have stored."""
         self._newest[key, author] = max(expiration, self._newest.get((key, author), 0.0))
 
     def longest_s(self, key: bytes) -> float:

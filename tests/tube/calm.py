@@ -102,15 +102,12 @@ def _under_way(watch: Invariants, place: Place) -> Iterator[SampleId]:
 
 def helps(watch: Invariants, coordinator: Host, store: CheckpointStore) -> bool:
     """Whether a coordinator has a checkpoint on the way to the newest weights, which it would give to a lost stage."""
+    newest = max(watch.records.beginnings, key=lambda place: (place[1], place[2]))
+    on_the_way = {
+        (begun.optimizer_step, begun.timeline.creation_round(number)) for (_, _, number, _), begun in watch.line(newest)
+    }
     try:
-        checkpoint = store.newest(watch.manifest)
+        fits = store.newest_that(lambda *checkpoint: checkpoint in on_the_way, watch.manifest)
     except UserError:
         return False
-    if checkpoint is None or not coordinator.is_alive:
-        return False
-    newest = max(watch.records.beginnings, key=lambda place: (place[1], place[2]))
-    return any(
-        begun.optimizer_step == checkpoint.optimizer_step
-        and begun.timeline.creation_round(number) == checkpoint.round_number
-        for (_, _, number, _), begun in watch.line(newest)
-    )
+    return coordinator.is_alive and fits is not None

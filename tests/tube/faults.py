@@ -264,12 +264,13 @@ async def lag(tube: Tube, rng: random.Random) -> None:
     direction, more_s = rng.choice(["out", "in"]), rng.choice([0.5, 1.5, 3.0])
     pairs = [(victim, other) if direction == "out" else (other, victim) for other in others]
     links = [tube.world.network.link(source, target) for source, target in pairs]
+    seconds = rng.choice([5.0, 15.0, 40.0])
     tube.struck("lag", victim, direction, len(links), more_s)
-    tube.gone(victim)
+    tube.out_of_sight(victim, seconds)
     for link in links:
         link.latency_s += more_s
     try:
-        await anyio.sleep(rng.choice([5.0, 15.0, 40.0]))
+        await anyio.sleep(seconds)
     finally:
         for link in links:
             link.latency_s -= more_s
@@ -335,8 +336,8 @@ async def full_disk(tube: Tube, rng: random.Random) -> None:
 
 @kind(0.5)
 async def damage_files(tube: Tube, rng: random.Random) -> None:
-    """A file of a peer's disk, or each that it has, reads with a wrong bit from now on."""
-    if holders := [host for host in tube.peers() if host.storage.files]:
+    """A snapshot of a peer or coordinator, or each that it has, reads with a wrong bit from now on."""
+    if holders := [host for host in (*tube.peers(), *tube.coordinators()) if host.storage.files]:
         victim = rng.choice(holders)
         tube.struck("damage_files", victim)
         victim.storage.has_failed = True
@@ -445,7 +446,7 @@ async def skew_clock(tube: Tube, rng: random.Random) -> None:
     if victim := tube.any_host(rng):
         tube.struck("skew_clock", victim)
         tube.gone(victim)
-        skew_s = rng.choice([-3600.0, -60.0, 60.0, 3600.0])
+        skew_s = rng.choice([-3600.0, -60.0, 25.0, 60.0, 3000.0, 3600.0])
         victim.clock.skew_s += skew_s
         await anyio.sleep(rng.uniform(3.0, 40.0))
         victim.clock.skew_s -= skew_s

@@ -38,7 +38,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.recovery import FIRST_TIMELINE, SnapshotRef, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -358,26 +358,26 @@ def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("unseen", ["step-00000002", "step-00000003"])
-def test_nothing_is_removed_while_the_store_does_not_answer(world, unseen, monkeypatch, caplog):
+@pytest.mark.parametrize("method", ["info", "open"])
+def test_nothing_is_removed_while_the_store_does_not_answer(world, unseen, method, monkeypatch, caplog):
     """Clients say that a file does not exist if they cannot reach it, and what is incomplete is removed."""
     world.save(1, 2)
-    store = world.store(keep=3)
-    info = type(store._files._fs).info
+    store = world.store(keep=2)
+    client = type(store._files._fs)
+    request, real_prune = getattr(client, method), store.prune
 
-    def fail(fs, path, **options):
+    def fail(fs, path, *args, **options):
         if unseen in str(path) and str(path).endswith("checkpoint.json"):
             raise OSError(116, "Stale file handle")
-        return info(fs, path, **options)
-
-    real_prune = store.prune
+        return request(fs, path, *args, **options)
 
     def prune(**options):
-        monkeypatch.setattr(type(store._files._fs), "info", fail)
+        monkeypatch.setattr(client, method, fail)
         real_prune(**options)
 
     monkeypatch.setattr(store, "prune", prune)
     store.save(3, MANIFEST, states_of(3))
-    monkeypatch.setattr(type(store._files._fs), "info", info)
+    monkeypatch.setattr(client, method, request)
     assert "checkpoints_not_pruned" in caplog.text
     assert world.names() == ["step-00000001", "step-00000002", "step-00000003"]
 
@@ -1037,6 +1037,30 @@ async def test_what_has_come_is_not_fetched_again_while_another_stage_is_waited_
         assert_same(run.store.newest().load_stage(stage), state)
 
 
+@pytest.mark.parametrize("change", [{"acts": False}, {"created_at_round": lambda step: 70}])
+async def test_a_checkpoint_that_others_have_to_write_or_of_a_round_that_is_given_up_is_not_tried_again(
+    run, monkeypatch, change
+):
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    tries = []
+
+    def fail(*args):
+        tries.append(args)
+        raise UserError("no network")
+
+    async def sleep(seconds):
+        run.acts = change.get("acts", True)
+        run.watch.created_at_round = change.get("created_at_round", run.watch.created_at_round)
+
+    monkeypatch.setattr(run.store, "save", fail)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
+    await run.save()
+    assert (len(tries), run.saved) == (1, [])
+
+
 @pytest.mark.parametrize("num_failures", [2, 9])
 async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run, monkeypatch, num_failures):
     for name, stage in (("a", 0), ("b", 1)):
@@ -1198,6 +1222,14 @@ async def test_a_checkpoint_that_comes_late_is_given(lost):
     await lost.gives()
     lost.save(5, 5)
     await lost.gives((5, 5))
+
+
+async def test_a_checkpoint_of_which_a_copy_is_damaged_is_given_again(lost):
+    lost.save(5, 5)
+    lost.peers = [1, 0]
+    await lost.gives((5, 5))
+    lost.giver._snapshots.forget(SnapshotRef(1, 5, 5))
+    await until(lambda: len(lost.giver._snapshots.snapshots()) == 2)
 
 
 async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):

@@ -21,14 +21,14 @@ from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
-from swarm_peer.runtime.network.dht import REJOIN_TRIES, SwarmDHT
+from swarm_peer.runtime.network.dht import REJOIN_TRIES, SwarmDHT, key_id_of
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Ways
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, place_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite
-from swarm_peer.wire.places import LONGEST_LIFETIME_S
+from swarm_peer.wire.places import LONGEST_LIFETIME_S, RecordPlaces
 from swarm_peer.wire.records import MAX_STORED_BYTES, EndRecord, ManifestRecord, Progress, end_key, seal
 
 ME, OTHER = Identity.generate(), Identity.generate()
@@ -268,6 +268,35 @@ async def test_whoever_stores_a_record_that_no_node_keeps_is_told():
 def _of_run():
     expiration = get_dht_time() + 60.0
     return stored(value=pack([seal(END, ME.peer_id, ME, place_of(KEY, expiration)), b""]), expiration_time=expiration)
+
+
+@pytest.mark.parametrize("author", [ME, OTHER], ids=["its own", "the run key's"])
+async def test_a_record_of_an_earlier_process_is_outlasted(author):
+    """Its clock was ahead. A standby has another key of its own, and signs with the run's as well."""
+    run, shown = author.peer_id, {}
+    key_id, expires = key_id_of("end"), get_dht_time() + 3000.0
+
+    async def get(key, **options):
+        return SimpleNamespace(
+            value={author.peer_id: ([seal(END, run, author, place_of(key_id, expires)), b""], expires)}
+        )
+
+    async def store(key, value, expiration, **options):
+        shown[key] = expiration
+        return True
+
+    dht = SwarmDHT(
+        node=SimpleNamespace(p2p=None, get=get, store=store),
+        identity=ME,
+        metrics=PeerMetrics(),
+        ways=lambda: Ways(()),
+        clock=SystemClock(),
+        places=RecordPlaces(key_id=key_id_of),
+        passes=EVERYBODY,
+    )
+    assert await dht.fetch("end", EndRecord, run) == {author.peer_id: END}
+    await dht.store("end", END, run, 60.0, signer=author)
+    assert expires < shown["end"] < expires + 1
 
 
 class Cut(Exception):

@@ -38,6 +38,7 @@ from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.runtime.stage import executor as executor_module
 from swarm_peer.runtime.stage import stage_client
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.capacity import Capacity
@@ -1069,6 +1070,15 @@ async def test_a_peer_that_runs_out_of_memory_takes_fewer_microbatches(swarm, pa
         with pytest.raises(HopFailed):
             await first.run(make_microbatch())
     assert [peer.capacity.microbatches for peer in pair] == [8, left]
+
+
+async def test_tokens_that_find_no_memory_fail_their_hop(swarm, pair, monkeypatch):
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(executor_module, "decode_tokens", fail)
+    with pytest.raises(HopFailed):
+        await pair[0].run(make_microbatch())
 
 
 async def test_a_peer_that_has_run_out_of_memory_is_busy_sooner(swarm, pair):

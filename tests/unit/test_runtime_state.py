@@ -626,16 +626,21 @@ async def test_the_event_loop_does_not_copy_an_update(world, monkeypatch):
     assert len(donor.donor.server._updates) == 1
 
 
-async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock):
+@pytest.mark.parametrize("is_kept", [False, True], ids=["a state", "which is a snapshot, too"])
+async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock, is_kept):
     donor = await world.donor("a")
+    if is_kept:
+        assert await donor.donor.take_snapshot(3)
     name, _ = await world.index_of(donor)
     chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
     for fill in range(5):
         clock.passed_s += RETAIN_S - 1
         await donor.goes_on(fill)
         await world.call(donor, chunk)
+    assert len(donor.donor.server._updates) == 5
     clock.passed_s += RETAIN_S + 1
     await donor.goes_on(9)
+    donor.donor.forget(SnapshotRef(STAGE, 3, 3))
     with pytest.raises(NotServing, match="this is not kept here any more"):
         await world.call(donor, chunk)
     assert donor.donor.server.stored == {}
@@ -1172,6 +1177,17 @@ async def test_a_snapshot_whose_file_has_changed_is_not_gone_back_to(world, capl
     assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3)) is None
     assert "snapshot_damaged stage=1 optimizer_step=3" in caplog.text
     assert (donor.donor.snapshots(), donor.files()) == ([], [])
+
+
+async def test_a_snapshot_that_is_stored_anew_while_a_damaged_one_is_looked_at_stays(world):
+    donor = await world.donor("a")
+    assert await donor.donor.take_snapshot(3)
+    [damaged] = donor.donor._snapshots.values()
+    damage_files(donor)
+    assert await donor.donor.take_snapshot(3)
+    ref = SnapshotRef(STAGE, 3, 3)
+    donor.donor._forget_damaged(ref, damaged)
+    assert_equal((await donor.donor.load_snapshot(ref)).tensors, donor.trainer.state())
 
 
 async def test_a_disk_that_removes_nothing_does_not_end_a_peer(world, monkeypatch, caplog):

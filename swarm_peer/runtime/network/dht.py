@@ -279,7 +279,7 @@ class SwarmDHT:
                 record = unseal(record_type, envelope, run or author, author, place_of(key_id, expiration))
                 self.passes.check(author, shown)  # after the signature: it counts the author as present
                 records[author] = record
-                if author == self.identity.peer_id:
+                if author in (self.identity.peer_id, run):  # what the run's key has signed, this may sign as well
                     self._places.note(key_id, author, expiration)
             except (InvalidMessage, NotAdmitted) as error:
                 self.metrics.invalid_messages.labels("record").inc()

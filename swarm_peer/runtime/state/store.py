@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import anyio
 import numpy as np
 import torch
 
@@ -35,6 +36,8 @@ from swarm_peer.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+# Chunks that are compared with their hashes at once.
+MOST_HASHING = 2
 GONE_ON = "stage-mates went on without this peer"
 
 
@@ -107,6 +110,8 @@ class SnapshotStore:
         self._is_member = is_member
         self._snapshots: dict[SnapshotRef, StoredState] = {}
         self._given_up: list[range] = []  # optimizer steps
+        # Anybody may ask for chunks, and the threads have other work as well.
+        self._hashing = anyio.Semaphore(MOST_HASHING)
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -164,13 +169,16 @@ class SnapshotStore:
         """Copy a snapshot into memory; None if it is not kept here, or its file is not what was written."""
         if ref not in self._snapshots or self._is_given_up(ref):
             return None
-        state = await self._threads.run(_read_stored, self._snapshots[ref])
+        stored = self._snapshots[ref]
+        state = await self._threads.run(_read_stored, stored)
         if state is None:
-            self._forget_damaged(ref)
+            self._forget_damaged(ref, stored)
         return state
 
-    def _forget_damaged(self, ref: SnapshotRef) -> None:
-        """Keep a snapshot no longer whose file has changed: a failing disk must not decide where the run goes back."""
+    def _forget_damaged(self, ref: SnapshotRef, damaged: StoredState) -> None:
+        """Forget a snapshot whose file has changed, unless it has been forgotten or stored anew since."""
+        if self._snapshots.get(ref) is not damaged:
+            return
         text = "snapshot_damaged stage=%d optimizer_step=%d reason=its file is not what was written: check the disk"
         log.warning(text, ref.stage, ref.optimizer_step)
         self.forget(ref)
@@ -244,20 +252,25 @@ class SnapshotStore:
 
     async def handle_chunk(self, caller: str, call: StateChunkCall, tensors: Sequence[memoryview]) -> Reply:
         """Give one chunk of a tensor that an index lists."""
-        ref = next((ref for ref, stored in self._snapshots.items() if stored.key == call.index), None)
+        # A replica's own state first, which may also be a snapshot: it stays for as long as it is asked for.
         in_memory = (source.stored[call.index] for source in self.sources.values() if call.index in source.stored)
-        stored = next(in_memory, None) if ref is None else self._snapshots[ref]
+        stored = next(in_memory, None)
+        ref = None
         if stored is None:
-            raise NotServing("this is not kept here any more")
+            ref = next((ref for ref, known in self._snapshots.items() if known.key == call.index), None)
+            if ref is None:
+                raise NotServing("this is not kept here any more")
+            stored = self._snapshots[ref]
         if call.entry >= len(stored.tensors) or call.chunk >= len(stored.index.entries[call.entry].chunks):
             raise InvalidMessage(f"chunk {call.chunk} of tensor {call.entry} of {len(stored.tensors)}")
         stored.used_at = self._clock.monotonic_s()
         start = call.chunk * STATE_CHUNK_BYTES
         chunk = stored.tensors[call.entry][start : start + STATE_CHUNK_BYTES]
         if ref is not None:
-            hashes = await self._threads.run(hash_chunks, chunk)
+            async with self._hashing:
+                hashes = await self._threads.run(hash_chunks, chunk)
             if hashes != stored.index.entries[call.entry].chunks[call.chunk : call.chunk + 1]:
-                self._forget_damaged(ref)
+                self._forget_damaged(ref, stored)
                 raise NotServing("this is not kept here any more: its file has changed")
         return Reply(tensors=(chunk,))
 
