@@ -129,9 +129,7 @@ class CheckpointGiver:
                 waited_s = 0.0 if all(peers_by_stage()) else waited_s + LOOK_S
             has_given = False
             while not all(peers_by_stage()):
-                # A copy whose file has changed is forgotten as soon as a peer asks for it.
-                if not has_given or len(self._snapshots.snapshots()) < self._manifest.stages.count:
-                    has_given = await self._give_newest(store, fits)
+                has_given = has_given or await self._give_newest(store, fits)
                 await anyio.sleep(LOOK_S if has_given else RETRY_S)
 
     async def _give_newest(self, store: CheckpointStore, fits: Fits) -> bool:

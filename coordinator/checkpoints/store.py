@@ -189,7 +189,8 @@ class CheckpointStore:
     def prune(self, known_good: str | None = None) -> None:
         """Remove all but the newest complete checkpoints, and the remains of saves that were cut off.
 
-        If all that would stay are damaged, the newest good one stays, too; if none is good, all stay.
+        If all that would stay are damaged, the newest good one stays, too; if none is good, all stay. One that cannot
+        be read stays as well, beside the others: the store may give it later.
 
         Args:
             known_good: the checkpoint that was just saved; it stays, also where the run has gone back and those of
@@ -204,13 +205,19 @@ class CheckpointStore:
             return
         # Of each number the one that replaced the others.
         latest = {optimizer_step_of(folder): folder for folder in reversed(complete)}
-        by_age = sorted(latest.values(), key=lambda each: self._age_in_run(each, -1))
-        stay = [*by_age[-self._keep :], *filter(None, [known_good])]
+        ages, stay = dict[str, tuple[int, tuple[int, int]]](), [*filter(None, [known_good])]
+        for folder in latest.values():
+            try:
+                ages[folder] = self._age_in_run(folder, -1)
+            except OSError as error:
+                log.warning("checkpoint_not_read path=%s reason=%s", folder, one_line(error))
+                stay.append(folder)
+        stay += sorted(ages, key=ages.__getitem__)[-self._keep :]
         surplus = [folder for folder in complete if folder not in stay]
         if surplus and known_good is None and not any(self._is_good(folder) for folder in stay):
             good = next((folder for folder in surplus if self._is_good(folder)), None)
             surplus = [folder for folder in surplus if good not in (folder, None)]
-        cut_off = [folder for folder in folders if folder not in complete]
+        cut_off = [folder for folder in folders if folder not in (*complete, known_good)]
         leftovers = [path for name, path in self._files.folders().items() if LEFTOVER.fullmatch(name)]
         for folder in (*cut_off, *leftovers, *surplus):
             self._files.remove(folder, first=CONTENTS)

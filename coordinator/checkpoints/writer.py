@@ -220,6 +220,8 @@ class CheckpointWriter:
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
         while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
+                if not self._acts():
+                    raise CallError("another coordinator may act")
                 # It is another round after the run has gone back and come to this step again.
                 created_at_round = self._watch.created_at_round(optimizer_step)
                 if created_at_round is None and self._watch.optimizer_step >= optimizer_step:
@@ -233,7 +235,8 @@ class CheckpointWriter:
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states: dict[int, StageState] = {}
                 for stage in list(stages):
-                    # If it is not there, it is asked for first the next time: others are not downloaded in vain.
+                    # If it is not there, it is asked for first the next time: others are not downloaded in vain. Those
+                    # that have come are not kept, since the run may go on with another part's of the same round.
                     stages.remove(stage)
                     stages.insert(0, stage)
                     states[stage] = await self._fetch(transport, stage, weights)
@@ -251,8 +254,8 @@ class CheckpointWriter:
             if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
                 break  # the run stands still after its last step alone
             await anyio.sleep(SNAPSHOT_RETRY_S)
-        if self._is_inherited(self._watch.created_at_round(optimizer_step)):
-            log.info("checkpoint_left_out optimizer_step=%d reason=it was due earlier", optimizer_step)
+        if self._is_inherited(self._watch.created_at_round(optimizer_step)) or not self._acts():
+            log.info("checkpoint_left_out optimizer_step=%d reason=another coordinator had to save it", optimizer_step)
             return
         log.error(
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
@@ -263,7 +266,8 @@ class CheckpointWriter:
         """Put the states of all stages into the store.
 
         Raises:
-            UserError: it fails time and again, or the run has gone back or has another coordinator meanwhile
+            UserError: it fails time and again
+            CallError: the run has gone back meanwhile, or another coordinator may act
         """
         optimizer_step = weights.first_optimizer_step
         for pause_s in (*SAVE_PAUSES_S, None):
@@ -280,7 +284,7 @@ class CheckpointWriter:
                 log.warning(text, optimizer_step, pause_s, error)
                 await anyio.sleep(pause_s)
                 if not (self._acts() and self._watch.created_at_round(optimizer_step) == weights.created_at_round):
-                    raise
+                    raise CallError("the run has gone back, or another coordinator may act") from error
 
     async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
         view = self._directory.view

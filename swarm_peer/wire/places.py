@@ -165,9 +165,10 @@ class RecordPlaces:
         That one may have been stored while this clock was ahead. If it lasts too long, nodes have not kept it.
         """
         wanted, newest = now_s + lifetime_s, self._newest.get((key, author), 0.0)
-        if wanted <= newest <= now_s + self.longest_s(key) - JOINING_TOLERANCE_S:
+        latest = now_s + self.longest_s(key)
+        if wanted <= newest <= latest - JOINING_TOLERANCE_S:
             wanted = newest + AFTER_S
-        self._newest[key, author] = wanted
+        self._newest[key, author] = wanted if newest > latest else max(wanted, newest)
         return wanted
 
     def note(self, key: bytes, author: str, expiration: float) -> None:

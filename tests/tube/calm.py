@@ -17,7 +17,7 @@ from swarm_peer.runtime.replica import StageReplica
 NUM_UPDATES = 5
 # What they may hold, by what they should: a peer that is the first in a round may launch more than its share.
 LEAST, MOST = 0.8, 1.6
-# Rounds that the ledger of a state is ahead of the samples in its updates, or more.
+# By so many rounds, or fewer, the ledger of a state is ahead of the updates that have led to it.
 ROUNDS_AHEAD = {"synchronous": 0, "delayed": 1, "periodic": NUM_UPDATES}
 
 
@@ -29,30 +29,26 @@ def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
     """
     replicas = [(host, host.peer._replica) for host in peers if host.peer is not None]
     serving = [(host, replica) for host, replica in replicas if replica is not None]
-    _check_sizes(watch, serving)
+    _check_sizes(watch)
     _check_copies(watch, serving)
     for host, replica in serving:
         if replica.stage == 0:
             _check_ledger(watch, host, replica)
 
 
-def _check_sizes(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
+def _check_sizes(watch: Invariants) -> None:
     """The last updates of each stage hold about as many samples as a global batch each.
 
     While stage-mates do without a peer that has held them up time and again, its share is lost, as it reports.
     """
     wanted = NUM_UPDATES * watch.manifest.training.global_batch_size
     for stage, place in sorted(watch.records.ends.items()):
-        sizes = [watch.size(ids) for _, ids in islice(watch.history(place), NUM_UPDATES)]
-        mates = [(host, replica) for host, replica in replicas if replica.stage == stage]
-        least = 0 if any(_do_without(mates, host) for host, _ in mates) else LEAST * wanted
+        updates = list(islice(watch.history(place), NUM_UPDATES))
+        sizes = [watch.size(ids) for _, ids in updates]
+        did_without = any((stage, number - 1) in watch.records.without for number, _ in updates)
+        least = 0 if did_without else LEAST * wanted
         if len(sizes) == NUM_UPDATES and not least <= sum(sizes) <= MOST * wanted:
             watch.tube.violation(f"long after faults have ceased, updates of stage {stage} hold {sizes} samples")
-
-
-def _do_without(mates: Sequence[tuple[Host, StageReplica]], host: Host) -> bool:
-    barriers = [replica.parts.step_loop._group._barrier for other, replica in mates if other is not host]
-    return any(barrier._mates.is_left_out(host.peer_id) for barrier in barriers)
 
 
 def _check_copies(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
@@ -92,7 +88,7 @@ def _check_ledger(watch: Invariants, host: Host, replica: StageReplica) -> None:
 
 
 def _under_way(watch: Invariants, place: Place) -> Iterator[SampleId]:
-    """Samples of the newest rounds, and those that peers brought which have died or left since: nobody reports them."""
+    """The samples of the newest rounds; and those that peers brought before they died or left, which nobody reports."""
     _, first_round, number, _ = place
     newest = number - ROUNDS_AHEAD[watch.manifest.averaging.mode]
     for key, ids in watch.records.brought.items():
@@ -101,13 +97,14 @@ def _under_way(watch: Invariants, place: Place) -> Iterator[SampleId]:
 
 
 def helps(watch: Invariants, coordinator: Host, store: CheckpointStore) -> bool:
-    """Whether a coordinator has a checkpoint on the way to the newest weights, which it would give to a lost stage."""
+    """Whether a coordinator has a checkpoint of the run, from which a lost stage could go on."""
+    if not (coordinator.is_alive and watch.records.beginnings):
+        return False
     newest = max(watch.records.beginnings, key=lambda place: (place[1], place[2]))
     on_the_way = {
         (begun.optimizer_step, begun.timeline.creation_round(number)) for (_, _, number, _), begun in watch.line(newest)
     }
     try:
-        fits = store.newest_that(lambda *checkpoint: checkpoint in on_the_way, watch.manifest)
+        return store.newest_that(lambda *checkpoint: checkpoint in on_the_way, watch.manifest) is not None
     except UserError:
         return False
-    return coordinator.is_alive and fits is not None

@@ -336,8 +336,8 @@ async def full_disk(tube: Tube, rng: random.Random) -> None:
 
 @kind(0.5)
 async def damage_files(tube: Tube, rng: random.Random) -> None:
-    """A snapshot of a peer or coordinator, or each that it has, reads with a wrong bit from now on."""
-    if holders := [host for host in (*tube.peers(), *tube.coordinators()) if host.storage.files]:
+    """A snapshot of a peer, or each that it has, reads with a wrong bit from now on."""
+    if holders := [host for host in tube.peers() if host.storage.files]:
         victim = rng.choice(holders)
         tube.struck("damage_files", victim)
         victim.storage.has_failed = True
@@ -442,13 +442,13 @@ async def split_coordinators(tube: Tube, rng: random.Random) -> None:
 
 @kind(0.7)
 async def skew_clock(tube: Tube, rng: random.Random) -> None:
-    """A host's clock is set wrong by more than the run tolerates, and set right again."""
+    """A host's clock is set wrong, as a rule by more than the run tolerates, and set right again."""
     if victim := tube.any_host(rng):
+        skew_s, seconds = rng.choice([-3600.0, -60.0, 25.0, 60.0, 3000.0, 3600.0]), rng.uniform(3.0, 40.0)
         tube.struck("skew_clock", victim)
-        tube.gone(victim)
-        skew_s = rng.choice([-3600.0, -60.0, 25.0, 60.0, 3000.0, 3600.0])
+        tube.out_of_sight(victim, seconds)
         victim.clock.skew_s += skew_s
-        await anyio.sleep(rng.uniform(3.0, 40.0))
+        await anyio.sleep(seconds)
         victim.clock.skew_s -= skew_s
 
 

@@ -83,6 +83,7 @@ class Records:
         unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, peer)
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
+        without: rounds of stages in which some peer did without another that has held it up
         settled: rounds in a row that a peer has ended with its stage-mates, by host, stage and first round
         told_lost: samples that peers have reported lost, and that are not read again, by their stage then
         died: samples that the peers of a stage held as they died, by stage
@@ -105,6 +106,7 @@ class Records:
     unheard: dict[tuple[int, int, int, str], set[str]] = field(default_factory=dict)
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
+    without: set[tuple[int, int]] = field(default_factory=set)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     told_lost: Counter[int | None] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
@@ -370,6 +372,8 @@ class Invariants:
         if late := loop._rounds.current.counted.keys() - self.records.brought[mine]:
             self.tube.violation(f"{HOST.get()} has counted {len(late)} microbatches after it brought its gradient")
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
+        if any(map(loop._group._barrier._mates.is_left_out, loop._group._barrier._mates._announced)):
+            self.records.without.add((stage, step.round_number))
         row = (HOST.get().name, stage, step.timeline.first_round)
         settled = self.records.settled[row]
         await call(settlement)

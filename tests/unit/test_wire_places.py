@@ -165,6 +165,15 @@ def test_a_record_takes_the_place_of_one_that_was_stored_while_the_clock_was_ahe
     assert places.expiration(key, PEER.peer_id, now + 3100, day) == now + 3100 + day
 
 
+def test_a_record_that_other_clocks_might_refuse_is_outlasted_a_little_later() -> None:
+    places, now, day = RecordPlaces(key_id=str.encode), 1e9, 24 * 3600.0
+    places.keep_run(RUN, manifest())
+    key = coordination_key(RUN).encode()
+    ahead = places.expiration(key, PEER.peer_id, now + 3599, day)
+    assert places.expiration(key, PEER.peer_id, now, day) == now + day
+    assert ahead < places.expiration(key, PEER.peer_id, now + 60, day) < ahead + 1
+
+
 def test_a_record_that_lasts_too_long_is_not_outlasted() -> None:
     """Nodes forget it, and would refuse another one."""
     places, now = RecordPlaces(key_id=str.encode), 1e9
