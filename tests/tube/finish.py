@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 import coordinator.run.service as service_module
 import swarm_peer.runtime.data.launcher as launcher_module
+from coordinator.checkpoints.export import export_states
 from coordinator.run.service import RunService
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.policy.step_state import StepState
@@ -53,11 +54,9 @@ class FinishInvariants(Invariants):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        export = service_module.export_states
-
         def export_and_check(resolved: Any, states: Sequence[StageState], folder: Path, *args: Any) -> None:
             self._check_saved(states)
-            export(resolved, states, folder, *args)
+            export_states(resolved, states, folder, *args)
             saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
             given = {name: value for state in states for name, value in state.tensors.items() if is_weight(name)}
             if not same_weights(saved, given):

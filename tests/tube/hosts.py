@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import random
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -99,7 +100,7 @@ class Host:
         self.world.network.by_peer_id[self.peer_id] = self
         address = "/ip4/10.0.0.1/tcp/1"
         return SwarmDHT(
-            node=self.node,  # type: ignore[arg-type]
+            node=self.node,
             identity=self.identity,
             metrics=self.metrics,
             ways=lambda: Ways((address,)),
@@ -118,7 +119,8 @@ class Host:
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run a coroutine as this host."""
-        return self.world.loop.create_task(coroutine, name=f"{self.name} {name}", context=self._context.copy())
+        create_task = partial(self.world.loop.create_task, coroutine, name=f"{self.name} {name}")
+        return self._context.copy().run(create_task)
 
     def start(self, program: Callable[[], Awaitable[None]]) -> None:
         """Run the program of the process; its end is the end of the process."""

@@ -31,6 +31,7 @@ from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
+from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.store import SnapshotStore, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
@@ -251,7 +252,7 @@ class Invariants:
 
     def _watching_orders(self) -> Any:
         """A peer obeys the newest term that it has heard of."""
-        original = mover_module.wait_for_assignment
+        original = wait_for_assignment
 
         @functools.wraps(original)
         async def wrapped(*, fetch: Any, **options: Any) -> Any:
@@ -469,7 +470,7 @@ class Invariants:
 
         Kept for a while: all stages have the same microbatches in a round, as long as none fails.
         """
-        key = (*map(id, stages), *ids)
+        key: tuple[int | bytes, ...] = (*map(id, stages), *ids)
         if key not in self._computed:
             for trainer, known in zip(self._reference, stages, strict=True):
                 assert known is not None

@@ -117,7 +117,9 @@ class TubeLoop(asyncio.SelectorEventLoop):
         task.add_done_callback(self.tasks.pop)
         return task
 
-    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Callable[..., Any], *args: Any
+    ) -> Any:
         """hivemind encodes and reduces in executors."""
         future = self.create_future()
         try:
@@ -135,13 +137,13 @@ class TubeLoop(asyncio.SelectorEventLoop):
 def run(function: Callable[[TubeLoop], Awaitable[T]]) -> T:
     """Run a coroutine function in a loop of its own."""
     kept = anyio_asyncio.CancelScope
-    anyio_asyncio.CancelScope = NumberedScope  # type: ignore[misc,assignment]
+    anyio_asyncio.CancelScope = NumberedScope  # type: ignore[misc]
     NumberedScope._serials = itertools.count()
     loop = TubeLoop()
     sniffio.thread_local.name = "asyncio"  # it would otherwise look for the task, a million times
     try:
         asyncio.set_event_loop(loop)
-        return loop.run_until_complete(function(loop))  # type: ignore[arg-type]
+        return loop.run_until_complete(function(loop))
     finally:
         anyio_asyncio.CancelScope = kept  # type: ignore[misc]
         asyncio.set_event_loop(None)

@@ -113,7 +113,11 @@ class PeriodicInvariants(Invariants):
     ) -> tuple[Any, Any]:
         """Who brings samples to an average names them: stage-mates may not have heard of them."""
         if group._stage == 0:
-            named = {SampleId(*item[:2], window) for item in ending.brings for window in range(item.start, item.end)}
+            named = {
+                SampleId(item.pass_number, item.slice_index, window)
+                for item in ending.brings
+                for window in range(item.start, item.end)
+            }
             if unnamed := set(self.names(self._work_of(self._trainers[group._me]))) - named:
                 self.tube.violation(f"{HOST.get()} brings {len(unnamed)} samples that it does not name")
         return await super()._averaged(call, group, ending, gradients, attempt, members)
@@ -133,7 +137,8 @@ class PeriodicInvariants(Invariants):
             return
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         await call(settlement)
-        beginning = self.records.beginnings[(*parent[:2], step.round_number + 1, settlement.history_hash)]
+        place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
+        beginning = self.records.beginnings[place]
         if beginning.ids is None:
             beginning.parent, beginning.ids = parent, ()
             self.tube.committed(stage, step.round_number)

@@ -30,7 +30,7 @@ import swarm_peer.runtime.step.averaging as averaging_module
 import swarm_peer.runtime.step.barrier as barrier_module
 import swarm_peer.runtime.step.settlement as settlement_module
 from coordinator.watch.ending import Farewell, end_run_for
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
@@ -374,7 +374,7 @@ def chunk_not_checked() -> Any:
     async def fetch_chunk(_: Any, transport: Any, donor: str, call: Any, chunk: Any, tensor_name: str) -> memoryview:
         reply = await transport.call(donor, call, timeout_s=transfer_module.CALL_TIMEOUT_S)
         if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
-            raise transfer_module.InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
+            raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
         data: memoryview = reply.tensors[0]
         return data
 

@@ -72,7 +72,7 @@ def batch_closed_by_claims() -> Any:
     async def wait_until_over(original: Any, book: Any, round_number: int) -> None:
         def is_over() -> bool:
             claimed = sum(count.claimed for _, count in book.counter.counts(round_number))
-            return claimed >= book.counter.global_batch_size or book.newest_round_seen > round_number
+            return bool(claimed >= book.counter.global_batch_size or book.newest_round_seen > round_number)
 
         await book._context.changed.wait_for(is_over)
 

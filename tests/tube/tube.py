@@ -26,11 +26,11 @@ from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
 from finish import FinishDelayedInvariants, FinishInvariants, FinishPeriodicInvariants, num_steps
+from hosted import obeying_schedules, run_coordinator, run_peer, run_stranger
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
 from periodic import PeriodicInvariants
-from programs import obeying_schedules, run_coordinator, run_peer, run_stranger
 from schedule import FAULTS_S, FIRST_S, Event, Schedule
 from short import ShortInvariants
 from world import LogToWorld, World
