@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
-from calm import check_calm, helps
+from calm import NUM_UPDATES, check_calm, helps
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
@@ -466,6 +466,7 @@ class Tube:
             return
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
+        await self._go_on(NUM_UPDATES + 1, BOUND_S)
         self.invariants.note_ends()
         check_calm(self.invariants, self.peers())
 
@@ -500,6 +501,18 @@ class Tube:
                 return
             if self.world.loop.time() > deadline:
                 self.violation(f"{BOUND_S:.0f} s after the run went on without faults: {'; '.join(stragglers)}")
+                return
+
+    async def _go_on(self, num_rounds: int, seconds: float) -> None:
+        """Wait until each stage has gone through some rounds more, now that its peers are together."""
+        wanted = {stage: len(rounds) + num_rounds for stage, rounds in self._committed.items()}
+        deadline = self.world.loop.time() + seconds
+        while any(len(rounds) < wanted[stage] for stage, rounds in self._committed.items()):
+            await anyio.sleep(1.0)
+            if self.world.violations:
+                return
+            if self.world.loop.time() > deadline:
+                self.violation(f"the peers are together, and make no {num_rounds} steps in {seconds:.0f} s")
                 return
 
     def _stragglers(self) -> list[str]:
