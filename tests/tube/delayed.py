@@ -88,7 +88,11 @@ class DelayedInvariants(Invariants):
     def _settling(self, group: Any, ending: Any, gradients: Any, samples: int, upcoming: Any = None) -> None:
         held_back = 0 if upcoming is None else upcoming[1]
         if (upcoming is None) != (ending.step.optimizer_step + 1 >= self.manifest.training.steps):
-            self.tube.violation(f"{HOST.get()} brings {upcoming and held_back} to the round after {ending.number}")
+            what = "nothing" if upcoming is None else f"a gradient of {held_back} samples"
+            self.tube.violation(
+                f"{HOST.get()} brings {what} to the round after that of optimizer step {ending.step.optimizer_step} "
+                f"of {self.manifest.training.steps}"
+            )
         super()._settling(group, ending, gradients, held_back)
         place = (group._stage, ending.step.timeline.first_round, ending.number, group._me)
         trainer = self._trainers[group._me]

@@ -512,7 +512,9 @@ class Invariants:
         for ref, stored in store._snapshots.items():
             kept = _read_stored(stored)
             if kept is None:
-                continue  # a fault has changed its file
+                if not HOST.get().storage.has_failed:
+                    self.tube.violation(f"{HOST.get()} takes {ref} for damaged, and no fault has changed its file")
+                continue
             begun = self.records.beginnings.get(
                 (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
             )
