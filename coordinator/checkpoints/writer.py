@@ -217,6 +217,7 @@ class CheckpointWriter:
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
         stages = list(range(self._manifest.stages.count))
+        told = ""  # why it waits
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
         while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
@@ -246,7 +247,9 @@ class CheckpointWriter:
                 self._watch.observe_checkpoint(optimizer_step)
                 return
             except CallError as error:
-                log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
+                if str(error) != told:
+                    log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
+                told = str(error)
             except UserError as error:
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
@@ -255,7 +258,8 @@ class CheckpointWriter:
                 break  # the run stands still after its last step alone
             await anyio.sleep(SNAPSHOT_RETRY_S)
         if self._is_inherited(self._watch.created_at_round(optimizer_step)) or not self._acts():
-            log.info("checkpoint_left_out optimizer_step=%d reason=another coordinator had to save it", optimizer_step)
+            text = "checkpoint_left_out optimizer_step=%d reason=another coordinator or process had to save it"
+            log.info(text, optimizer_step)
             return
         log.error(
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step

@@ -21,6 +21,8 @@ TIMELINE_OFFSETS = 64
 SNAPSHOTS_MISSED = 4
 # Snapshots of each stage that a peer keeps: another may still be downloading the one before the newest.
 SNAPSHOTS_KEPT = 2
+# Snapshots that one peer lists: who gives a checkpoint keeps one of each stage, and a run has up to 256.
+MOST_LISTED = 512
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from swarm_peer.policy.lineage import DIGEST_BYTES, MAX_LINEAGE_BYTES
+from swarm_peer.policy.recovery import MOST_LISTED
 from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber, Samples
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, CountedRange, CountedRanges, SliceName
 
@@ -40,7 +41,6 @@ Attempt = Annotated[int, Field(ge=0, lt=1000)]
 # A signed progress count: (peer id of its author, envelope).
 SignedCount = tuple[Annotated[str, Field(max_length=64)], Annotated[bytes, Field(max_length=MAX_COUNT_BYTES)]]
 SignedCounts = Annotated[tuple[SignedCount, ...], Field(max_length=MAX_COUNTS, fail_fast=True)]
-
 
 # Of one microbatch: the same on every try and at every stage.
 MicrobatchId = Annotated[bytes, Field(min_length=16, max_length=16)]
@@ -374,7 +374,7 @@ class ListSnapshotsReply(Body):
     timeline_first_round: RoundNumber
     timeline_first_optimizer_step: OptimizerStep
     timeline_created_at_round: RoundNumber
-    snapshots: tuple[tuple[Stage, RoundNumber, RoundNumber], ...] = Field(max_length=64, fail_fast=True)
+    snapshots: tuple[tuple[Stage, RoundNumber, RoundNumber], ...] = Field(max_length=MOST_LISTED, fail_fast=True)
 
 
 class RewindCall(Call):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import planted_accounts as planted_accounts  # registers its defects
 from cyclopts import App
+from faults import KINDS
 from planted import planted
 from schedule import Schedule, numbered
 from tqdm import tqdm
@@ -116,7 +117,8 @@ def seeds(
     kept = _read(results)
     # The longest first, so that no process is left alone with one at the end.
     wanted = [seed for other in reversed(WATCHES) for seed in numbered(range(first, first + each_mode), other, often)]
-    wanted += numbered(QUICK if quick else range(first, first + count), mode, often)
+    chosen = numbered(QUICK if quick else range(first, first + count), mode, often)
+    wanted += chosen
     outcomes = [kept[seed] for seed in wanted if seed in kept]
     todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):
@@ -126,7 +128,12 @@ def seeds(
                 file.write(json.dumps(asdict(outcome)) + "\n")
         if outcome.violations:
             print(f"{command_of(outcome.seed, None)}: {outcome.violations[0].splitlines()[0][:300]}", flush=True)
-    sys.exit(_sum_up(outcomes))
+    has_violations = _sum_up(outcomes)
+    struck = {name for outcome in outcomes if outcome.seed in chosen for name in outcome.strikes}
+    idle = KINDS.keys() - struck if quick else set()
+    if idle:
+        print(f"QUICK needs other seeds: these faults never struck: {', '.join(sorted(idle))}")
+    sys.exit(has_violations or bool(idle))
 
 
 def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:

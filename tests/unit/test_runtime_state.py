@@ -1349,6 +1349,13 @@ async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world
     assert (await kept_by(world, donor)).snapshots == ((2, 4, 4), (2, 22, 6))
 
 
+async def test_a_peer_tells_of_snapshots_of_all_stages_of_a_long_pipeline(world):
+    donor = await world.donor("a", round_number=6)
+    for stage in range(256):
+        await donor.donor.store_snapshot(stage, donor.state_of(4))
+    assert [stage for stage, *_ in (await kept_by(world, donor)).snapshots] == list(range(256))
+
+
 async def test_a_peer_without_a_state_tells_of_the_snapshots_that_it_brings_along(world):
     before = await world.donor("a", round_number=30)
     await before.donor.store_snapshot(2, before.state_of(4, timeline=Timeline(20, 2, 2)))

@@ -287,9 +287,9 @@ def test_few_snapshots_are_told():
         "timeline_first_optimizer_step": 0,
         "timeline_created_at_round": 0,
     }
-    check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 64}))
+    check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 512}))
     with pytest.raises(InvalidMessage, match="snapshots"):
-        check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 65}))
+        check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 513}))
     with pytest.raises(InvalidMessage, match="snapshots"):
         check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((256, 50, 50),)}))
 

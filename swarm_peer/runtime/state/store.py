@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from swarm_peer.errors import InvalidMessage, NotServing
-from swarm_peer.policy.recovery import SNAPSHOTS_KEPT, SnapshotRef, Timeline
+from swarm_peer.policy.recovery import MOST_LISTED, SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import Clock, Storage, Threads
 from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields
@@ -109,7 +109,7 @@ class SnapshotStore:
         self._storage = storage
         self._is_member = is_member
         self._snapshots: dict[SnapshotRef, StoredState] = {}
-        self._given_up: list[range] = []  # optimizer steps
+        self._being_written: dict[object, SnapshotRef] = {}  # without those that have been given up
         # Anybody may ask for chunks, and the threads have other work as well.
         self._hashing = anyio.Semaphore(MOST_HASHING)
 
@@ -131,11 +131,16 @@ class SnapshotStore:
     async def store_snapshot(self, stage: int, state: StageState) -> None:
         """Keep a stage's state as a snapshot, and forget the oldest snapshot of that stage."""
         ref = SnapshotRef(stage, state.created_at_round, state.optimizer_step)
-        given_up_before = len(self._given_up)
-        stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
+        writing = object()
+        self._being_written[writing] = ref
+        try:
+            stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
+            is_given_up = writing not in self._being_written
+        finally:
+            self._being_written.pop(writing, None)
         stored.used_at = self._clock.monotonic_s()
         self._snapshots[ref] = stored
-        if any(state.optimizer_step in steps for steps in self._given_up[given_up_before:]):
+        if is_given_up:
             self.forget(ref, GONE_ON)
             return
         log.info("snapshot_kept stage=%d optimizer_step=%d bytes=%d", stage, state.optimizer_step, stored.num_bytes)
@@ -161,7 +166,9 @@ class SnapshotStore:
             until: the last one whose snapshots go
         """
         steps = range(after + 1, until + 1)
-        self._given_up.append(steps)
+        self._being_written = {
+            writing: ref for writing, ref in self._being_written.items() if ref.optimizer_step not in steps
+        }
         for ref in [known for known in self._snapshots if known.optimizer_step in steps]:
             self.forget(ref, GONE_ON)
 
@@ -289,7 +296,7 @@ class SnapshotStore:
             timeline_first_round=timeline.first_round,
             timeline_first_optimizer_step=timeline.first_optimizer_step,
             timeline_created_at_round=timeline.created_at_round,
-            snapshots=tuple(sorted(ref for ref, _ in known))[-64:],
+            snapshots=tuple(sorted(ref for ref, _ in known))[-MOST_LISTED:],
         )
         return Reply(reply.model_dump())
 
