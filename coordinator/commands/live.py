@@ -93,19 +93,17 @@ def end(
     """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
 
     Args:
-        identity_path: The run's key; the one in that folder if not given.
+        identity_path: The run's key; the one in the run's folder if not given.
         initial_peers: Addresses of any peers of the run; those that are kept beside its key if not given.
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
-    if run is not None and identity_path is not None:
-        raise UserError(f"{run} and --identity-path: both name a run; leave one of them out")
-    if identity_path is None:
-        if run is None:
-            raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
-        identity_path = run / "identity"
-    if not identity_path.parent.is_dir():
-        raise UserError(f"there is no folder {identity_path.parent}: name that of a run")
+    if run is None and identity_path is None:
+        raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
+    folder = run or identity_path.parent
+    identity_path = identity_path or folder / "identity"
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name that of a run")
     if not identity_path.is_file():
         raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
 
@@ -113,9 +111,9 @@ def end(
     from coordinator.run.run_files import note_end
     from coordinator.watch.observer import end_run
 
-    addresses = addresses_of_run(None if initial_peers else identity_path.parent, initial_peers)
+    addresses = addresses_of_run(None if initial_peers else folder, initial_peers)
     end_run(addresses, identity_path, lambda left: print(f"{left} peers left", flush=True))
-    note_end(identity_path.parent)
+    note_end(folder)
     print("The run has ended.")
 
 

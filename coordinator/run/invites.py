@@ -94,8 +94,8 @@ class InviteBook:
         path = self._folder / "identity"
         if not path.is_file():
             raise UserError(
-                f"{self._folder}: the run's key is not there (identity); name the folder of serve: a run of local is "
-                f"for this machine, and has no invites"
+                f"{self._folder}: the run's key is not there (identity); name the folder of serve, and put the key "
+                f"into it if serve has it from --identity-path (a run of local is for this machine, and has no invites)"
             )
         return Identity.from_file(path)
 

@@ -165,8 +165,8 @@ async def _open_where_it_was(
             raise UserError(
                 f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} "
                 f"addresses in {output / PEERS}, and without its peers it would begin anew: carry on with "
-                f"--initial-peers and the address of any of them (the last peer_started line of a peer's log), go on "
-                f"from a checkpoint with --resume, or name another --output"
+                f"--initial-peers and the address of any of them (the last peer_started or addresses_changed line of "
+                f"its log), go on from a checkpoint with --resume, or name another --output"
             )
         if dht is None:
             dht = await opened.enter_async_context(open_own(()))
