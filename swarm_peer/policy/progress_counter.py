@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.policy.view import Life
 
-# Microbatches left to each other live peer at the end of a global batch: about as many as a peer claims before others
-# hear of it. With fewer the global batch overshoots; with more it waits for the slowest peer.
+# Microbatches left to each slower peer at the end of a global batch: about as many as a peer claims before others hear
+# of it. With fewer the global batch overshoots; with more it waits for the slowest peer.
 RESERVED_MICROBATCHES = 2
 # Lives of one peer that may count in one round. Joining takes seconds, so a good peer hardly lives as often, and a bad
 # one cannot fill the memory of others.
@@ -94,7 +94,8 @@ class ProgressCounter:
         """Whether peer `me` may launch one more microbatch of `num_samples`.
 
         A peer hears of others' claims a little late. So each live peer has its own share of the global batch; a faster
-        peer may then claim what others have left, except for their last RESERVED_MICROBATCHES.
+        peer may then claim what others have left, except for the last RESERVED_MICROBATCHES of each that has claimed
+        less. What is left for peers that have claimed equally much goes to one after the other.
 
         A peer that has died, or begun another life, counts with its counted samples alone: its microbatches under way
         do not come back. The share is one for all lives of a peer.
@@ -116,9 +117,12 @@ class ProgressCounter:
         gone = sum(samples for peer_id, samples in charged.items() if peer_id not in live)
         whole, left_over = divmod(-(-(self.global_batch_size - gone) // num_samples), len(live))
         share = (whole + (live.index(me.peer_id) < left_over)) * num_samples
-        if charged.get(me.peer_id, 0) < share:
-            return True
-        return not only_own and remaining > RESERVED_MICROBATCHES * num_samples * (len(live) - 1)
+        own = charged.get(me.peer_id, 0)
+        if own < share or only_own:
+            return own < share
+        num_slower = sum(charged.get(peer_id, 0) < own for peer_id in live)
+        num_before = sum(charged.get(peer_id, 0) == own for peer_id in live[: live.index(me.peer_id)])
+        return remaining > num_samples * (RESERVED_MICROBATCHES * num_slower + num_before)
 
     def forget_before(self, round_number: int) -> None:
         """Drop the counts of earlier rounds."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.progress_counter import MAX_LIVES, ProgressCounter, RoundCount
+from swarm_peer.policy.progress_counter import MAX_LIVES, RESERVED_MICROBATCHES, ProgressCounter, RoundCount
 from swarm_peer.policy.view import Life
 
 
@@ -220,6 +220,26 @@ def test_shares_are_kept_for_slow_peers():
         assert peers.try_to_claim("slow")
         assert peers.try_to_claim("slower")
     assert not peers.try_to_claim("slow")
+
+
+@pytest.mark.parametrize("num_peers", [2, 9, 32])
+def test_one_slow_peer_keeps_nobody_from_what_it_leaves(num_peers):
+    peers = Claimants(512, 1, [f"p{number:02}" for number in range(num_peers)])
+    assert peers.try_to_claim("p00")
+    for _ in range(512):
+        for number in range(1, num_peers):
+            peers.try_to_claim(f"p{number:02}")
+    assert peers.charged == 512 - RESERVED_MICROBATCHES
+
+
+def test_peers_that_have_claimed_equally_much_take_what_is_left_one_after_the_other():
+    peers = Claimants(9, 1, ["a", "b", "slow"])
+    for peer in "ab" * 3:
+        assert peers.try_to_claim(peer)
+    assert not peers.try_to_claim("b"), "two of three are the slow one's"
+    assert peers.try_to_claim("a")
+    assert not peers.try_to_claim("a")
+    assert not peers.try_to_claim("b")
 
 
 def test_a_peer_alone_takes_all():
