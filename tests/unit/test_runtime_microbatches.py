@@ -46,7 +46,7 @@ from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import RoundBook, Transfer
-from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
+from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient, time_of_callee
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step import handover as handover_module
 from swarm_peer.runtime.step.barrier import Barrier
@@ -304,6 +304,16 @@ async def test_a_hop_may_take_as_long_as_a_manifest_may_say():
         first, *_ = [await swarm.add("abc"[stage], stage) for stage in range(3)]
         result = await first.run(make_microbatch(), timeout_s=1e9)
         assert result.loss_sum == pytest.approx(reference(swarm.manifest)[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 10, 100, 256])
+def test_the_last_one_of_many_stages_has_time_as_well(num_stages):
+    hop_timeout_s = 60.0
+    timeout_s = hop_timeout_s * (num_stages - 1)
+    for stage in range(1, num_stages):
+        before_s, timeout_s = timeout_s, time_of_callee(timeout_s, num_stages - stage)
+        assert before_s - timeout_s >= stage_client.WAY_BACK_S
+    assert timeout_s > 0.9 * hop_timeout_s
 
 
 async def test_evaluation_leaves_no_trace(swarm, pair):

@@ -24,9 +24,10 @@ from swarm_peer.wire.messages import LONGEST_CALL_S, QUERIES, MicrobatchCall, Mi
 
 log = logging.getLogger(__name__)
 
-# A callee gets so much less time than its caller has, or a twentieth if that is more: for its reply's way back. A
-# caller that gave up first would not learn which stage is to blame, and would have another peer count the microbatch.
+# A callee gets so much less time than its caller has, or a share if that is more: for its reply's way back. A caller
+# that gave up first would not learn which stage is to blame, and would have another peer count the microbatch.
 WAY_BACK_S = 1.0
+WAY_BACK_SHARE = 0.05
 # Pause before the next try when every peer of the stage was busy or has failed; doubled each time, with jitter.
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
@@ -212,7 +213,7 @@ class StageClient:
             mode=microbatch.mode,
             num_samples=microbatch.num_samples,
             length=microbatch.length or self._manifest.data.sequence_length,
-            timeout_s=timeout_s - min(max(0.05 * timeout_s, WAY_BACK_S), 0.5 * timeout_s),
+            timeout_s=time_of_callee(timeout_s, self._manifest.stages.count - self.stage),
             counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
         )
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
@@ -229,6 +230,17 @@ class StageClient:
             logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), "none"))
             return HopResult(body.loss_sum, logits=logits, peer=peer), body.samples_per_s
         return HopResult(body.loss_sum, peer=peer), body.samples_per_s
+
+
+def time_of_callee(timeout_s: float, num_hops: int) -> float:
+    """How long a callee may take if its caller has `timeout_s`.
+
+    Args:
+        num_hops: stages that are left, the callee's included. Where they are many, each keeps less: together they would
+            keep all of it
+    """
+    share = min(WAY_BACK_SHARE, 0.5 / num_hops)
+    return timeout_s - min(max(share * timeout_s, WAY_BACK_S), 0.5 * timeout_s)
 
 
 def _only_tensor(reply: Reply, num_bytes: int) -> memoryview:

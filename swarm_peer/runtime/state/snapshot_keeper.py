@@ -6,6 +6,7 @@ Must not know how they are stored (store.py), or how a run goes back to them (re
 
 from __future__ import annotations
 
+import itertools
 import logging
 from functools import partial
 
@@ -25,10 +26,11 @@ from swarm_peer.runtime.state.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
-# Tries to copy a snapshot of the next stage, whose peers take it at the same time as this peer takes its own.
-GUARD_TRIES = 6
-# Pause after the first try; doubled after each further one.
+# Pause after the first try to copy a snapshot of the next stage, whose peers take it at the same time as this peer
+# takes its own. It is doubled after each of the next ones: to write a snapshot takes them some seconds per gigabyte.
 GUARD_PAUSE_S = 0.2
+# After so many tries in vain the log says so. They go on until the next snapshot is due.
+GUARD_TRIES = 7
 
 
 class SnapshotKeeper:
@@ -118,20 +120,19 @@ class SnapshotKeeper:
             assert self._last_due is not None
             guarded = self._last_due
             wanted = SnapshotRef(self._next_stage, guarded.created_at_round, guarded.optimizer_step)
-            for attempt in range(GUARD_TRIES):
-                if await self._copy(wanted, is_last_try=attempt == GUARD_TRIES - 1):
+            for attempt in itertools.count(1):
+                if await self._copy(wanted, level=logging.WARNING if attempt == GUARD_TRIES else logging.DEBUG):
                     break
-                with anyio.move_on_after(GUARD_PAUSE_S * 2**attempt):
+                with anyio.move_on_after(GUARD_PAUSE_S * 2 ** min(attempt - 1, GUARD_TRIES)):
                     await self._context.changed.wait_for(partial(self._has_other_snapshot, guarded))
                     break
 
-    async def _copy(self, wanted: SnapshotRef, *, is_last_try: bool) -> bool:
+    async def _copy(self, wanted: SnapshotRef, *, level: int) -> bool:
+        """Copy a snapshot of the next stage. Returns False, and logs it, if no peer gives it."""
         peers = [peer.peer_id for peer in self._swarm.view().serving(wanted.stage)]
         try:
             await self._take(wanted, peers, partial(self._store, wanted.stage))
         except CallError as error:
-            # The first tries often fail, since the other peers are still taking their snapshots.
-            level = logging.WARNING if is_last_try else logging.DEBUG
             text = "snapshot_not_there stage=%d optimizer_step=%d reason=%s"
             log.log(level, text, wanted.stage, wanted.optimizer_step, error)
             return False
