@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -142,17 +143,25 @@ class SwarmView:
     num_stages: int
     peers: tuple[PeerView, ...] = ()
     left: frozenset[str] = frozenset()
+    # The same peers by stage and by id: the peers of a stage are asked for at every turn, and there may be thousands.
+    _in_stage: Mapping[int, tuple[PeerView, ...]] = field(init=False, repr=False, compare=False)
+    _serving: Mapping[int, tuple[PeerView, ...]] = field(init=False, repr=False, compare=False)
+    _by_id: Mapping[str, PeerView] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peers", tuple(sorted(self.peers, key=lambda peer: peer.peer_id)))
+        peers = tuple(sorted(self.peers, key=lambda peer: peer.peer_id))
+        object.__setattr__(self, "peers", peers)
+        object.__setattr__(self, "_in_stage", _by_stage(peers))
+        object.__setattr__(self, "_serving", _by_stage(peer for peer in peers if peer.state is PeerState.SERVING))
+        object.__setattr__(self, "_by_id", {peer.peer_id: peer for peer in reversed(peers)})
 
     def in_stage(self, stage: int) -> tuple[PeerView, ...]:
         """The peers of a stage, in any state."""
-        return tuple(peer for peer in self.peers if peer.stage == stage)
+        return self._in_stage.get(stage, ())
 
     def serving(self, stage: int) -> tuple[PeerView, ...]:
         """The peers that serve a stage."""
-        return tuple(peer for peer in self.in_stage(stage) if peer.state is PeerState.SERVING)
+        return self._serving.get(stage, ())
 
     def fewest_serving(self) -> int:
         """The number of serving peers in the stage that has the fewest."""
@@ -172,4 +181,11 @@ class SwarmView:
 
     def peer(self, peer_id: str) -> PeerView | None:
         """The peer with this id, or None if it is not in the view."""
-        return next((peer for peer in self.peers if peer.peer_id == peer_id), None)
+        return self._by_id.get(peer_id)
+
+
+def _by_stage(peers: Iterable[PeerView]) -> dict[int, tuple[PeerView, ...]]:
+    found: dict[int, list[PeerView]] = {}
+    for peer in peers:
+        found.setdefault(peer.stage, []).append(peer)
+    return {stage: tuple(here) for stage, here in found.items()}

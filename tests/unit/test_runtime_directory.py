@@ -1,3 +1,4 @@
+import asyncio
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -9,12 +10,13 @@ from contexts import MovedClock
 from test_wire_records import ANNOUNCEMENT
 
 from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError
 from swarm_peer.policy.view import PeerState, PeerView, TimeShares
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import directory as directory_module
-from swarm_peer.runtime.network.directory import SERVED_REMEMBERED, Directory
+from swarm_peer.runtime.network.directory import LOOKS_AT_ONCE, SERVED_REMEMBERED, Directory
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import stage_key
 
@@ -93,6 +95,31 @@ async def test_who_cannot_be_reached_is_out_of_the_view_until_it_announces_itsel
     dht.serials["a"] = 2
     await directory.refresh([0, 1])
     assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+
+
+async def test_stages_are_looked_up_side_by_side(directory, dht, monkeypatch):
+    fetch, looking, together = dht.fetch, [], asyncio.Event()
+
+    async def slowly(key, kind, subject):
+        looking.append(key)
+        if len(looking) == LOOKS_AT_ONCE:
+            together.set()
+        await together.wait()
+        return await fetch("0", kind, subject)
+
+    monkeypatch.setattr(dht, "fetch", slowly)
+    await directory.refresh(range(3 * LOOKS_AT_ONCE))
+    assert len(looking) == 3 * LOOKS_AT_ONCE
+
+
+async def test_where_the_dht_does_not_answer_the_rest_of_the_view_stays(directory, dht, monkeypatch):
+    async def silent(key, kind, subject):
+        raise CallError("no answer")
+
+    monkeypatch.setattr(dht, "fetch", silent)
+    with pytest.raises(CallError, match="no answer"):
+        await directory.refresh([0, 1])
+    assert seen(directory) == ["a", "b"]
 
 
 async def test_who_has_said_goodbye_is_not_waited_for(directory, dht):

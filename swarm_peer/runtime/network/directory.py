@@ -35,6 +35,9 @@ FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
 # While peers are missing, all others look, and ask the same few nodes: the more of them, the longer the pause.
 FAST_POLL_S_PER_PEER = 0.1
+# Stages that are looked up at the same time. One after the other, the first of a hundred would be out of date before the
+# last was found.
+LOOKS_AT_ONCE = 8
 # How long an announcement tells who a caller is, in its own lifetimes: the next one may be late in the DHT, and this
 # peer may not be able to dial a caller whose calls arrive.
 REMEMBERED = 2
@@ -97,15 +100,31 @@ class Directory:
         Raises:
             CallError: the DHT does not answer
         """
-        try:
-            for stage in stages:
+        failures: list[CallError] = []
+        at_once = anyio.CapacityLimiter(LOOKS_AT_ONCE)
+
+        async def look(stage: int) -> None:
+            async with at_once:
+                if failures:
+                    return
                 begun_s = self._clock.monotonic_s()
-                found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
+                try:
+                    found = await self._dht.fetch(stage_key(self._hash, stage), Announcement, self._hash)
+                except CallError as error:
+                    failures.append(error)
+                    return
                 self._looked_s[stage] = begun_s
                 for peer_id, announcement in found.items():
                     self._take(peer_id, announcement, stage)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for stage in stages:
+                    tasks.start_soon(look, stage)
         finally:
             self._rebuild()
+        if failures:
+            raise failures[0]
         return self.view
 
     def _take(self, peer_id: str, announcement: Announcement, stage: int) -> None:
