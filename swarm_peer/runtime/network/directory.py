@@ -35,8 +35,8 @@ FAST_POLL_S = 0.5
 SLOW_POLL_S = 3.0
 # While peers are missing, all others look, and ask the same few nodes: the more of them, the longer the pause.
 FAST_POLL_S_PER_PEER = 0.1
-# Stages that are looked up at the same time. One after the other, the first of a hundred would be out of date before the
-# last was found.
+# Stages that are looked up at the same time. One after the other, the first of a hundred would be out of date before
+# the last was found.
 LOOKS_AT_ONCE = 8
 # How long an announcement tells who a caller is, in its own lifetimes: the next one may be late in the DHT, and this
 # peer may not be able to dial a caller whose calls arrive.

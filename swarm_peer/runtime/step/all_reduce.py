@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 # Values of a part, at the most. With 1 MB of fp32, no copy of a part holds up the event loop for long.
 MAX_PART_VALUES = 2**18
+# Values that a member sends to all others at a time. In a large stage the parts are smaller: each waits for one to
+# every other member, and those for one member must not come further apart than averaging.chunk_timeout_s.
+MAX_VALUES_AT_ONCE = 2**22
 # Parts on their way to one member: enough that a round trip across the world does not limit a home connection. Over a
 # narrow one, about as many as pass within QUEUE_S, but two at least: small calls wait behind them, and a stage-mate
 # that does not answer one for some seconds is taken for stalled.
@@ -77,7 +80,7 @@ class AllReduce:
         # With no samples at all, the mean of the zeros that everybody brings is as good as any.
         self._weights = {peer: float(share if any(shares.values()) else 1) for peer, share in shares.items()}
         members = sorted(shares)
-        num_values = min(MAX_PART_VALUES, -(-len(values) // len(members)))
+        num_values = part_values(len(values), len(members))
         self._views = torch.split(values, num_values)
         self._runner = _ExactAllReduce(
             self.exchange,
@@ -244,6 +247,11 @@ async def _replace_by_averages(views: Sequence[torch.Tensor], runner: _ExactAllR
     async with aclosing(runner.run()) as averages:
         async for average in averages:
             next(remaining).copy_(average)
+
+
+def part_values(num_values: int, num_members: int) -> int:
+    """How many of `num_values` values make a part, among so many members; the last part of a member may be shorter."""
+    return min(MAX_PART_VALUES, MAX_VALUES_AT_ONCE // num_members, -(-num_values // num_members))
 
 
 class _ExactAllReduce(AllReduceRunner):
