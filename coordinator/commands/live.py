@@ -94,25 +94,33 @@ def end(
 
     Args:
         identity_path: The run's key; the one in the run's folder if not given.
-        initial_peers: Addresses of any peers of the run; those that are kept beside its key if not given.
+        initial_peers: Addresses of any peers of the run; those in its folder, or beside its key, if not given.
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
-    if run is None and identity_path is None:
+    if run is not None:
+        folder, key = run, identity_path or run / "identity"
+    elif identity_path is not None:
+        folder, key = identity_path.parent, identity_path
+    else:
         raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
-    folder = run or identity_path.parent
-    identity_path = identity_path or folder / "identity"
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name that of a run")
-    if not identity_path.is_file():
-        raise UserError(f"{identity_path} is not there: only the run's key ends it, OUTPUT/identity of serve")
+    if not key.is_file():
+        raise UserError(f"{key} is not there: only the run's key ends it, OUTPUT/identity of serve")
 
     from coordinator.run.found_runs import addresses_of_run
     from coordinator.run.run_files import note_end
     from coordinator.watch.observer import end_run
+    from coordinator.watch.run_file import run_id_of
+    from swarm_peer.wire.identity import Identity
 
+    if run_id_of(folder) not in (None, Identity.from_file(key).peer_id):
+        raise UserError(
+            f"{key} is not the key of the run in {folder}: name the folder of its own run, or the right key"
+        )
     addresses = addresses_of_run(None if initial_peers else folder, initial_peers)
-    end_run(addresses, identity_path, lambda left: print(f"{left} peers left", flush=True))
+    end_run(addresses, key, lambda left: print(f"{left} peers left", flush=True))
     note_end(folder)
     print("The run has ended.")
 

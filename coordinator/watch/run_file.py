@@ -35,6 +35,16 @@ def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
         log.warning("run_file_not_written path=%s reason=%s", output / RUN_FILE, error.strerror)
 
 
+def run_id_of(folder: Path) -> str | None:
+    """The run that a folder is of; None if it does not say."""
+    try:
+        about = json.loads((folder / RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    run_id = about.get("run_id") if isinstance(about, dict) else None
+    return run_id if isinstance(run_id, str) else None
+
+
 def _installed() -> dict[str, str]:
     found = {}
     for package in PACKAGES:

@@ -319,6 +319,20 @@ def test_a_short_run_warms_up_for_as_long_as_it_lasts(caplog):
     assert (manifest.training.steps, manifest.schedule.warmup_steps, caplog.records) == (50, 20, [])
 
 
+def test_a_key_ends_no_other_run(run, tmp_path):
+    key = tmp_path / "key"
+    Identity.generate().save(key)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text('{"run_id": "12D3KooWrun"}')
+    code, _, said = run("swarm-coordinator", "end", str(folder), "--identity-path", str(key))
+    assert code == 2
+    assert f"{key} is not the key of the run in {folder}: name the folder of its own run, or the right key" in said
+    (folder / "run.json").unlink()
+    code, _, said = run("swarm-coordinator", "end", str(folder), "--identity-path", str(key))
+    assert "no addresses of a run are kept there" in said
+
+
 def test_what_goes_to_a_file_is_not_wrapped(monkeypatch, capsys):
     from coordinator.commands.console import open_console
 
