@@ -131,6 +131,9 @@ class CheckpointGiver:
             while not all(peers_by_stage()):
                 has_given = has_given or await self._give_newest(store, fits)
                 await anyio.sleep(LOOK_S if has_given else RETRY_S)
+            if has_given:
+                # The run goes on. When it is lost again, no peer must begin with this before a newer one is given.
+                self._snapshots.give_up(-1, MAX_ROUND)
 
     async def _give_newest(self, store: CheckpointStore, fits: Fits) -> bool:
         """Give the newest checkpoint that fits. Returns whether there is one, and it could be read.

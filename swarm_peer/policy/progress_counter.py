@@ -95,7 +95,7 @@ class ProgressCounter:
 
         A peer hears of others' claims a little late. So each live peer has its own share of the global batch; a faster
         peer may then claim what others have left, except for the last RESERVED_MICROBATCHES of each that has claimed
-        less. What is left for peers that have claimed equally much goes to one after the other.
+        less. Peers that have claimed equally much take what is left one after the other.
 
         A peer that has died, or begun another life, counts with its counted samples alone: its microbatches under way
         do not come back. The share is one for all lives of a peer.
