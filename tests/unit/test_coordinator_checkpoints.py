@@ -1237,11 +1237,12 @@ async def test_a_checkpoint_that_comes_late_is_given(lost):
 
 
 async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):
+    """The first newcomer after that loss must not begin with the old one: then only it could."""
     lost.save(3, 3)
     lost.peers = [0, 0]
     await lost.gives((3, 3))
     lost.peers = [1, 1]
-    await lost.looks()
+    await lost.gives()
     lost.save(6, 6)
     lost.peers = [0, 1]
     await lost.gives((6, 6))
