@@ -112,10 +112,10 @@ def end(
     from coordinator.run.found_runs import addresses_of_run
     from coordinator.run.run_files import note_end
     from coordinator.watch.observer import end_run
-    from coordinator.watch.run_file import run_id_of
+    from coordinator.watch.run_file import read_run_file
     from swarm_peer.wire.identity import Identity
 
-    if run_id_of(folder) not in (None, Identity.from_file(key).peer_id):
+    if read_run_file(folder).get("run_id") not in (None, Identity.from_file(key).peer_id):
         raise UserError(
             f"{key} is not the key of the run in {folder}: name the folder of its own run, or the right key"
         )

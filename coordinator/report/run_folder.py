@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.watch.run_file import RUN_FILE
+from coordinator.watch.run_file import read_run_file
 from swarm_peer.errors import UserError
 
 HOUR_S = 3600.0
@@ -121,7 +120,7 @@ def read_run(folder: Path) -> RecordedRun:
         folder=folder,
         lines=tuple(sorted(lines, key=lambda line: line.optimizer_step)),
         events=tuple(sorted(events, key=lambda event: event.time)),
-        about=_read_about(folder / RUN_FILE),
+        about=read_run_file(folder),
         num_unread=unread_lines + unread_events,
         has_model=(folder / "model").is_dir(),
     )
@@ -142,11 +141,3 @@ def _read(path: Path, kind: type[AnyLine]) -> tuple[Sequence[AnyLine], int]:
         except ValidationError:
             unread += 1
     return found, unread
-
-
-def _read_about(path: Path) -> dict[str, Any]:
-    try:
-        about = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}

@@ -7,6 +7,7 @@ import logging
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
@@ -35,14 +36,13 @@ def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
         log.warning("run_file_not_written path=%s reason=%s", output / RUN_FILE, error.strerror)
 
 
-def run_id_of(folder: Path) -> str | None:
-    """The run that a folder is of; None if it does not say."""
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Read what `write_run_file` has written; empty if it is not there, or of another form."""
     try:
         about = json.loads((folder / RUN_FILE).read_text())
     except (OSError, ValueError):
-        return None
-    run_id = about.get("run_id") if isinstance(about, dict) else None
-    return run_id if isinstance(run_id, str) else None
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def _installed() -> dict[str, str]:
