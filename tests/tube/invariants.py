@@ -27,6 +27,7 @@ from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -35,6 +36,7 @@ from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.store import SnapshotStore, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 
@@ -87,6 +89,7 @@ class Records:
         without: rounds of stages in which some peer did without another that has held it up
         settled: rounds in a row that a peer has ended with its stage-mates, by host, stage and first round
         told_lost: samples that peers have reported lost, and that are not read again, by their stage then
+        gone_back: those that peers gave up as they went back to a timeline, by their stage and that timeline
         died: samples that the peers of a stage held as they died, by stage
         of_the_dead: the keys of `brought` by lives that have died since
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
@@ -110,6 +113,7 @@ class Records:
     without: set[tuple[int, int]] = field(default_factory=set)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     told_lost: Counter[int | None] = field(default_factory=Counter)
+    gone_back: Counter[tuple[int, Timeline]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
     of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
     own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
@@ -170,6 +174,7 @@ class Invariants:
             after(Peer, "_describe", self._described),
             before(Host, "die", self._dying),
             before(PeerMetrics, "lose", self._lost_some),
+            before(RoundReports, "lose", self._went_back),
             before(Coordination, "run", self._coordinating),
             self._watching_orders(),
         ):
@@ -246,6 +251,10 @@ class Invariants:
 
     def _lost_some(self, metrics: Any, samples: int, reason: str, **options: Any) -> None:
         self.records.told_lost[self.tube.stage_of(HOST.get())] += samples
+
+    def _went_back(self, reports: RoundReports, samples: int, step: StepState, timeline: Timeline) -> None:
+        if timeline > step.timeline and timeline.first_optimizer_step <= step.optimizer_step:
+            self.records.gone_back[reports._stage, timeline] += samples
 
     def _coordinating(self, coordination: Coordination) -> None:
         HOST.get().coordination = coordination
@@ -574,7 +583,8 @@ class Invariants:
         """The updates of a later stage hold stage 0's microbatches, but for those that peers have reported lost."""
         for stage in range(1, len(self._reference)):
             in_line = self._lacking_in_line(stage)
-            self._check_lacking(stage, in_line, self.records.told_lost[stage] + self.records.told_lost[None])
+            told = self.records.told_lost[stage] + self.records.told_lost[None] + self._gone_back_in_vain(stage)
+            self._check_lacking(stage, in_line, told)
             # Of two that updated weights differently in the same round, each may lack the same one.
             lacking = set(in_line)
             for (of_stage, _, number, _), first in list(self.records.beginnings.items()):
@@ -616,6 +626,17 @@ class Invariants:
         first, later = (dict(self.history(self.records.ends[each])) for each in (0, stage))
         held = {each for ids in later.values() for each in ids}
         return {each for number, ids in first.items() if number in later for each in ids} - held
+
+    def _gone_back_in_vain(self, stage: int) -> int:
+        """The samples that peers gave up, to be read again, on timelines with which the run did not go on."""
+        if stage not in self.records.ends:
+            return 0
+        passed = {begun.timeline for _, begun in self.line(self.records.ends[stage])}
+        return sum(
+            samples
+            for (of_stage, timeline), samples in self.records.gone_back.items()
+            if of_stage == stage and timeline not in passed
+        )
 
     def reported_lost(self) -> int:
         """The samples that all peers have reported lost."""

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
-from calm import NUM_UPDATES, check_calm, helps
+from calm import ROUNDS_TOGETHER, check_calm, helps
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
@@ -466,7 +466,7 @@ class Tube:
             return
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
-        await self._go_on(NUM_UPDATES + 1, BOUND_S)
+        await self._go_on(ROUNDS_TOGETHER, BOUND_S)
         self.invariants.note_ends()
         check_calm(self.invariants, self.peers())
 

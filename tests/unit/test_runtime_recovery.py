@@ -1813,6 +1813,19 @@ async def test_what_was_brought_to_a_newer_timeline_is_lost_where_stage_mates_go
     assert split.lost == 7
 
 
+@pytest.mark.parametrize(("ahead", "errors"), [(1, 1), (0, 0), (-1, 0)])
+async def test_the_work_of_an_open_round_is_read_again_if_the_run_goes_back_to_before_it(
+    follower, caplog, ahead, errors
+):
+    """Stage-mates may have ended the round without this peer, and made later updates that the run goes back to."""
+    number = follower.steps.step.round_number + ahead
+    follower.trainer.num_samples = 6
+    state = state_of(follower.trainer)
+    await follower.steps._take_over(StageState(50, "theirs", state, Timeline(50, number, number)))
+    assert lost(follower) == 6
+    assert caplog.text.count("samples_lost") == errors
+
+
 async def test_who_begins_anew_has_nothing_to_lose(split):
     await split.steps.begin(Timeline(50, 0, 0), None)
     await split.take_over(60, split.lineage(-1, 10), Timeline(50, 0, 0))

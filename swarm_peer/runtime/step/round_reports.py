@@ -7,6 +7,7 @@ from collections import deque
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ranges import num_repeated
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.step.outcome import Settlement
@@ -81,13 +82,13 @@ class RoundReports:
             result.learning_rate,
         )
 
-    def lose(self, samples: int, step: StepState, *, is_read_again: bool = False) -> None:
-        """Report work that no update will hold.
+    def lose(self, samples: int, step: StepState, timeline: Timeline) -> None:
+        """Report the work of a round that no update will hold. That is no error if the run goes back to before it.
 
         Args:
-            is_read_again: since the run goes back; that is no error
+            timeline: the one that this peer goes on with, where the run may read these samples again
         """
-        if is_read_again:
+        if timeline > step.timeline and timeline.first_optimizer_step <= step.optimizer_step:
             self._metrics.lost_samples.inc(samples)
         else:
             self._metrics.lose(samples, "stage-mates went on without this peer", round_number=step.round_number)

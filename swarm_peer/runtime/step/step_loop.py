@@ -134,7 +134,7 @@ class StepLoop:
         if fetch is not None:
             await fetch(lambda snapshot: self._take_over(snapshot.at_beginning_of(timeline)))
             return
-        self.reports.lose(self._trainer.strategy.pending_samples, self.step, is_read_again=True)
+        self.reports.lose(self._trainer.strategy.pending_samples, self.step, timeline)
         await self._device_thread.run(Priority.STEP, self._trainer.restart)
         # Another version of torch may make other initial weights. So the history hash, which stage-mates compare,
         # begins with a digest of them.
@@ -226,8 +226,8 @@ class StepLoop:
         while True:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
-                if self.rewinds.target is not None:  # the run is about to read again what this peer holds
-                    self.reports.lose(self._trainer.strategy.pending_samples, self.step, is_read_again=True)
+                if (target := self.rewinds.target) is not None:  # nobody takes what the run has gone back from
+                    self.reports.lose(self._trainer.strategy.pending_samples, self.step, target)
                     gone()
                     return
                 if await self._handover.hand_over(on_gone=gone, may_end_round=may_end_round and not self._failures):
@@ -358,7 +358,7 @@ class StepLoop:
         keeps_work = keeps_work and state.timeline == self.step.timeline
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         lost = await self._device_thread.run(Priority.STEP, load)
-        self.reports.lose(lost, self.step, is_read_again=state.timeline > self.step.timeline)
+        self.reports.lose(lost, self.step, state.timeline)
         self._own_work.give_up(state)
         self._begin_anew(ledger, state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
 
@@ -383,6 +383,6 @@ class StepLoop:
                 return step.round_number > before
             num_pending = self._trainer.strategy.pending_samples
             await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
-            self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step)
+            self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step, step.timeline)
             begun = step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
             self._begin_anew(ledger, *begun)
