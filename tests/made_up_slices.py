@@ -9,11 +9,13 @@ import numpy as np
 
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted
-from swarm_peer.runtime.data.slices import SliceWindows
+from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceWindows
 
 
 class FakeReader:
     """Slices of windows whose tokens say which sample it is. `being_read` are those that are begun and not closed."""
+
+    at_a_time = OPEN_SLICES
 
     def __init__(self, *lengths: int):
         self.lengths = lengths
@@ -23,6 +25,9 @@ class FakeReader:
 
     def num_slices(self) -> int:
         return len(self.lengths)
+
+    def num_at_a_time(self) -> int:
+        return self.at_a_time
 
     def no_text(self) -> UserError:
         return UserError("no text")

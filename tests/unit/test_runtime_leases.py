@@ -205,6 +205,17 @@ async def test_stage_mates_read_different_slices(swarm: Swarm) -> None:
     assert len(set.union(*leased)) == 24
 
 
+async def test_where_slices_are_few_many_stage_mates_read_the_same_pass(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeReader, "at_a_time", 2)
+    leased = []
+    for name in "abcdefghijkl":
+        peer = await swarm.add(name, *[500] * 24)
+        leased += await peer.has_leased(2)
+    assert sorted(leased) == [SliceId(0, index) for index in range(24)]
+
+
 async def test_a_pass_is_covered_and_no_sample_counts_twice(swarm: Swarm) -> None:
     lengths = [random.Random(i).randrange(12) for i in range(30)]
     for name in "abc":

@@ -19,7 +19,7 @@ from swarm_peer.errors import HubFailed, UserError, first_line
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceReader, SliceWindows
+from swarm_peer.runtime.data.slices import SliceReader, SliceWindows
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class SamplePool:
 
     @property
     def wants_leases(self) -> int:
-        """The number of slices that should be leased besides, so that OPEN_SLICES are read at a time."""
-        return max(0, OPEN_SLICES - len(self._unread))
+        """The number of slices that should be leased besides. The reader must know already how many there are."""
+        return max(0, self._reader.num_at_a_time() - len(self._unread))
 
     @property
     def is_read_out(self) -> bool:

@@ -1,8 +1,8 @@
 """The training samples and the held-out samples of a run: text from a data set, as windows of token ids.
 
 This module owns the slices of the data, the choice of the documents that are held out for validation, and the way from
-documents (corpus.py) to samples. It knows nothing of microbatches, rounds or other peers. Which peer reads which slice,
-and when, is decided elsewhere (policy/data/sample_ledger.py).
+documents (corpus.py) to samples. It knows nothing of microbatches or rounds. Which peer reads which slice, and when, is
+decided elsewhere (policy/data/sample_ledger.py).
 
 **Slices.** A data set is a list of shards, which are its files. Streaming cannot seek inside a file, so a pass over the
 data consists of slices: every n-th document of a shard, from the k-th on. If there are few shards, n is larger, so that
@@ -48,8 +48,8 @@ from swarm_peer.runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 Item = TypeVar("Item")
 
-# So that eight peers find eight slices each. A peer that takes over a slice which another one has begun has at most a
-# 64th of a file to tokenize again.
+# So that peers find slices enough, and that one that takes over a slice which another one has begun has at most a 64th
+# of a file to tokenize again.
 MIN_SLICES = 64
 
 # On average half a window is lost at the end of a slice: a 64th of the text, if a slice has this many windows.
@@ -59,9 +59,13 @@ BYTES_PER_TOKEN = 4
 # Small files are joined until slices have about this size, as long as enough slices remain.
 JOINED_SLICE_BYTES = 1 << 20
 
-# Slices that a peer reads at a time. Each has its own part of data.shuffle_buffer, so samples depend on this number. It
-# must be the same for all peers of a run.
+# Slices that are mixed with each other. Each has its own part of data.shuffle_buffer, so samples depend on this number.
+# It must be the same for all peers of a run.
 OPEN_SLICES = 8
+
+# So many peers find slices of one pass, if there are MIN_SLICES or more. Others would begin with the next pass, which
+# has the same documents, while these are in the middle of this one.
+MOST_READERS = 32
 
 # Candidates for each held-out document: enough to spread the choice, few enough to stream at every start.
 VALIDATION_WINDOW = 16
@@ -93,6 +97,13 @@ class SliceReader:
             UserError: the data cannot be read
         """
         return len(self._slices)
+
+    def num_at_a_time(self) -> int:
+        """The number of slices that a peer reads at a time: few if a pass has few, so that others find some.
+
+        At least two: while one ends, there is another one to read. Raises as `num_slices` does.
+        """
+        return min(OPEN_SLICES, max(2, self.num_slices() // MOST_READERS))
 
     def open(self, slice_id: SliceId, left: Uncounted = ALL_WINDOWS) -> SliceWindows:
         """Begin to read the windows of a slice, in their order.
