@@ -26,7 +26,7 @@ class FakeReader:
     def num_slices(self) -> int:
         return len(self.lengths)
 
-    def num_at_a_time(self) -> int:
+    def num_at_a_time(self, num_readers: int) -> int:
         return self.at_a_time
 
     def no_text(self) -> UserError:

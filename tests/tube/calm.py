@@ -82,7 +82,8 @@ def _check_ledger(watch: Invariants, host: Host, replica: StageReplica) -> None:
     drawn = set(watch.names(watch.records.microbatches))
     counted = drawn.difference(ledger.lacking(ranges_of(drawn)))
     lost = counted - in_updates - set(_under_way(watch, place))
-    told, died = watch.records.told_lost[0] + watch.records.told_lost[None], watch.records.died[0]
+    told = watch.records.told_lost[0] + watch.records.told_lost[None] + watch.gone_back_in_vain(0)
+    died = watch.records.died[0]
     if len(lost) > told + died:
         watch.tube.violation(
             f"{host} takes {len(lost)} samples for counted that no update holds, such as {sorted(lost)[:2]}; "

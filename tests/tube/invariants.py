@@ -36,7 +36,7 @@ from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.store import SnapshotStore, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.round_reports import RoundReports
+from swarm_peer.runtime.step.round_reports import RoundReports, is_read_again
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 
@@ -89,7 +89,7 @@ class Records:
         without: rounds of stages in which some peer did without another that has held it up
         settled: rounds in a row that a peer has ended with its stage-mates, by host, stage and first round
         told_lost: samples that peers have reported lost, and that are not read again, by their stage then
-        gone_back: those that peers gave up as they went back to a timeline, by their stage and that timeline
+        gone_back: those that peers gave up as they went back, by stage, timeline and round
         died: samples that the peers of a stage held as they died, by stage
         of_the_dead: the keys of `brought` by lives that have died since
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
@@ -113,7 +113,7 @@ class Records:
     without: set[tuple[int, int]] = field(default_factory=set)
     settled: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     told_lost: Counter[int | None] = field(default_factory=Counter)
-    gone_back: Counter[tuple[int, Timeline]] = field(default_factory=Counter)
+    gone_back: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
     of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
     own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
@@ -253,8 +253,8 @@ class Invariants:
         self.records.told_lost[self.tube.stage_of(HOST.get())] += samples
 
     def _went_back(self, reports: RoundReports, samples: int, step: StepState, timeline: Timeline) -> None:
-        if timeline > step.timeline and timeline.first_optimizer_step <= step.optimizer_step:
-            self.records.gone_back[reports._stage, timeline] += samples
+        if is_read_again(step, timeline):
+            self.records.gone_back[reports._stage, step.timeline.first_round, step.round_number] += samples
 
     def _coordinating(self, coordination: Coordination) -> None:
         HOST.get().coordination = coordination
@@ -583,7 +583,7 @@ class Invariants:
         """The updates of a later stage hold stage 0's microbatches, but for those that peers have reported lost."""
         for stage in range(1, len(self._reference)):
             in_line = self._lacking_in_line(stage)
-            told = self.records.told_lost[stage] + self.records.told_lost[None] + self._gone_back_in_vain(stage)
+            told = self.records.told_lost[stage] + self.records.told_lost[None] + self.gone_back_in_vain(stage)
             self._check_lacking(stage, in_line, told)
             # Of two that updated weights differently in the same round, each may lack the same one.
             lacking = set(in_line)
@@ -627,15 +627,18 @@ class Invariants:
         held = {each for ids in later.values() for each in ids}
         return {each for number, ids in first.items() if number in later for each in ids} - held
 
-    def _gone_back_in_vain(self, stage: int) -> int:
-        """The samples that peers gave up, to be read again, on timelines with which the run did not go on."""
+    def gone_back_in_vain(self, stage: int) -> int:
+        """The samples that peers gave up, to be read again, of rounds that the run has ended without them after all."""
         if stage not in self.records.ends:
             return 0
-        passed = {begun.timeline for _, begun in self.line(self.records.ends[stage])}
+        made_from = {begun.parent[1:3] for _, begun in self.line(self.records.ends[stage]) if begun.parent is not None}
+        newest: dict[int, int] = {}  # round of each timeline, from which an update was made that has led to the end
+        for first_round, number in sorted(made_from):
+            newest[first_round] = number
         return sum(
             samples
-            for (of_stage, timeline), samples in self.records.gone_back.items()
-            if of_stage == stage and timeline not in passed
+            for (of_stage, first_round, number), samples in self.records.gone_back.items()
+            if of_stage == stage and newest.get(first_round, -1) >= number
         )
 
     def reported_lost(self) -> int:

@@ -78,7 +78,7 @@ def ids(some: list[Sample]) -> list[SampleId]:
 
 async def test_samples_of_open_slices_come_mixed_and_in_order() -> None:
     async with pool_of(FakeReader(*[30] * OPEN_SLICES)) as pool:
-        assert pool.wants_leases == OPEN_SLICES
+        assert pool.num_wanted(1) == OPEN_SLICES
         for index in range(OPEN_SLICES):
             pool.add_lease(SliceId(0, index), ALL_WINDOWS)
         first = ids(await pool.next_samples(100))
@@ -97,7 +97,7 @@ async def test_ends_are_told_and_make_room_for_leases() -> None:
         for index in range(3):
             pool.add_lease(SliceId(4, index), ALL_WINDOWS)
         await until(pool, lambda: pool.is_read_out)
-        assert pool.wants_leases == OPEN_SLICES
+        assert pool.num_wanted(1) == OPEN_SLICES
         assert sorted(pool.take_ends()) == [WindowRange(4, i, n, n, True) for i, n in enumerate((2, 0, 3))]
         assert pool.take_ends() == []
         assert len(await pool.next_samples(5)) == 5, "what was read is still there"
@@ -291,6 +291,16 @@ async def test_other_slices_are_read_while_the_hub_fails_at_one() -> None:
         assert ids(await pool.next_samples(20)) == [SampleId(0, 1, n) for n in range(20)]
 
 
+async def test_slices_at_which_the_hub_fails_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeReader, "at_a_time", 2)
+    reader = FakeReader(20, 20, 20)
+    async with pool_of(reader) as pool:
+        for index in (0, 1):
+            reader.errors[SampleId(0, index, 0)] = HubFailed("this file cannot be read")
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        await until(pool, lambda: pool.num_wanted(1) == 2)
+
+
 async def test_later_passes_are_not_read_while_the_hub_fails_at_this_one() -> None:
     reader = FakeReader(20)
     reader.errors[SampleId(0, 0, 0)] = HubFailed("this file cannot be read")
@@ -419,11 +429,11 @@ async def test_two_peers_one_of_which_restarts_cover_a_pass_without_repetition(
 
     async def keep_leasing(name: str, pool: SamplePool) -> None:
         while True:
-            for slice_id in ledger.wanted(name, pool.wants_leases, {"a", "b"}, run_ahead=pool.is_read_out):
+            for slice_id in ledger.wanted(name, pool.num_wanted(1), {"a", "b"}, run_ahead=pool.is_read_out):
                 assert ledger.grant(slice_id, name, {"a", "b"}).granted
                 pool.add_lease(slice_id, ledger.uncounted(slice_id))
-            left_over = pool.wants_leases
-            await until(pool, lambda left_over=left_over: pool.wants_leases > left_over or pool.is_read_out)
+            left_over = pool.num_wanted(1)
+            await until(pool, lambda left_over=left_over: pool.num_wanted(1) > left_over or pool.is_read_out)
 
     @asynccontextmanager
     async def peer(name: str) -> AsyncIterator[SamplePool]:

@@ -25,7 +25,6 @@ from swarm_peer.runtime.data import corpus as documents
 from swarm_peer.runtime.data import slices as data
 from swarm_peer.runtime.data.slices import (
     MIN_SLICES,
-    MOST_READERS,
     OPEN_SLICES,
     SliceReader,
     sample_stream,
@@ -133,14 +132,17 @@ def test_a_slice_is_not_much_shorter_than_some_samples(tmp_path: Path) -> None:
         assert kept > 0.95 * sum(len(text) + 1 for text in documents_in(some))
 
 
-@pytest.mark.parametrize(("num_slices", "most"), [(1, 2), (64, 2), (100, 3), (255, 7), (256, 8), (10_000, 8)])
+@pytest.mark.parametrize(
+    ("num_slices", "num_readers", "most"),
+    [(1, 1, 2), (64, 1, 4), (64, 16, 4), (64, 17, 3), (64, 32, 2), (100, 1, 6), (128, 1, 8), (10_000, 100, 8)],
+)
 def test_where_slices_are_few_a_peer_reads_few_at_a_time(
-    num_slices: int, most: int, monkeypatch: pytest.MonkeyPatch
+    num_slices: int, num_readers: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = SliceReader(manifest=manifest())
     monkeypatch.setattr(reader, "num_slices", lambda: num_slices)
-    assert reader.num_at_a_time() == most
-    assert num_slices < MIN_SLICES or most * MOST_READERS <= num_slices
+    assert reader.num_at_a_time(num_readers) == most
+    assert num_slices < MIN_SLICES or most * num_readers <= num_slices
 
 
 def test_the_number_of_slices_does_not_depend_on_the_version_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

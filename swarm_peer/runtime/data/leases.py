@@ -252,7 +252,10 @@ class SliceLeases:
                     await anyio.sleep(RETRY_S)
 
     def _needs_leases(self) -> bool:
-        return self._ledger is not None and self._pool.wants_leases > 0
+        return self._ledger is not None and self._num_wanted() > 0
+
+    def _num_wanted(self) -> int:
+        return self._pool.num_wanted(len(self._mates.live()))
 
     def forget(self, peer_id: str) -> None:
         """Free the slices of a stage-mate that has said goodbye."""
@@ -264,7 +267,7 @@ class SliceLeases:
         """Ask stage-mates for slices. Returns whether this peer got any."""
         ledger, generation = self._known(), self.generation
         self._mates.note_present()
-        count = min(self._pool.wants_leases, MAX_SLICES_ASKED)
+        count = min(self._num_wanted(), MAX_SLICES_ASKED)
         wanted = ledger.wanted(self._me, count, self._mates.live(), run_ahead=self._pool.is_read_out)
         mates = set(self._mates.present())
         first = arbiter({*mates, self._me}) if wanted else self._me

@@ -19,7 +19,7 @@ from swarm_peer.errors import HubFailed, UserError, first_line
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.slices import SliceReader, SliceWindows
+from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceReader, SliceWindows
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ class SamplePool:
                             self._fail(error)
                         else:
                             self._resting.add(slice_id)
+                            self._changed.notify()
                             pauses.start_soon(self._rest, slice_id, error)
                     except Exception as error:  # `next_samples` raises it, which ends the peer
                         self._fail(error)
@@ -97,10 +98,15 @@ class SamplePool:
 
     # --- leases
 
-    @property
-    def wants_leases(self) -> int:
-        """The number of slices that should be leased besides. The reader must know already how many there are."""
-        return max(0, self._reader.num_at_a_time() - len(self._unread))
+    def num_wanted(self, num_readers: int) -> int:
+        """The number of slices that should be leased besides. The reader must know already how many there are.
+
+        Args:
+            num_readers: peers that read this data, this one among them
+        """
+        readable = len(self._unread.keys() - self._resting)
+        most = self._reader.num_at_a_time(num_readers)
+        return max(0, min(most - readable, OPEN_SLICES - len(self._unread)))
 
     @property
     def is_read_out(self) -> bool:

@@ -59,13 +59,13 @@ BYTES_PER_TOKEN = 4
 # Small files are joined until slices have about this size, as long as enough slices remain.
 JOINED_SLICE_BYTES = 1 << 20
 
-# Slices that are mixed with each other. Each has its own part of data.shuffle_buffer, so samples depend on this number.
-# It must be the same for all peers of a run.
+# Slices that a peer reads at a time, if there are enough. Each has its own part of data.shuffle_buffer, so samples depend
+# on this number. It must be the same for all peers of a run.
 OPEN_SLICES = 8
 
-# So many peers find slices of one pass, if there are MIN_SLICES or more. Others would begin with the next pass, which
-# has the same documents, while these are in the middle of this one.
-MOST_READERS = 32
+# So many peers find slices of one pass, also where others have begun to read before they came: a peer without one
+# begins with the next pass, which has the same documents.
+READERS_TO_COME = 16
 
 # Candidates for each held-out document: enough to spread the choice, few enough to stream at every start.
 VALIDATION_WINDOW = 16
@@ -98,12 +98,12 @@ class SliceReader:
         """
         return len(self._slices)
 
-    def num_at_a_time(self) -> int:
-        """The number of slices that a peer reads at a time: few if a pass has few, so that others find some.
+    def num_at_a_time(self, num_readers: int) -> int:
+        """The number of slices that each peer reads at a time: few if a pass has few, so that others find some.
 
         At least two: while one ends, there is another one to read. Raises as `num_slices` does.
         """
-        return min(OPEN_SLICES, max(2, self.num_slices() // MOST_READERS))
+        return min(OPEN_SLICES, max(2, self.num_slices() // max(num_readers, READERS_TO_COME)))
 
     def open(self, slice_id: SliceId, left: Uncounted = ALL_WINDOWS) -> SliceWindows:
         """Begin to read the windows of a slice, in their order.

@@ -16,6 +16,11 @@ from swarm_peer.wire.records import MAX_REPORTS, RoundReport
 log = logging.getLogger(__name__)
 
 
+def is_read_again(step: StepState, timeline: Timeline) -> bool:
+    """Whether the samples of a round count anew on another timeline, since the run has gone back to before it."""
+    return timeline > step.timeline and timeline.created_at_round <= step.round_number
+
+
 class RoundReports:
     """Reports rounds. Belongs to the event loop's thread.
 
@@ -83,13 +88,15 @@ class RoundReports:
         )
 
     def lose(self, samples: int, step: StepState, timeline: Timeline) -> None:
-        """Report the work of a round that no update will hold. That is no error if the run goes back to before it.
+        """Report the work of a round that no update will hold. That is no error if its samples are read again.
 
         Args:
-            timeline: the one that this peer goes on with, where the run may read these samples again
+            timeline: the one that this peer goes on with
         """
-        if timeline > step.timeline and timeline.first_optimizer_step <= step.optimizer_step:
+        if is_read_again(step, timeline):
             self._metrics.lost_samples.inc(samples)
+            if samples:
+                log.info("samples_given_up samples=%d round=%d reason=the run goes back", samples, step.round_number)
         else:
             self._metrics.lose(samples, "stage-mates went on without this peer", round_number=step.round_number)
 
