@@ -59,8 +59,8 @@ BYTES_PER_TOKEN = 4
 # Small files are joined until slices have about this size, as long as enough slices remain.
 JOINED_SLICE_BYTES = 1 << 20
 
-# Slices that a peer reads at a time, if there are enough. Each has its own part of data.shuffle_buffer, so samples depend
-# on this number. It must be the same for all peers of a run.
+# Slices that a peer reads at a time, if there are enough. Each has its own part of data.shuffle_buffer, so samples
+# depend on this number. It must be the same for all peers of a run.
 OPEN_SLICES = 8
 
 # So many peers find slices of one pass, also where others have begun to read before they came: a peer without one
