@@ -1,4 +1,4 @@
-"""The contents of one checkpoint, and how they are checked before they are used. draft.py writes them.
+"""The contents of one checkpoint: how they are written, and checked before they are used.
 
 A folder `step-00000123` holds `stage-000.safetensors` and so on (weights and optimizer) and `manifest.json`. Size and
 SHA-256 of each stand in `checkpoint.json`, with the parts of each state that are no tensors, such as the sample ledger.
@@ -9,13 +9,15 @@ again, its new checkpoint is `step-00000123.1` and so on; when that is whole, th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from coordinator.checkpoints.files import FileEntry, FileStore, describe_file
 from swarm_peer.config import RunManifest
@@ -106,7 +108,7 @@ class Checkpoint:
         Raises:
             CheckpointDamaged: its file has changed since, or holds no tensors
         """
-        name = stage_file(stage)
+        name = _stage_file(stage)
         try:
             with self._files.on_disk(f"{self.path}/{name}") as path:
                 with path.open("rb") as file:
@@ -118,6 +120,28 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise CheckpointDamaged(self.path, f"{name}: {one_line(error)}") from error
         return StageState(**dict(self._contents.stages[stage]), tensors=tensors)
+
+
+def write_checkpoint(
+    files: FileStore, folder: str, optimizer_step: int, manifest: RunManifest, stages: Sequence[StageState]
+) -> int:
+    """Fill a folder that FileStore.begin has made; returns how many bytes it has.
+
+    Raises:
+        OSError, SafetensorError: it could not be written
+    """
+    manifest_json = manifest.canonical_json()
+    entries = {MANIFEST: files.write(f"{folder}/{MANIFEST}", lambda path: path.write_bytes(manifest_json))}
+    for stage, state in enumerate(stages):
+        name, tensors = _stage_file(stage), {key: value.cpu().contiguous() for key, value in state.tensors.items()}
+        notes = {"format": "pt", "manifest": manifest.hash, "history_hash": state.history_hash}
+        notes |= {"stage": str(stage), "optimizer_step": str(optimizer_step), "round": str(state.round_number)}
+        entries[name] = files.write(f"{folder}/{name}", partial(save_file, tensors, metadata=notes))
+    fields = tuple(StateFields.model_validate(state, from_attributes=True) for state in stages)
+    contents = Contents(optimizer_step=optimizer_step, manifest=manifest.hash, stages=fields, files=entries)
+    text = contents.model_dump_json(indent=2).encode()
+    files.write(f"{folder}/{CONTENTS}", lambda path: path.write_bytes(text))
+    return sum(entry.size for entry in entries.values())
 
 
 def round_of(files: FileStore, folder: str, unknown: int) -> int:
@@ -152,7 +176,7 @@ def open_checkpoint(
             raise CheckpointIncomplete(folder, f"it has no {name}")
         contents = Contents.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
         # Names that lead elsewhere are none of these.
-        expected = {MANIFEST, *(stage_file(stage) for stage in range(len(contents.stages)))}
+        expected = {MANIFEST, *(_stage_file(stage) for stage in range(len(contents.stages)))}
         if set(contents.files) != expected or contents.optimizer_step != optimizer_step_of(folder):
             raise CheckpointDamaged(folder, f"{name} does not belong to it")
         if wanted is not None and contents.manifest != wanted.hash:
@@ -198,6 +222,5 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def stage_file(stage: int) -> str:
-    """The name of the file with a stage's tensors."""
+def _stage_file(stage: int) -> str:
     return f"stage-{stage:03d}.safetensors"

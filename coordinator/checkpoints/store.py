@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
-from coordinator.checkpoints.draft import CheckpointDraft
+from safetensors import SafetensorError
+
 from coordinator.checkpoints.files import PARTIAL, FileStore
 from coordinator.checkpoints.folder import (
     CONTENTS,
@@ -25,11 +27,13 @@ from coordinator.checkpoints.folder import (
     open_checkpoint,
     optimizer_step_of,
     round_of,
+    write_checkpoint,
 )
 from coordinator.watch.run_file import CHECKPOINTS
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
 
@@ -59,30 +63,36 @@ class CheckpointStore:
         self._keep = keep
         self._files = FileStore(url)
 
-    def begin(self, optimizer_step: int, manifest: RunManifest) -> CheckpointDraft:
-        """Begin to write a checkpoint, one at a time.
+    def save(self, optimizer_step: int, manifest: RunManifest, stages: Sequence[StageState]) -> str:
+        """Write a checkpoint, then prune; returns its address. It appears complete or not at all.
 
         Args:
-            optimizer_step: of its states; a checkpoint of the same number is replaced, and stays until then
+            optimizer_step: of the states; a checkpoint of the same number is replaced, and stays until then
+            stages: one state for each stage, all of the same round
 
         Raises:
-            UserError: the store cannot be written to; those that are there are as good as before
+            UserError: it could not be written; those that are there are as good as before
         """
-        return CheckpointDraft(self._files, self._free_folder(optimizer_step), optimizer_step, manifest)
-
-    def finish(self, draft: CheckpointDraft) -> str:
-        """Make a draft that lacks nothing a checkpoint, then prune. Returns its address.
-
-        Raises:
-            UserError: it could not be written; those that are there are as good as before, and it may be tried again
-        """
-        num_bytes = draft.finish()
-        log.info("checkpoint_saved path=%s optimizer_step=%d bytes=%d", draft.folder, draft.optimizer_step, num_bytes)
+        assert len(stages) == manifest.stages.count, "one state for each stage"
+        assert len({state.round_number for state in stages}) == 1, "states of one round"
+        folder = self._free_folder(optimizer_step)
+        partial = self._files.partial_of(folder)
         try:
-            self.prune(known_good=draft.folder)
+            self._files.begin(partial, first=CONTENTS)
+            num_bytes = write_checkpoint(self._files, partial, optimizer_step, manifest, stages)
+            self._files.publish(partial, folder)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):  # the disk may be full of it
+                self._files.remove(partial, first=CONTENTS)
+            raise UserError(
+                f"cannot write checkpoint {folder} ({one_line(error)}): check space, permissions and network"
+            ) from error
+        log.info("checkpoint_saved path=%s optimizer_step=%d bytes=%d", folder, optimizer_step, num_bytes)
+        try:
+            self.prune(known_good=folder)
         except (OSError, UserError) as error:
             log.warning("checkpoints_not_pruned path=%s reason=%s", self.url, one_line(error))
-        return self._files.address(draft.folder)
+        return self._files.address(folder)
 
     @property
     def is_empty(self) -> bool:

@@ -1,22 +1,22 @@
 """Checkpoints of a live run, fetched from its peers every so many steps. giver.py gives them back.
 
 A checkpoint is made of the snapshots that peers keep anyway (runtime/state/snapshot_keeper.py), all of the same
-optimizer step: no peer waits for it. filler.py brings them.
+optimizer step: no peer waits for it.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
 
-from coordinator.checkpoints.draft import CheckpointDraft
-from coordinator.checkpoints.filler import DraftFiller, Target
 from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import KEPT_CHECKPOINTS, CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
 from coordinator.watch.run_file import CHECKPOINTS
@@ -24,15 +24,21 @@ from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.transfer import fetch_state
+from swarm_peer.wire.messages import StateIndexCall
 
 log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
+# Pauses between tries to write a checkpoint: a network disk may fail for a moment.
+SAVE_PAUSES_S = (1.0, 4.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,16 @@ class CheckpointWriter:
         tell: Callable[[str], None] = lambda _: None,
     ):
         assert plan.store is not None
+        self._resolved = resolved
         self._manifest = resolved.manifest
         self._store = plan.store
         self._every = plan.every
         self._watch = watch
-        self._filler = DraftFiller(resolved, directory=directory, threads=threads, rng=rng)
+        self._directory = directory
         self._acts = acts
+        self._check = StateCheck(resolved, threads).check
         self._threads = threads
+        self._rng = rng
         self._tell = tell
         self._saving = anyio.Lock()
         # Optimizer steps, and the rounds that began with them, whose checkpoint this writer has saved or tried to save.
@@ -207,26 +216,32 @@ class CheckpointWriter:
         return found is not None
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
-        draft, target, told = None, None, ""  # the last is why it waits
+        stages = list(range(self._manifest.stages.count))
+        told = ""  # why it waits
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
-        while self._are_kept(optimizer_step):
+        while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
                 if not self._acts():
                     raise CallError("another coordinator may act")
                 # It is another round after the run has gone back and come to this step again.
                 created_at_round = self._watch.created_at_round(optimizer_step)
                 if created_at_round is None and self._watch.optimizer_step >= optimizer_step:
-                    text = "checkpoint_left_out optimizer_step=%d reason=this coordinator was not there then"
-                    log.info(text, optimizer_step)
+                    log.info(
+                        "checkpoint_left_out optimizer_step=%d reason=this coordinator was not there then",
+                        optimizer_step,
+                    )
                     return
                 if created_at_round is None:
                     raise CallError("the run has gone back to before it")
-                if draft is None or target is None or target.weights.first_round != created_at_round:
-                    await self._discard(draft)
-                    target = self._target(optimizer_step, created_at_round)
-                    draft = await self._filler.patiently(target, self._store.begin, optimizer_step, self._manifest)
-                await self._filler.fill(transport, draft, target)
-                await self._filler.patiently(target, self._store.finish, draft)
+                weights = Timeline(created_at_round, optimizer_step, created_at_round)
+                states: dict[int, StageState] = {}
+                for stage in list(stages):
+                    # If it is not there, it is asked for first the next time: others are not downloaded in vain. Those
+                    # that have come are not kept, since the run may go on with another part's of the same round.
+                    stages.remove(stage)
+                    stages.insert(0, stage)
+                    states[stage] = await self._fetch(transport, stage, weights)
+                await self._write(weights, [states[stage] for stage in sorted(states)])
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._watch.observe_checkpoint(optimizer_step)
@@ -238,12 +253,10 @@ class CheckpointWriter:
             except UserError as error:
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
-                await self._discard(draft)
                 return
             if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
                 break  # the run stands still after its last step alone
             await anyio.sleep(SNAPSHOT_RETRY_S)
-        await self._discard(draft)
         if self._is_inherited(self._watch.created_at_round(optimizer_step)) or not self._acts():
             text = "checkpoint_left_out optimizer_step=%d reason=another coordinator or process had to save it"
             log.info(text, optimizer_step)
@@ -253,16 +266,44 @@ class CheckpointWriter:
         )
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
 
-    def _are_kept(self, optimizer_step: int) -> bool:
-        return self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every
+    async def _write(self, weights: Timeline, states: Sequence[StageState]) -> None:
+        """Put the states of all stages into the store.
 
-    def _target(self, optimizer_step: int, created_at_round: int) -> Target:
-        return Target(
-            Timeline(created_at_round, optimizer_step, created_at_round),
-            is_wanted=lambda: self._acts() and self._watch.created_at_round(optimizer_step) == created_at_round,
-            is_kept=lambda: self._are_kept(optimizer_step),
+        Raises:
+            UserError: it fails time and again
+            CallError: the run has gone back meanwhile, or another coordinator may act
+        """
+        optimizer_step = weights.first_optimizer_step
+        for pause_s in (*SAVE_PAUSES_S, None):
+            try:
+                # A save that is cut off makes no checkpoint, and must not hold up the run's end.
+                await self._threads.run(
+                    self._store.save, optimizer_step, self._manifest, states, abandon_on_cancel=True
+                )
+                return
+            except UserError as error:
+                if pause_s is None:
+                    raise
+                text = "checkpoint_not_written optimizer_step=%d tries_again_in_s=%.0f reason=%s"
+                log.warning(text, optimizer_step, pause_s, error)
+                await anyio.sleep(pause_s)
+                if not (self._acts() and self._watch.created_at_round(optimizer_step) == weights.created_at_round):
+                    raise CallError("the run has gone back, or another coordinator may act") from error
+
+    async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
+        view = self._directory.view
+        # Peers of the stage first; peers of other stages may keep its state, too.
+        peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
+        donors = [peer.peer_id for peer in peers]
+        call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
+        optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
+        state = await fetch_state(
+            transport,
+            donors,
+            call,
+            max_bytes=max_bytes,
+            optimizer_step=optimizer_step,
+            rng=self._rng,
+            take=partial(self._check, stage),
         )
-
-    async def _discard(self, draft: CheckpointDraft | None) -> None:
-        if draft is not None:
-            await self._threads.run(draft.discard, abandon_on_cancel=True)
+        return state.at_beginning_of(weights)

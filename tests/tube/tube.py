@@ -35,7 +35,6 @@ from schedule import FAULTS_S, FIRST_S, Event, Schedule
 from short import ShortInvariants
 from world import LogToWorld, World
 
-from coordinator.checkpoints.draft import CheckpointDraft
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.invites import InviteBook
@@ -618,13 +617,10 @@ class FailingStore(CheckpointStore):
             raise OSError(errno.EIO, "Input/output error")
         return send(*args, **options)
 
-    def begin(self, *args: Any) -> CheckpointDraft:
+    def save(self, *args: Any) -> str:
         if self._tube.checkpoint_failure == "full":
             raise UserError("the disk is full")
-        return super().begin(*args)
-
-    def finish(self, draft: CheckpointDraft) -> str:
-        address = super().finish(draft)
+        address = super().save(*args)
         if not Path(address).exists():
             self._tube.violation(f"the checkpoint {Path(address).name} is gone as soon as it is saved")
         if self._tube.checkpoint_failure == "torn":

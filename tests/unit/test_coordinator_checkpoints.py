@@ -21,12 +21,10 @@ import pytest
 import torch
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
-from saved_checkpoints import save
 
-from coordinator.checkpoints import draft as checkpoint_draft
 from coordinator.checkpoints import files as checkpoint_files
-from coordinator.checkpoints import filler, giver
 from coordinator.checkpoints import folder as checkpoint_folder
+from coordinator.checkpoints import giver
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.giver import CheckpointGiver
@@ -113,7 +111,7 @@ class World:
 
     def save(self, *steps, keep=9):
         for round_number in steps:
-            save(self.store(keep), round_number, MANIFEST, states_of(round_number))
+            self.store(keep).save(round_number, MANIFEST, states_of(round_number))
 
     def file(self, round_number, name):
         return f"{self.path}/step-{round_number:08d}/{name}"
@@ -155,7 +153,7 @@ def one_line(caught):
 
 
 def test_what_is_saved_comes_back(world):
-    path = save(world.store(), 5, MANIFEST, states_of(5))
+    path = world.store().save(5, MANIFEST, states_of(5))
     checkpoint = world.store().newest(MANIFEST)
     assert (checkpoint.optimizer_step, checkpoint.manifest) == (5, MANIFEST)
     for stage in range(2):
@@ -218,7 +216,7 @@ def test_the_newest_is_the_one_with_the_highest_number(world):
 def test_a_checkpoint_of_the_same_number_is_replaced(world):
     world.save(5)
     for version in (1, 2):
-        path = save(world.store(), 5, MANIFEST, states_of(5 + version))
+        path = world.store().save(5, MANIFEST, states_of(5 + version))
         former = find_checkpoint(f"{world.url}/step-00000005")
         for checkpoint in (world.store().newest(), find_checkpoint(path), former):
             assert_same(checkpoint.load_stage(1), state_of(1, 5 + version))
@@ -256,7 +254,7 @@ def test_there_is_a_checkpoint_whenever_the_coordinator_is_killed(world, monkeyp
         (type(world.fs), ["rm_file", "rm", "makedirs", "put_file"]),
         (os, ["rename", "unlink", "rmdir", "fsync"]),
         (Path, ["write_bytes"]),
-        (checkpoint_draft, ["save_file"]),
+        (checkpoint_folder, ["save_file"]),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, counting(getattr(owner, name)))
@@ -276,12 +274,12 @@ def test_there_is_a_checkpoint_whenever_the_coordinator_is_killed(world, monkeyp
     for num_calls in itertools.count():
         left = num_calls
         try:
-            save(world.store(), 5, MANIFEST, states_of(6))
+            world.store().save(5, MANIFEST, states_of(6))
             break
         except Killed:
             left = None
         seen.add(whole())
-        save(world.store(), 5, MANIFEST, states_of(5))
+        world.store().save(5, MANIFEST, states_of(5))
         assert whole() == 5
         assert len(world.names()) == 1
     assert seen == {5, 6}
@@ -304,7 +302,7 @@ def test_a_save_that_fails_leaves_what_was_there(world, error, monkeypatch):
     def full(*_, **__):
         raise error
 
-    monkeypatch.setattr(checkpoint_draft, "save_file", full)
+    monkeypatch.setattr(checkpoint_folder, "save_file", full)
     with pytest.raises(UserError, match=r"cannot write checkpoint .*step-00000006 \(.*\): check space") as caught:
         world.save(6)
     one_line(caught)
@@ -378,7 +376,7 @@ def test_nothing_is_removed_while_the_store_does_not_answer(world, unseen, metho
         real_prune(**options)
 
     monkeypatch.setattr(store, "prune", prune)
-    save(store, 3, MANIFEST, states_of(3))
+    store.save(3, MANIFEST, states_of(3))
     monkeypatch.setattr(client, method, request)
     assert ("checkpoints_not_pruned" if method == "info" else "checkpoint_not_read") in caplog.text
     assert world.names() == ["step-00000001", "step-00000002", "step-00000003"]
@@ -565,7 +563,7 @@ def test_a_run_that_was_resumed_from_an_earlier_step_has_its_newest_there(world)
     """Its rounds count on. What was given up goes as others come."""
     world.save(20, 30, 40, keep=3)
     for optimizer_step, round_number in ((22, 50), (24, 52)):
-        save(world.store(3), optimizer_step, MANIFEST, states_of(round_number))
+        world.store(3).save(optimizer_step, MANIFEST, states_of(round_number))
         assert find_checkpoint(world.url).optimizer_step == optimizer_step
     assert world.names() == ["step-00000022", "step-00000024", "step-00000040"]
 
@@ -658,7 +656,7 @@ def test_a_checkpoint_is_found_by_its_base_its_step_or_itself(world, monkeypatch
 
 
 def test_a_runs_folder_has_its_checkpoints_below_it(tmp_path):
-    save(CheckpointStore(str(tmp_path / "checkpoints")), 8, MANIFEST, states_of(8))
+    CheckpointStore(str(tmp_path / "checkpoints")).save(8, MANIFEST, states_of(8))
     assert find_checkpoint(str(tmp_path)).optimizer_step == 8
     assert find_checkpoint(f"{tmp_path}/", 8).optimizer_step == 8
     with pytest.raises(UserError, match=r"checkpoints has no checkpoint of step 4: name one of those it has \(8\)"):
@@ -669,7 +667,7 @@ def test_a_runs_folder_has_its_checkpoints_below_it(tmp_path):
 
 def test_relative_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = save(CheckpointStore("runs"), 3, MANIFEST, states_of(3))
+    path = CheckpointStore("runs").save(3, MANIFEST, states_of(3))
     assert Path(path) == tmp_path / "runs" / "step-00000003"
     assert find_checkpoint("runs").optimizer_step == 3
     monkeypatch.chdir("runs")
@@ -696,7 +694,7 @@ def test_addresses_that_cannot_work(url, message):
 def test_a_base_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write checkpoint .*: check space, permissions and network") as caught:
-        save(CheckpointStore(str(tmp_path / "file")), 1, MANIFEST, states_of(1))
+        CheckpointStore(str(tmp_path / "file")).save(1, MANIFEST, states_of(1))
     one_line(caught)
 
 
@@ -721,18 +719,12 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
 
 def test_states_that_do_not_fit_together_are_refused():
     with pytest.raises(AssertionError, match="one round"):
-        save(CheckpointStore("memory://mixed"), 3, MANIFEST, [state_of(0, 3), state_of(1, 4)])
+        CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)])
     with pytest.raises(AssertionError, match="one state for each stage"):
-        save(CheckpointStore("memory://mixed"), 3, MANIFEST, states_of(3)[:1])
+        CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1])
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------
-
-
-def pauses_are(monkeypatch, sleep):
-    """Have `sleep` called in place of each pause of those who write checkpoints."""
-    for module in (checkpointing, filler):
-        monkeypatch.setattr(module, "anyio", SimpleNamespace(**(vars(anyio) | {"sleep": sleep})))
 
 
 async def is_stranger(caller):
@@ -764,8 +756,8 @@ class Run:
     async def check(self, stage, state):
         """States are made up here, but where a test says otherwise."""
 
-    async def add(self, peer_id, stage, round_number, timeline, tensors=None, state=None):
-        state = dataclasses.replace(state or state_of(stage, round_number), timeline=timeline)
+    async def add(self, peer_id, stage, round_number, timeline, tensors=None):
+        state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
         if tensors is not None:
             state = dataclasses.replace(state, tensors=tensors)
         store = SnapshotStore(
@@ -800,7 +792,7 @@ class Run:
             acts=lambda: self.acts,
             tell=self.told.append,
         )
-        writer._filler._check = self.check
+        writer._check = self.check
         return writer
 
     def reach(self, optimizer_step, first_round=0):
@@ -833,7 +825,7 @@ class Run:
 )
 def test_a_run_goes_on_with_the_settings_that_its_states_are_of(tmp_path, section, setting, other):
     url = str(tmp_path / "checkpoints")
-    save(CheckpointStore(url), 3, MANIFEST, states_of(3))
+    CheckpointStore(url).save(3, MANIFEST, states_of(3))
     options = CheckpointOptions(resume=url)
     assert plan_checkpoints(MANIFEST, tmp_path, options).resume.optimizer_step == 3
     its = getattr(MANIFEST, section)
@@ -863,7 +855,7 @@ def test_a_momentum_may_change_when_a_run_goes_on_but_not_end(tmp_path):
         return MANIFEST.model_copy(update={"optimizer": optimizer})
 
     url = str(tmp_path / "checkpoints")
-    save(CheckpointStore(url), 3, with_momentum(0.9), states_of(3))
+    CheckpointStore(url).save(3, with_momentum(0.9), states_of(3))
     options = CheckpointOptions(resume=url)
     assert plan_checkpoints(with_momentum(0.5), tmp_path, options).resume.optimizer_step == 3
     with pytest.raises(UserError, match=r"resume with --set optimizer\.momentum=0\.9$"):
@@ -914,13 +906,13 @@ async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
     for name, stage in (("a", 0), ("b", 1)):
         await run.add(name, stage, 60, FIRST_TIMELINE)
     writer, may_save = run.writer(), threading.Event()
-    finish = run.store.finish
+    save = run.store.save
 
-    def finish_late(*args):
+    def save_late(*args):
         may_save.wait(10)
-        return finish(*args)
+        return save(*args)
 
-    monkeypatch.setattr(run.store, "finish", finish_late)
+    monkeypatch.setattr(run.store, "save", save_late)
     async with anyio.create_task_group() as tasks:
         await writer.finish()
         tasks.start_soon(writer.run, run.network.transport("coordinator"))
@@ -940,7 +932,7 @@ async def test_a_coordinator_that_comes_back_complains_of_nothing_that_was_due_b
 ):
     """Peers have no snapshots of that step any more."""
     if is_saved:
-        save(run.store, 30, run.manifest, states_of(30))
+        run.store.save(30, run.manifest, states_of(30))
     run.reach(55)
     async with run.written(monkeypatch, every=30) as looks:
         await looks()
@@ -962,7 +954,7 @@ async def test_a_coordinator_that_takes_over_complains_of_nothing_that_was_due_b
 
 async def test_a_checkpoint_whose_line_of_metrics_is_forgotten_is_not_missed(run, monkeypatch):
     """A coordinator remembers some thousand lines, and checkpoints may lie further apart."""
-    save(run.store, 30, run.manifest, states_of(30))
+    run.store.save(30, run.manifest, states_of(30))
     run.reach(55)
     async with run.written(monkeypatch, every=30) as looks:
         await looks()
@@ -974,7 +966,7 @@ async def test_what_was_saved_is_not_fetched_again(run, monkeypatch):
     """A coordinator is started again soon after it has saved a checkpoint. Another round's would be another one."""
     for name, stage in (("a", 0), ("b", 1)):
         await run.add(name, stage, 60, FIRST_TIMELINE)
-    save(run.store, 60, run.manifest, states_of(59))
+    run.store.save(60, run.manifest, states_of(59))
     run.reach(60)
     for told in (["The checkpoint of optimizer step 60 is saved."], []):
         run.told.clear()
@@ -1027,12 +1019,14 @@ async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
     async def sleep(seconds):
         await run.add("b", 1, 60, FIRST_TIMELINE)
 
-    pauses_are(monkeypatch, sleep)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     assert run.saved == [60]
 
 
-async def test_while_a_stage_is_waited_for_others_are_not_fetched_again(run, monkeypatch):
+async def test_while_a_stage_is_waited_for_others_are_not_fetched_again_and_again(run, monkeypatch):
     states = [await run.add("a", 0, 60, FIRST_TIMELINE)]
 
     async def sleep(seconds):
@@ -1041,64 +1035,15 @@ async def test_while_a_stage_is_waited_for_others_are_not_fetched_again(run, mon
             states.append(await run.add("b", 1, 60, FIRST_TIMELINE))
 
     sleep.count = 0
-    pauses_are(monkeypatch, sleep)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     assert run.saved == [60]
     of_first, of_last = [run.network.num_calls("state_chunk", peer) for peer in "ab"]
-    assert of_first == of_last > 0
+    assert of_first == 2 * of_last > 0, "once before it is known that another one lacks, and once with that"
     for stage, state in enumerate(states):
         assert_same(run.store.newest().load_stage(stage), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
-
-
-async def test_a_state_that_the_run_does_not_go_on_with_is_fetched_anew(run, monkeypatch):
-    """A stage was cut in two as one part gave its state, and its peers have taken over the other part's since."""
-    await run.add("a", 0, 60, FIRST_TIMELINE)
-    expected = []
-
-    async def sleep(seconds):
-        run.peers.clear()
-        other = dataclasses.replace(state_of(0, 60), history_hash="of the other part")
-        expected.append(await run.add("c", 0, 60, FIRST_TIMELINE, state=other))
-        await run.add("b", 1, 60, FIRST_TIMELINE)
-
-    pauses_are(monkeypatch, sleep)
-    await run.save()
-    assert run.saved == [60]
-    [state] = expected
-    assert_same(run.store.newest().load_stage(0), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
-
-
-async def test_a_state_that_nobody_has_any_more_stays(run, monkeypatch):
-    """Its peers may keep newer snapshots by the time that the last stage has come."""
-    state = await run.add("a", 0, 60, FIRST_TIMELINE)
-
-    async def sleep(seconds):
-        run.peers.clear()
-        await run.add("b", 1, 60, FIRST_TIMELINE)
-
-    pauses_are(monkeypatch, sleep)
-    await run.save()
-    assert_same(run.store.newest().load_stage(0), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
-
-
-@pytest.mark.parametrize(("at_once", "batches"), [(1, [[0], [1], [2]]), (2, [[0, 1], [2]]), (3, [[0, 1, 2]])])
-def test_as_many_states_are_in_memory_as_fit(run, monkeypatch, at_once, batches):
-    monkeypatch.setattr(filler, "AT_ONCE_BYTES", at_once * 100)
-    monkeypatch.setattr(filler, "max_state_bytes", lambda resolved, stage: 100)
-    assert list(run.writer()._filler._batches([0, 1, 2])) == batches
-
-
-async def test_a_checkpoint_that_is_given_up_leaves_nothing(run, monkeypatch):
-    await run.add("a", 0, 60, FIRST_TIMELINE)
-
-    async def sleep(seconds):
-        assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000060.partial"]
-        run.watch.optimizer_step += 100
-
-    pauses_are(monkeypatch, sleep)
-    await run.save()
-    assert run.told == ["The checkpoint of optimizer step 60 was missed: the run went on too soon."]
-    assert list((run.folder / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("change", [{"acts": False}, {"created_at_round": lambda step: 70}])
@@ -1118,33 +1063,36 @@ async def test_a_checkpoint_that_others_have_to_write_or_of_a_round_that_is_give
         run.watch.created_at_round = change.get("created_at_round", run.watch.created_at_round)
         run.watch.optimizer_step += 4
 
-    monkeypatch.setattr(run.store, "finish", fail)
-    pauses_are(monkeypatch, sleep)
+    monkeypatch.setattr(run.store, "save", fail)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     assert (len(tries), run.saved) == (1, [])
     missed = "The checkpoint of optimizer step 60 was missed: the run went on too soon."
     assert run.told == ([missed] if run.acts else []), "the coordinator that acts says so"
 
 
-@pytest.mark.parametrize("what", ["begin", "finish"])
 @pytest.mark.parametrize("num_failures", [2, 9])
-async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run, monkeypatch, num_failures, what):
+async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run, monkeypatch, num_failures):
     for name, stage in (("a", 0), ("b", 1)):
         await run.add(name, stage, 60, FIRST_TIMELINE)
-    write, failures, pauses = getattr(run.store, what), [UserError("no network")] * num_failures, []
+    save, failures, pauses = run.store.save, [UserError("no network")] * num_failures, []
 
     def fail_first(*args):
         if failures:
             raise failures.pop()
-        return write(*args)
+        return save(*args)
 
     async def sleep(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr(run.store, what, fail_first)
-    pauses_are(monkeypatch, sleep)
+    monkeypatch.setattr(run.store, "save", fail_first)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
-    assert pauses == list(filler.SAVE_PAUSES_S[:num_failures])
+    assert pauses == list(checkpointing.SAVE_PAUSES_S[:num_failures])
     assert run.told == [
         "The checkpoint of optimizer step 60 is saved."
         if num_failures == 2
@@ -1161,7 +1109,9 @@ async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypat
     async def sleep(seconds):
         expected.append(await run.add("b", 1, 60, FIRST_TIMELINE))
 
-    pauses_are(monkeypatch, sleep)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     [state] = expected
     assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
@@ -1188,7 +1138,9 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
         assert not run.saved
         await run.add("b", 1, 60, FIRST_TIMELINE, tensors[1])
 
-    pauses_are(monkeypatch, sleep)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
     await run.save()
     assert reason in caplog.text
     loaded = run.store.newest().load_stage(1).tensors
@@ -1214,7 +1166,7 @@ class Lost:
         self.giver = CheckpointGiver(self.manifest, CoordinatorContext(), folder / "given")
 
     def save(self, optimizer_step, round_number):
-        save(self.store, optimizer_step, self.manifest, states_of(round_number))
+        self.store.save(optimizer_step, self.manifest, states_of(round_number))
         self.lines.add((optimizer_step, round_number - 1))
 
     def is_of_run(self, optimizer_step, round_number):
@@ -1341,7 +1293,7 @@ async def test_what_a_run_was_resumed_from_is_found_again(lost, tmp_path, monkey
     monkeypatch.chdir("/")
     assert find_resumed(tmp_path, timeline).path == checkpoint.path
     assert find_resumed(tmp_path, dataclasses.replace(timeline, first_round=99)) is None
-    save(lost.store, 3, lost.manifest, states_of(12))
+    lost.store.save(3, lost.manifest, states_of(12))
     assert find_resumed(tmp_path, timeline) is None, "another checkpoint of that step has taken its place"
     assert not caplog.text
     shutil.rmtree(tmp_path / "checkpoints")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from saved_checkpoints import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coordinator.checkpoints.export
@@ -69,7 +68,7 @@ def train_and_save(trainers, url, num_steps):
         states = [
             StageState(round_number=round_number, history_hash="x", tensors=trainer.state()) for trainer in trainers
         ]
-        save(CheckpointStore(url), round_number, trainers[0].manifest, states)
+        CheckpointStore(url).save(round_number, trainers[0].manifest, states)
         hidden = sample()
         with torch.no_grad():
             for trainer in trainers:
@@ -235,7 +234,7 @@ def test_sources_that_cannot_work(options, words, tmp_path, monkeypatch, capsys)
 def test_states_of_another_model_are_refused(tmp_path, monkeypatch, capsys):
     trainers = trainers_of()
     states = [StageState(round_number=1, history_hash="x", tensors=trainers[0].state()) for _ in range(2)]
-    save(CheckpointStore(str(tmp_path)), 1, trainers[0].manifest, states)
+    CheckpointStore(str(tmp_path)).save(1, trainers[0].manifest, states)
     line = one_line_of(monkeypatch, capsys, "--checkpoint", tmp_path, "--output", tmp_path / "model")
     assert "export needs the states of all stages" in line
     assert json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())["optimizer_step"] == 1

@@ -8,7 +8,6 @@ import anyio
 import pytest
 import torch
 from memory_transport import MemoryNetwork
-from saved_checkpoints import save
 
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.store import CheckpointStore
@@ -152,7 +151,7 @@ async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path,
 async def test_a_successor_goes_on_with_what_is_of_the_run_since_it_was_resumed(tmp_path, last_round, is_void):
     """The coordinator that resumed it may have died before a peer of each stage had its state."""
     store = CheckpointStore(str(tmp_path / "checkpoints"))
-    save(store, 2, MANIFEST, [StageState(2, "x", {"weight": torch.ones(2)})])
+    store.save(2, MANIFEST, [StageState(2, "x", {"weight": torch.ones(2)})])
     note_resumed(tmp_path, store.newest(), Timeline(103, 2, 103))
     run, given = await begun(tmp_path, last_round, TimelineRecord(first_round=103, first_optimizer_step=2, begun=1))
     assert given == [(0, 103, 2)]

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from every_second_round import EverySecondRound
-from saved_checkpoints import save
 from tiny_models import LENGTH, LLAMA, VOCABULARY
 
 from coordinator.checkpoints.store import CheckpointStore
@@ -99,7 +98,7 @@ def test_a_checkpoint_holds_what_was_kept(tmp_path):
     train(trainer, 1, 2, 3)
     state = StageState(round_number=3, history_hash="h", tensors=trainer.state())
     store = CheckpointStore(str(tmp_path), 3)
-    save(store, 3, MANIFEST, [state])
+    store.save(3, MANIFEST, [state])
     loaded = store.newest(MANIFEST).load_stage(0)
     resumed = make_trainer()
     resumed.load_state(loaded.tensors, 3)

@@ -133,35 +133,6 @@ async def fetch_state(
     raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
 
 
-async def is_replaced(
-    transport: Transport,
-    donors: Sequence[str],
-    call: StateIndexCall,
-    history_hash: str,
-    *,
-    max_bytes: int,
-    optimizer_step: int,
-) -> bool:
-    """Whether donors give other states for `call`, and none of them the one of these updates any more.
-
-    Args:
-        max_bytes, optimizer_step: as for `fetch_state`
-    """
-
-    def check(index: StateIndex) -> None:
-        _check_index(index, call, max_bytes, MAX_ROUND, optimizer_step)
-
-    others = False
-    for number in range(0, len(donors), MAX_DONORS):
-        asked = donors[number : number + MAX_DONORS]
-        found = await _ask_index(transport, asked, call, check, lambda donor, error: None)
-        given = {index.history_hash for index, _ in found.values()}
-        if history_hash in given:
-            return False
-        others = others or bool(given)
-    return others
-
-
 def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:
     """Sort key of an index: prefer later rounds, and within a round the index that most donors give.
 
