@@ -16,6 +16,7 @@ from pathlib import Path
 import anyio
 
 from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.spilled import spilled
 from coordinator.checkpoints.state_check import StateCheck
 from coordinator.checkpoints.store import KEPT_CHECKPOINTS, CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
@@ -306,4 +307,4 @@ class CheckpointWriter:
             rng=self._rng,
             take=partial(self._check, stage),
         )
-        return state.at_beginning_of(weights)
+        return await self._threads.run(spilled, state.at_beginning_of(weights), abandon_on_cancel=True)

@@ -528,6 +528,10 @@ class Tube:
             else:
                 steps.append((host, replica.stage, replica.step))
         for host, stage, step in steps:
+            assert host.peer is not None
+            seen = {peer.peer_id for peer in host.peer._directory.view.serving(stage)}
+            if unseen := [other for other, of_stage, _ in steps if of_stage == stage and other.peer_id not in seen]:
+                found.append(f"{host} does not see {unseen}")  # after a cut a node leaves others alone for a while
             newest = max(
                 (other for _, of_stage, other in steps if of_stage == stage), key=lambda each: each.round_number
             )

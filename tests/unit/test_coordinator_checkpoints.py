@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import struct
+import tempfile
 import threading
 from contextlib import asynccontextmanager
 from errno import ENOSPC
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from coordinator.checkpoints import files as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
 from coordinator.checkpoints import giver
+from coordinator.checkpoints import spilled as spilled_module
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.giver import CheckpointGiver
@@ -40,6 +42,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.host import scratch
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.state.claims import list_snapshots
@@ -722,6 +725,34 @@ def test_states_that_do_not_fit_together_are_refused():
         CheckpointStore("memory://mixed").save(3, MANIFEST, [state_of(0, 3), state_of(1, 4)])
     with pytest.raises(AssertionError, match="one state for each stage"):
         CheckpointStore("memory://mixed").save(3, MANIFEST, states_of(3)[:1])
+
+
+# --- on the disk meanwhile --------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_is_spilled_is_the_same_and_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "is_in_memory", lambda path: False)
+    monkeypatch.setattr(spilled_module, "is_in_memory", lambda path: False)
+    state = state_of(0, 3)
+    other = spilled_module.spilled(state)
+    assert_same(other, state)
+    assert all(
+        tensor.data_ptr() != state.tensors[name].data_ptr() for name, tensor in other.tensors.items() if tensor.numel()
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_a_state_stays_in_memory_where_no_disk_takes_it(monkeypatch, caplog, is_memory):
+    def full(*args):
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(spilled_module, "is_in_memory", lambda path: is_memory)
+    monkeypatch.setattr(spilled_module, "save_file", full)
+    state = state_of(0, 3)
+    assert spilled_module.spilled(state) is state
+    assert caplog.text.count("state_stays_in_memory reason=[Errno 28]") == (not is_memory)
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------

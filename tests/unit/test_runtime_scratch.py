@@ -65,7 +65,7 @@ def test_the_folder_is_on_a_disk_unless_one_is_named(parent, monkeypatch, caplog
         monkeypatch.delenv("TMPDIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp))
     monkeypatch.setattr(scratch, "ON_DISK", on_disk)
-    monkeypatch.setattr(scratch, "_is_in_memory", lambda folder: folder.name in in_memory)
+    monkeypatch.setattr(scratch, "is_in_memory", lambda folder: folder.name in in_memory)
     assert temporary_folder() == parent / chosen
     abandoned = parent / chosen / "swarm-peer-killed"
     abandoned.mkdir()
@@ -85,4 +85,4 @@ def test_a_folder_is_in_memory_if_what_is_mounted_there_is(parent, monkeypatch, 
         other = "22 1 0:999 / /else rw,relatime - tmpfs tmpfs rw"
         mounts.write_text(f"{other}\n25 1 {own} /a /b rw shared:1 master:2 - {kind} {kind} rw\n")
     monkeypatch.setattr(scratch, "MOUNTS", mounts)
-    assert scratch._is_in_memory(parent) is in_memory
+    assert scratch.is_in_memory(parent) is in_memory

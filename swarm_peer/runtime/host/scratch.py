@@ -29,7 +29,7 @@ def scratch_folder() -> Iterator[Path]:
     Snapshots in it may take gigabytes, so the folders of processes that are gone are removed first.
     """
     parent = temporary_folder()
-    if _is_in_memory(parent):
+    if is_in_memory(parent):
         log.warning(
             "snapshots_take_memory path=%s: it is no folder on a disk; name one in the environment variable TMPDIR",
             parent,
@@ -51,12 +51,12 @@ def temporary_folder() -> Path:
     """
     usual = Path(tempfile.gettempdir())
     is_named = any(os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))  # those that tempfile looks at
-    if is_named or not _is_in_memory(usual):
+    if is_named or not is_in_memory(usual):
         return usual
-    return ON_DISK if os.access(ON_DISK, os.W_OK | os.X_OK) and not _is_in_memory(ON_DISK) else usual
+    return ON_DISK if os.access(ON_DISK, os.W_OK | os.X_OK) and not is_in_memory(ON_DISK) else usual
 
 
-def _is_in_memory(folder: Path) -> bool:
+def is_in_memory(folder: Path) -> bool:
     """Whether files in a folder take memory instead of a disk; False where the system does not tell."""
     number = folder.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
