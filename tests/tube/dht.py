@@ -7,6 +7,7 @@ asked keeps it, can be reached and answers. So views differ, and are late.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 # As hivemind has it: copies of a record, and the time that a node has for its answer.
 REPLICAS = 5
 WAIT_S = 3.0
-# How long a node does not ask one again that did not answer.
-FORGOTTEN_S = 20.0
+# As hivemind has it: how long a node does not ask one again that did not answer; twice as long after each further time.
+BAN_S = 5.0
 # Requests that get no answer though their node is there.
 LOST = 0.01
 
@@ -42,7 +43,8 @@ class TubeNode:
         self._validator = SignedRecordValidator(host.clock, host.passes)
         self.places = self._validator.places
         self._records: dict[bytes, dict[str, tuple[list[bytes], float]]] = {}
-        self._silent_until: dict[str, float] = {}
+        self._banned_until: dict[str, float] = {}
+        self._in_vain = Counter[str]()  # times in a row that a node did not answer
         self.p2p = SimpleNamespace(
             _child=SimpleNamespace(wait=anyio.sleep_forever), tell_revocations=self._tell_revocations
         )
@@ -61,7 +63,7 @@ class TubeNode:
         known = [
             host
             for host in self._world.hosts
-            if host.node is not None and self._silent_until.get(host.name, 0.0) <= now
+            if host.node is not None and self._banned_until.get(host.name, 0.0) <= now
         ]
         known = [host for host in known if host.is_alive or now - host.died_s < 10.0]
         return sorted(known, key=lambda host: hashlib.sha256(key + host.peer_id.encode()).digest())[:count]
@@ -83,10 +85,14 @@ class TubeNode:
         def end(host: Host, answers: bool) -> None:
             nonlocal left
             left -= 1
-            if not answers:
-                self._silent_until[host.name] = loop.time() + FORGOTTEN_S
-            elif host.is_alive and host.node is not None:
-                answer(host, host.node)
+            if answers:
+                self._in_vain.pop(host.name, None)
+                self._banned_until.pop(host.name, None)
+                if host.is_alive and host.node is not None:
+                    answer(host, host.node)
+            elif self._banned_until.get(host.name, 0.0) <= loop.time():
+                self._banned_until[host.name] = loop.time() + BAN_S * 2 ** self._in_vain[host.name]
+                self._in_vain[host.name] += 1
             if not left:
                 over.set()
 

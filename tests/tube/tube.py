@@ -504,13 +504,18 @@ class Tube:
                 return
 
     async def _go_on(self, num_rounds: int, seconds: float) -> None:
-        """Wait until each stage has gone through some rounds more, now that its peers are together."""
+        """Wait until each stage has gone through some rounds more, now that its peers are together.
+
+        Peers that do not see a stage-mate for a moment do not know what it has claimed: the rounds count from then on.
+        """
         wanted = {stage: len(rounds) + num_rounds for stage, rounds in self._committed.items()}
         deadline = self.world.loop.time() + seconds
         while any(len(rounds) < wanted[stage] for stage, rounds in self._committed.items()):
             await anyio.sleep(1.0)
             if self.world.violations:
                 return
+            if any(self._unseen_mates(host) for host in self.peers()):
+                wanted = {stage: len(rounds) + num_rounds for stage, rounds in self._committed.items()}
             if self.world.loop.time() > deadline:
                 self.violation(f"the peers are together, and make no {num_rounds} steps in {seconds:.0f} s")
                 return
@@ -528,9 +533,7 @@ class Tube:
             else:
                 steps.append((host, replica.stage, replica.step))
         for host, stage, step in steps:
-            assert host.peer is not None
-            seen = {peer.peer_id for peer in host.peer._directory.view.serving(stage)}
-            if unseen := [other for other, of_stage, _ in steps if of_stage == stage and other.peer_id not in seen]:
+            if unseen := self._unseen_mates(host):
                 found.append(f"{host} does not see {unseen}")  # after a cut a node leaves others alone for a while
             newest = max(
                 (other for _, of_stage, other in steps if of_stage == stage), key=lambda each: each.round_number
@@ -542,6 +545,14 @@ class Tube:
             elif step.round_number == newest.round_number and step.history_hash != newest.history_hash:
                 found.append(f"{host} has other weights in round {step.round_number} than others of stage {stage}")
         return found
+
+    def _unseen_mates(self, host: Host) -> list[Host]:
+        """Those who serve a peer's stage, and whose announcements it does not see."""
+        stage = _stage_served(host)
+        if host.peer is None or stage is None:
+            return []
+        seen = {peer.peer_id for peer in host.peer._directory.view.serving(stage)}
+        return [other for other in self.peers() if _stage_served(other) == stage and other.peer_id not in seen]
 
     def _can_serve_all_stages(self) -> bool:
         """Whether there are enough peers that may move for the stages to which none is bound."""
@@ -685,3 +696,9 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.events = world.num_events
     outcome.cpu_s = time.process_time() - began_s
     return outcome
+
+
+def _stage_served(host: Host) -> int | None:
+    """The stage that a peer says it serves."""
+    replica = None if host.peer is None else host.peer._replica
+    return replica.stage if replica is not None and serving(host) else None
