@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from coordinator.checkpoints.fetching import fetch_snapshots, open_transport
-from coordinator.checkpoints.state_check import StateCheck
+from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.errors import UserError
@@ -64,8 +64,8 @@ def export_run(
 async def _fetch(run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
     resolved = ResolvedManifest.of(run.manifest)
     async with open_transport(run.dht, run.metrics) as transport:
-        check = StateCheck(resolved, SystemThreads()).check
-        return resolved, await fetch_snapshots(transport, run.directory, resolved, check)
+        receiver = StateReceiver(resolved, SystemThreads())
+        return resolved, await fetch_snapshots(transport, run.directory, resolved, receiver)
 
 
 def export_states(

@@ -14,7 +14,7 @@ from statistics import median_low
 
 import anyio
 
-from coordinator.checkpoints.state_check import Check
+from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
@@ -49,7 +49,7 @@ async def fetch_states(
     transport: Transport,
     directory: Directory,
     resolved: ResolvedManifest,
-    check: Check,
+    receiver: StateReceiver,
     min_round: int = 0,
     rng: random.Random | None = None,
 ) -> list[StageState]:
@@ -60,7 +60,7 @@ async def fetch_states(
     of them wait for it, and copy their state as it begins.
 
     Args:
-        check: refuses states that do not fit their stage
+        receiver: gives room for the states, and refuses those that do not fit their stage
         rng: chooses among the peers of a stage
 
     Raises:
@@ -70,7 +70,7 @@ async def fetch_states(
     rng = rng or random.Random()
 
     async def fetch(stage: int, target: int) -> None:
-        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target, rng, check)
+        states[stage] = await _fetch_stage(transport, directory, resolved, stage, target, rng, receiver)
 
     for number in range(MODEL_TRIES):
         view = await directory.refresh(range(resolved.num_stages))
@@ -117,13 +117,13 @@ async def fetch_snapshots(
     transport: Transport,
     directory: Directory,
     resolved: ResolvedManifest,
-    check: Check,
+    receiver: StateReceiver,
     rng: random.Random | None = None,
 ) -> list[StageState]:
     """Download the newest snapshot of each stage, all of the same weights. Peers give them to anybody.
 
     Args:
-        check: refuses states that do not fit their stage
+        receiver: gives room for the states, and refuses those that do not fit their stage
         rng: chooses among the peers that hold one
 
     Raises:
@@ -153,7 +153,8 @@ async def fetch_snapshots(
                     max_bytes=max_bytes,
                     optimizer_step=step,
                     rng=rng or random.Random(),
-                    take=partial(check, stage),
+                    take=partial(receiver.check, stage),
+                    allocate=receiver.allocate,
                 )
             )
         except CallError as error:
@@ -168,15 +169,17 @@ async def _fetch_stage(
     stage: int,
     min_round: int,
     rng: random.Random,
-    check: Check,
+    receiver: StateReceiver,
 ) -> StageState:
     call = StateIndexCall(manifest=resolved.hash, of_stage=stage, min_round=min_round)
-    max_bytes, take = max_state_bytes(resolved, stage), partial(check, stage)
+    max_bytes, take = max_state_bytes(resolved, stage), partial(receiver.check, stage)
     for _ in range(STAGE_TRIES):
         try:
             view = await directory.refresh([stage])
             donors = [peer.peer_id for peer in view.serving(stage)]
-            return await fetch_state(transport, donors, call, max_bytes=max_bytes, rng=rng, take=take)
+            return await fetch_state(
+                transport, donors, call, max_bytes=max_bytes, rng=rng, take=take, allocate=receiver.allocate
+            )
         except CallError as error:
             log.warning("stage_not_fetched stage=%d round=%d reason=%s", stage, min_round, error)
             await anyio.sleep(1.0)

@@ -16,8 +16,7 @@ from pathlib import Path
 import anyio
 
 from coordinator.checkpoints.folder import Checkpoint
-from coordinator.checkpoints.spilled import spilled
-from coordinator.checkpoints.state_check import StateCheck
+from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import KEPT_CHECKPOINTS, CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
 from coordinator.watch.run_file import CHECKPOINTS
@@ -161,7 +160,7 @@ class CheckpointWriter:
         self._watch = watch
         self._directory = directory
         self._acts = acts
-        self._check = StateCheck(resolved, threads).check
+        self._receiver = StateReceiver(resolved, threads)
         self._threads = threads
         self._rng = rng
         self._tell = tell
@@ -305,6 +304,7 @@ class CheckpointWriter:
             max_bytes=max_bytes,
             optimizer_step=optimizer_step,
             rng=self._rng,
-            take=partial(self._check, stage),
+            take=partial(self._receiver.check, stage),
+            allocate=self._receiver.allocate,
         )
-        return await self._threads.run(spilled, state.at_beginning_of(weights), abandon_on_cancel=True)
+        return state.at_beginning_of(weights)

@@ -19,7 +19,7 @@ from coordinator.checkpoints.export import export_states
 from coordinator.checkpoints.fetching import fetch_states
 from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.resumed import note_resumed
-from coordinator.checkpoints.state_check import StateCheck
+from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.writer import CheckpointWriter
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.beginning import Beginning
@@ -373,8 +373,8 @@ class RunService:
         """Save the model, if peers give their states and the disk takes it; returns whether it is saved."""
         try:
             min_round, rng = self.watch.round_number + 1, self._context.random.stream("states")
-            check = StateCheck(self.resolved, self._context.threads).check
-            states = await fetch_states(transport, self._directory, self.resolved, check, min_round, rng)
+            receiver = StateReceiver(self.resolved, self._context.threads)
+            states = await fetch_states(transport, self._directory, self.resolved, receiver, min_round, rng)
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)
             return False

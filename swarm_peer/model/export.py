@@ -97,7 +97,10 @@ def _unshare(weights: Mapping[str, Tensor], layers_path: str, specs: Sequence[St
 
 
 def _check_complete(weights: dict[str, Tensor], template: Mapping[str, Tensor]) -> None:
-    """Compare with the model's state dict, and give each tensor memory of its own, as safetensors wants it."""
+    """Compare with the model's state dict, and give each tensor memory of its own, as safetensors wants it.
+
+    A tensor that has its own already keeps it. It may lie on a disk: the model may be larger than the memory here.
+    """
     if missing := sorted(template.keys() - weights.keys()):
         raise UserError(
             f"the model lacks {len(missing)} of its {len(template)} tensors, such as {missing[0]}: "
@@ -107,10 +110,13 @@ def _check_complete(weights: dict[str, Tensor], template: Mapping[str, Tensor]) 
         raise UserError(
             f"{len(extra)} tensors are none of the model's, such as {extra[0]}: do config and states belong together?"
         )
+    taken = set[int]()
     for name, expected in template.items():
         if weights[name].shape != expected.shape:
             raise UserError(
                 f"tensor {name} has shape {tuple(weights[name].shape)}, and the config says {tuple(expected.shape)}: "
                 f"do config and states belong together?"
             )
-        weights[name] = weights[name].detach().to("cpu", torch.float32, copy=True).contiguous()
+        weight = weights[name].detach().to("cpu", torch.float32).contiguous()
+        weights[name] = weight.clone() if weight.data_ptr() in taken else weight
+        taken.add(weights[name].data_ptr())

@@ -25,13 +25,12 @@ from safetensors import SafetensorError
 
 from coordinator.checkpoints import files as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
-from coordinator.checkpoints import giver
-from coordinator.checkpoints import spilled as spilled_module
+from coordinator.checkpoints import giver, state_receiver
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.resumed import RESUMED, find_resumed, note_resumed
-from coordinator.checkpoints.state_check import StateCheck
+from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, plan_checkpoints
 from coordinator.run.context import CoordinatorContext
@@ -42,7 +41,6 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.host import scratch
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.state.claims import list_snapshots
@@ -730,29 +728,37 @@ def test_states_that_do_not_fit_together_are_refused():
 # --- on the disk meanwhile --------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_is_spilled_is_the_same_and_leaves_no_file(tmp_path, monkeypatch):
+def test_room_on_the_disk_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "is_in_memory", lambda path: False)
-    monkeypatch.setattr(spilled_module, "is_in_memory", lambda path: False)
-    state = state_of(0, 3)
-    other = spilled_module.spilled(state)
-    assert_same(other, state)
-    assert all(
-        tensor.data_ptr() != state.tensors[name].data_ptr() for name, tensor in other.tensors.items() if tensor.numel()
-    )
+    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: False)
+    room = state_receiver.bytes_on_disk(5000)
+    room[4999] = 7
+    assert (room.dtype, room.shape, room.sum()) == (torch.uint8, (5000,), 7)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert mapped, "it is no usual memory"
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("is_memory", [True, False])
-def test_a_state_stays_in_memory_where_no_disk_takes_it(monkeypatch, caplog, is_memory):
+@pytest.mark.parametrize(
+    ("is_memory", "reason"), [(True, None), (False, "[Errno 28]"), (False, "has no attribute 'posix_fallocate'")]
+)
+def test_a_state_is_in_memory_where_no_disk_takes_it(monkeypatch, caplog, is_memory, reason):
     def full(*args):
         raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(spilled_module, "is_in_memory", lambda path: is_memory)
-    monkeypatch.setattr(spilled_module, "save_file", full)
-    state = state_of(0, 3)
-    assert spilled_module.spilled(state) is state
-    assert caplog.text.count("state_stays_in_memory reason=[Errno 28]") == (not is_memory)
+    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: is_memory)
+    if reason is not None and "attribute" in reason:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    assert state_receiver.bytes_on_disk(5000).shape == (5000,)
+    assert (reason or "") in caplog.text
+    assert caplog.text.count("state_is_in_memory bytes=5000") == (not is_memory)
+
+
+def test_no_bytes_need_no_room(monkeypatch):
+    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: False)
+    assert state_receiver.bytes_on_disk(0).shape == (0,)
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------
@@ -760,6 +766,19 @@ def test_a_state_stays_in_memory_where_no_disk_takes_it(monkeypatch, caplog, is_
 
 async def is_stranger(caller):
     return False
+
+
+class Gullible(StateReceiver):
+    """States are made up here, but where a test says otherwise."""
+
+    num_allocated = 0
+
+    async def allocate(self, num_bytes):
+        self.num_allocated += 1
+        return await super().allocate(num_bytes)
+
+    async def check(self, stage, state):
+        pass
 
 
 class Run:
@@ -778,14 +797,12 @@ class Run:
         self.saved = []
         self.told = []
         self.acts = True
+        self.receiver = Gullible(ResolvedManifest.of(self.manifest), SystemThreads())
         self.watch = SimpleNamespace(
             optimizer_step=60,
             created_at_round=lambda optimizer_step: 60,
             observe_checkpoint=self.saved.append,
         )
-
-    async def check(self, stage, state):
-        """States are made up here, but where a test says otherwise."""
 
     async def add(self, peer_id, stage, round_number, timeline, tensors=None):
         state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
@@ -823,7 +840,7 @@ class Run:
             acts=lambda: self.acts,
             tell=self.told.append,
         )
-        writer._check = self.check
+        writer._receiver = self.receiver
         return writer
 
     def reach(self, optimizer_step, first_round=0):
@@ -905,6 +922,7 @@ async def test_snapshots_from_before_and_after_a_rewind_make_one_checkpoint(run)
     states = [await run.add("a", 0, 60, FIRST_TIMELINE), await run.add("b", 1, 77, Timeline(77, 60, 60))]
     await run.save()
     assert run.saved == [60], "the watch is told"
+    assert run.receiver.num_allocated == 2, "they may be larger than the memory here"
     checkpoint = run.store.newest(run.manifest)
     assert (checkpoint.optimizer_step, checkpoint.round_number) == (60, 60)
     for stage, state in enumerate(states):
@@ -919,17 +937,20 @@ async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(ru
     await run.add("b", 1, 50, FIRST_TIMELINE)
     resolved = ResolvedManifest.of(run.manifest)
 
-    async def check(stage, state):
-        if not state.tensors:
-            raise InvalidMessage("does not fit")
+    class Receiver(Gullible):
+        async def check(self, stage, state):
+            if not state.tensors:
+                raise InvalidMessage("does not fit")
 
+    receiver = Receiver(resolved, SystemThreads())
     with pytest.raises(SwarmError, match=r"no snapshots of all stages .*of 60 updates, stages 0.*snapshot_every=10"):
-        await fetch_snapshots(run.network.transport("anybody"), run, resolved, check)
+        await fetch_snapshots(run.network.transport("anybody"), run, resolved, receiver)
     expected = [await run.add("c", 0, 50, FIRST_TIMELINE), await run.add("d", 1, 50, FIRST_TIMELINE)]
     await run.add("liar", 1, 5000, FIRST_TIMELINE)
     await run.add("z", 1, 50, FIRST_TIMELINE, tensors={})
-    for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved, check)):
+    for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved, receiver)):
         assert_same(state, expected[stage])
+    assert receiver.num_allocated >= 2, "they may be larger than the memory here"
 
 
 async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
@@ -1160,7 +1181,7 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
     """One peer gives another one, and is not the only one that has any."""
     caplog.set_level(logging.INFO)
     resolved = ResolvedManifest.of(run.manifest)
-    run.check = StateCheck(resolved, SystemThreads()).check
+    run.receiver = StateReceiver(resolved, SystemThreads())
     tensors = [StageTrainer(resolved, spec, blank=True).state() for spec in resolved.specs]
     await run.add("a", 0, 60, FIRST_TIMELINE, tensors[0])
     await run.add("liar", 1, 60, FIRST_TIMELINE, damage(tensors[1]))

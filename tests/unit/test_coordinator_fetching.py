@@ -7,7 +7,7 @@ from memory_transport import MemoryNetwork
 
 from coordinator.checkpoints import fetching
 from coordinator.checkpoints.fetching import aim, fetch_states
-from coordinator.checkpoints.state_check import StateCheck
+from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import NotServing, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -79,18 +79,21 @@ class Directory:
         return SwarmView(MANIFEST.stages.count, tuple(known))
 
 
-async def believe(stage, state):
-    pass
+class Gullible(StateReceiver):
+    """States are made up here, but where a test says otherwise."""
+
+    async def check(self, stage, state):
+        pass
 
 
-async def fetch(peers, announced=20, min_round=0, check=believe):
+async def fetch(peers, announced=20, min_round=0, receives=Gullible):
+    resolved = ResolvedManifest.of(MANIFEST)
+    receiver = receives(resolved, SystemThreads())
     network = MemoryNetwork()
     async with network:
         for peer in peers:
             await network.transport(f"peer{peer.stage}").serve(peer)
-        return await fetch_states(
-            network.transport("me"), Directory(peers, announced), ResolvedManifest.of(MANIFEST), check, min_round
-        )
+        return await fetch_states(network.transport("me"), Directory(peers, announced), resolved, receiver, min_round)
 
 
 def assert_states_of(states, round_number):
@@ -102,9 +105,8 @@ def assert_states_of(states, round_number):
 async def test_a_state_that_does_not_fit_its_stage_is_none(no_pauses, monkeypatch):
     """Whoever saved it would have no model."""
     monkeypatch.setattr(fetching, "STAGE_TRIES", 2)
-    check = StateCheck(ResolvedManifest.of(MANIFEST), SystemThreads()).check
     with pytest.raises(SwarmError, match=r"no peer of stage \d gave its state of round 20"):
-        await fetch([Peer(stage, 20) for stage in range(3)], check=check)
+        await fetch([Peer(stage, 20) for stage in range(3)], receives=StateReceiver)
 
 
 @pytest.fixture

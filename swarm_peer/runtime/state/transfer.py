@@ -34,6 +34,11 @@ CHUNKS_IN_FLIGHT = 4
 # A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
 # comes gives the others as long again.
 CALL_TIMEOUT_S = 30.0
+# Each tensor of a state begins at a multiple of so many bytes: its type may not be viewed elsewhere.
+ALIGNMENT = 64
+
+# Called with a number of bytes; returns so many, as uint8.
+Allocate = Callable[[int], Awaitable[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ async def fetch_state(
     timeline: Timeline | None = None,
     rng: random.Random,
     take: Callable[[StageState], Awaitable[None]] | None = None,
+    allocate: Allocate | None = None,
 ) -> StageState:
     """Download the state or update that `call` asks for.
 
@@ -89,9 +95,9 @@ async def fetch_state(
         donors: peers that may have it, in any order
         max_bytes: refuse an index of more bytes
         max_round: refuse an index of a later round
-        optimizer_step: refuse an index of weights of another one, if given
-        timeline: the same
+        optimizer_step, timeline: refuse an index of weights of another one, if given
         take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
+        allocate: gives the room for a state's bytes, if they are not to lie in memory
 
     Raises:
         CallError: no donor gave it whole, or none that could be taken over; the message has each donor's answer
@@ -118,8 +124,7 @@ async def fetch_state(
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
-            state = await _download(transport, name, index, agreeing, call.manifest, failed)
-            if state is None:
+            if (state := await _download(transport, name, index, agreeing, call.manifest, failed, allocate)) is None:
                 continue
             try:
                 if take is not None:
@@ -211,6 +216,15 @@ async def _fetch_chunk(
     return reply.tensors[0]
 
 
+async def _allocate(sizes: Sequence[int], allocate: Allocate | None) -> list[torch.Tensor]:
+    """One buffer of each size."""
+    if allocate is None:  # each by itself: an optimizer keeps its own, and must not keep the others' memory with them
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    memory = await allocate(sum(spaces))
+    return [space[:size] for space, size in zip(torch.split(memory, spaces), sizes, strict=True)]
+
+
 async def _download(
     transport: Transport,
     name: bytes,
@@ -218,10 +232,11 @@ async def _download(
     donors: Sequence[str],
     manifest_hash: str,
     failed: Callable[[str, CallError], None],
+    allocate: Allocate | None,
 ) -> StageState | None:
     begin = anyio.current_time()
     sizes = [num_bytes(entry) for entry in index.entries]
-    buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    buffers = await _allocate(sizes, allocate)
     missing = deque(
         _Chunk(number, chunk, min(STATE_CHUNK_BYTES, sizes[number] - chunk * STATE_CHUNK_BYTES), sha256)
         for number, entry in enumerate(index.entries)

@@ -1,0 +1,71 @@
+"""Where the states that peers give lie, and whether each is one of its stage.
+
+All stages of a model together may be larger than this machine's memory, so they lie on its disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+
+import torch
+
+from swarm_peer.model.checks import check_state
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.context import Threads
+from swarm_peer.runtime.host.scratch import is_in_memory, temporary_folder
+from swarm_peer.runtime.state.index import StageState
+
+log = logging.getLogger(__name__)
+
+
+class StateReceiver:
+    """Gives room for states of a run's stages, and checks them as its peers do. Belongs to the event loop's thread."""
+
+    def __init__(self, resolved: ResolvedManifest, threads: Threads):
+        self._resolved = resolved
+        self._threads = threads
+        self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    async def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Room for the bytes of one state: on the disk, if that has room."""
+        return await self._threads.run(bytes_on_disk, num_bytes, abandon_on_cancel=True)
+
+    async def check(self, stage: int, state: StageState) -> None:
+        """Check a state that somebody gave for a stage. Takes a second per gigabyte.
+
+        A checkpoint of states that do not fit could not be gone on from.
+
+        Raises:
+            InvalidMessage: by the names, types and shapes of its tensors, or since not all are finite, no peer of the
+                stage would take it over
+        """
+        if stage not in self._templates:
+            self._templates[stage] = await self._threads.run(_template, self._resolved, stage)
+        await self._threads.run(check_state, state.tensors, self._templates[stage])
+
+
+def bytes_on_disk(num_bytes: int) -> torch.Tensor:
+    """Memory that lies in a temporary file: uint8, of shape (num_bytes,), all 0.
+
+    The file has no name, so it goes with the tensor, however this process ends. If the disk has no room, it is usual
+    memory. The caller waits for the disk: it should be a worker thread.
+    """
+    try:
+        folder = temporary_folder()
+        if num_bytes and not is_in_memory(folder):
+            with tempfile.TemporaryFile(dir=folder) as file:
+                # All of it now: this process would be killed by the first write that finds no room.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+    except (OSError, AttributeError) as error:  # macOS has no posix_fallocate
+        log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:
+    return StageTrainer(resolved, resolved.specs[stage], blank=True).state_template()
