@@ -1,4 +1,6 @@
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,24 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(parent):
         assert os.path.exists(left)
         with scratch_folder() as mine:
             assert set(parent.iterdir()) == {mine, foreign}
+
+
+def test_a_folder_that_another_process_takes_for_abandoned_is_made_anew(parent, monkeypatch):
+    """It looked between the making of the lock's file and the locking. Peers of one machine may start all at once."""
+    lock, locked = fcntl.flock, []
+
+    def late(file, operation):
+        if not locked:
+            shutil.rmtree(next(parent.glob("swarm-peer-*")))
+        locked.append(file)
+        lock(file, operation)
+
+    monkeypatch.setattr(scratch.fcntl, "flock", late)
+    with scratch_folder() as folder:
+        assert os.listdir(folder) == ["lock"]
+        assert list(parent.iterdir()) == [folder]
+    assert list(parent.iterdir()) == []
+    assert len(locked) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,22 @@ def scratch_folder() -> Iterator[Path]:
             parent,
         )
     _remove_abandoned(parent)
-    with (
-        # A thread that is left to itself may still write there.
-        tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as name,
-        open(Path(name) / LOCK, "wb") as file,
-    ):
+    with ExitStack() as held:
+        # Another process may take a folder for abandoned, and remove it, before this one has its lock.
+        while not (folder := _locked_folder(parent, held)).exists():
+            held.close()
+        yield folder
+
+
+def _locked_folder(parent: Path, held: ExitStack) -> Path:
+    """Make a folder and lock it, until `held` closes, which removes it."""
+    # A thread that is left to itself may still write there then.
+    made = tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True)
+    folder = Path(held.enter_context(made))
+    with suppress(FileNotFoundError):
+        file = held.enter_context((folder / LOCK).open("wb"))
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield Path(name)
+    return folder
 
 
 def temporary_folder() -> Path:
