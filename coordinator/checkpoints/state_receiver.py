@@ -1,6 +1,6 @@
 """Where the states that peers give lie, and whether each is one of its stage.
 
-All stages of a model together may be larger than this machine's memory, so they lie on its disk.
+All stages of a model together may be larger than this machine's memory. Then they lie on its disk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from swarm_peer.model.checks import check_state
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import Threads
+from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.scratch import is_in_memory, temporary_folder
 from swarm_peer.runtime.state.index import StageState
 
@@ -32,8 +33,8 @@ class StateReceiver:
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
     async def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Room for the bytes of one state: on the disk, if that has room."""
-        return await self._threads.run(bytes_on_disk, num_bytes, abandon_on_cancel=True)
+        """Room for the bytes of one state: in memory or on the disk."""
+        return await self._threads.run(room_for, num_bytes, self._resolved.num_stages, abandon_on_cancel=True)
 
     async def check(self, stage: int, state: StageState) -> None:
         """Check a state that somebody gave for a stage. Takes a second per gigabyte.
@@ -49,22 +50,23 @@ class StateReceiver:
         await self._threads.run(check_state, state.tensors, self._templates[stage])
 
 
-def bytes_on_disk(num_bytes: int) -> torch.Tensor:
-    """Memory that lies in a temporary file: uint8, of shape (num_bytes,), all 0.
+def room_for(num_bytes: int, num_states: int) -> torch.Tensor:
+    """Room for the bytes of one of several states: uint8, of shape (num_bytes,).
 
-    The file has no name, so it goes with the tensor, however this process ends. If the disk has no room, it is usual
-    memory. The caller waits for the disk: it should be a worker thread.
+    It is memory if that has room for all of them twice, or else a temporary file, if the disk has room. The file has no
+    name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be a worker
+    thread.
     """
     try:
         folder = temporary_folder()
-        if num_bytes and not is_in_memory(folder):
+        if 2 * num_states * num_bytes > host_memory()[0] and not is_in_memory(folder):
             with tempfile.TemporaryFile(dir=folder) as file:
-                # All of it now: this process would be killed by the first write that finds no room.
+                # All of it now: a write that found no room later would kill this process.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-    except (OSError, AttributeError) as error:  # macOS has no posix_fallocate
+    except OSError as error:
         log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
-    return torch.zeros(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:

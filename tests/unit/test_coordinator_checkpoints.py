@@ -728,37 +728,41 @@ def test_states_that_do_not_fit_together_are_refused():
 # --- on the disk meanwhile --------------------------------------------------------------------------------------------
 
 
-def test_room_on_the_disk_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def memory_of_40_kb(monkeypatch):
+    monkeypatch.setattr(state_receiver, "host_memory", lambda: (40_000, 40_000))
     monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: False)
-    room = state_receiver.bytes_on_disk(5000)
-    room[4999] = 7
-    assert (room.dtype, room.shape, room.sum()) == (torch.uint8, (5000,), 7)
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-    assert mapped, "it is no usual memory"
+
+
+def test_room_for_states_is_on_the_disk_where_memory_has_none_and_leaves_no_file(
+    tmp_path, monkeypatch, memory_of_40_kb
+):
+    def is_mapped():
+        return str(tmp_path) in Path("/proc/self/maps").read_text()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    room = state_receiver.room_for(5000, 4)
+    assert not is_mapped()
+    room = state_receiver.room_for(5001, 4)
+    room[5000] = 7
+    assert (room.dtype, room.shape, room.sum()) == (torch.uint8, (5001,), 7)
+    assert is_mapped()
     assert list(tmp_path.iterdir()) == []
+    del room
+    assert not is_mapped()
 
 
-@pytest.mark.parametrize(
-    ("is_memory", "reason"), [(True, None), (False, "[Errno 28]"), (False, "has no attribute 'posix_fallocate'")]
-)
-def test_a_state_is_in_memory_where_no_disk_takes_it(monkeypatch, caplog, is_memory, reason):
+def test_room_for_a_state_is_memory_where_no_disk_has_it(monkeypatch, caplog, memory_of_40_kb):
     def full(*args):
         raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: is_memory)
-    if reason is not None and "attribute" in reason:
-        monkeypatch.delattr(os, "posix_fallocate")
-    else:
-        monkeypatch.setattr(os, "posix_fallocate", full)
-    assert state_receiver.bytes_on_disk(5000).shape == (5000,)
-    assert (reason or "") in caplog.text
-    assert caplog.text.count("state_is_in_memory bytes=5000") == (not is_memory)
-
-
-def test_no_bytes_need_no_room(monkeypatch):
-    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: False)
-    assert state_receiver.bytes_on_disk(0).shape == (0,)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert state_receiver.room_for(50_000, 4).shape == (50_000,)
+    assert "state_is_in_memory bytes=50000 reason=[Errno 28] No space left on device" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: True)
+    assert state_receiver.room_for(50_000, 4).shape == (50_000,)
+    assert not caplog.text
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------
@@ -775,7 +779,7 @@ class Gullible(StateReceiver):
 
     async def allocate(self, num_bytes):
         self.num_allocated += 1
-        return await super().allocate(num_bytes)
+        return state_receiver.room_for(num_bytes, 2**40)
 
     async def check(self, stage, state):
         pass

@@ -10,7 +10,7 @@ import pytest
 from swarm_peer.runtime.host import memory
 
 GIB = 2**30
-MACHINE = {"SC_PAGE_SIZE": GIB, "SC_AVPHYS_PAGES": 20, "SC_PHYS_PAGES": 24}
+MACHINE = f"MemTotal: {24 * 2**20} kB\nMemFree: {2**20} kB\nMemAvailable: {20 * 2**20} kB\nHugePages_Total: 0\n"
 UNLIMITED_V1 = 9223372036854771712
 
 
@@ -62,11 +62,13 @@ def test_the_tightest_group_limits_what_the_machine_has(
             (folder / file_name).write_text(text)
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_ROOT", tmp_path / "mount")
-    monkeypatch.setattr("swarm_peer.runtime.host.memory.os.sysconf", MACHINE.__getitem__)
+    (tmp_path / "meminfo").write_text(MACHINE)
+    monkeypatch.setattr(memory, "_MACHINE", tmp_path / "meminfo")
     assert memory.host_memory() == (free_gib * GIB, all_gib * GIB)
 
 
 def test_a_system_without_groups_has_all_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "none")
-    monkeypatch.setattr("swarm_peer.runtime.host.memory.os.sysconf", MACHINE.__getitem__)
+    (tmp_path / "meminfo").write_text(MACHINE)
+    monkeypatch.setattr(memory, "_MACHINE", tmp_path / "meminfo")
     assert memory.host_memory() == (20 * GIB, 24 * GIB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
+_MACHINE = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def host_memory() -> tuple[int, int]:
 
     That is the machine's, or what the tightest of the control groups that this process is in has; a container is one.
     """
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    free_bytes, all_bytes = os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in _MACHINE.read_text().splitlines()}
+    free_bytes, all_bytes = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
     for limit, used in _limits():
         free_bytes, all_bytes = min(free_bytes, max(limit - used, 0)), min(all_bytes, limit)
     return free_bytes, all_bytes

@@ -124,15 +124,8 @@ async def fetch_state(
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
-            if (state := await _download(transport, name, index, agreeing, call.manifest, failed, allocate)) is None:
-                continue
-            try:
-                if take is not None:
-                    await take(state)
-            except InvalidMessage as error:
-                for donor in agreeing:
-                    failed(donor, error)
-            else:
+            state = await _download(transport, name, index, agreeing, call.manifest, failed, take, allocate)
+            if state is not None:
                 return state
     what = f"{call.kind} of stage {call.of_stage}"
     raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
@@ -232,6 +225,7 @@ async def _download(
     donors: Sequence[str],
     manifest_hash: str,
     failed: Callable[[str, CallError], None],
+    take: Callable[[StageState], Awaitable[None]] | None,
     allocate: Allocate | None,
 ) -> StageState | None:
     begin = anyio.current_time()
@@ -267,20 +261,16 @@ async def _download(
                     tasks.start_soon(take_chunks, donor)
     if missing:
         return None
+    text = "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f"
+    seconds = anyio.current_time() - begin
+    log.info(text, index.kind, index.stage, index.round_number, sum(sizes), len(donors), seconds)
     try:
         state = assemble(index, buffers)
+        if take is not None:
+            await take(state)
     except InvalidMessage as error:
         for donor in asked:
             if donor.is_alive:
                 failed(donor.peer_id, error)
         return None
-    log.info(
-        "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f",
-        index.kind,
-        index.stage,
-        index.round_number,
-        sum(sizes),
-        len(donors),
-        anyio.current_time() - begin,
-    )
     return state
