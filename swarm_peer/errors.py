@@ -129,3 +129,12 @@ def first_line(error: Exception) -> str:
     """The first line of an exception's message, short enough to be part of a one-line message."""
     text = str(error).strip()
     return text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the frames hold that an error came through.
+
+    An error that a worker thread has raised refers to itself by way of them. Without this, states of gigabytes that
+    frames hold would stay until the garbage collector finds them.
+    """
+    error.__traceback__ = None

@@ -75,7 +75,7 @@ def export_states(
     cache_dir: Path | None = None,
     data_dir: Path | None = ANYWHERE,
 ) -> None:
-    """Write the model that the states of all stages make. One state at a time is in memory with its optimizer's part.
+    """Write the model that the states of all stages make, and go through them once.
 
     Args:
         data_dir: the tokenizer is read from there, or from a hub

@@ -154,7 +154,7 @@ async def fetch_snapshots(
                     optimizer_step=step,
                     rng=rng or random.Random(),
                     take=partial(receiver.check, stage),
-                    allocate=receiver.allocate,
+                    room=receiver,
                 )
             )
         except CallError as error:
@@ -177,9 +177,7 @@ async def _fetch_stage(
         try:
             view = await directory.refresh([stage])
             donors = [peer.peer_id for peer in view.serving(stage)]
-            return await fetch_state(
-                transport, donors, call, max_bytes=max_bytes, rng=rng, take=take, allocate=receiver.allocate
-            )
+            return await fetch_state(transport, donors, call, max_bytes=max_bytes, rng=rng, take=take, room=receiver)
         except CallError as error:
             log.warning("stage_not_fetched stage=%d round=%d reason=%s", stage, min_round, error)
             await anyio.sleep(1.0)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from swarm_peer.model.checks import check_state
@@ -24,20 +26,30 @@ from swarm_peer.runtime.state.index import StageState
 log = logging.getLogger(__name__)
 
 
+# Each tensor of a state begins at a multiple of so many bytes in a file: its type may not be viewed elsewhere.
+ALIGNMENT = 64
+
+
 class StateReceiver:
-    """Gives room for states of a run's stages, and checks them as its peers do. Belongs to the event loop's thread."""
+    """Has room for states of a run's stages, and checks them as its peers do. Belongs to the event loop's thread."""
 
     def __init__(self, resolved: ResolvedManifest, threads: Threads):
         self._resolved = resolved
         self._threads = threads
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
-    async def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Room for the bytes of one state: in memory or on the disk."""
-        return await self._threads.run(room_for, num_bytes, self._resolved.num_stages, abandon_on_cancel=True)
+    async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Room for each tensor of a state, in memory or on the disk."""
+        spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        room = await self._threads.run(room_for, sum(spaces), self._resolved.num_stages, abandon_on_cancel=True)
+        return [space[:size] for space, size in zip(torch.split(room, spaces), sizes, strict=True)]
+
+    async def write(self, part: torch.Tensor, data: memoryview) -> None:
+        """Write to a part of an allocated tensor. A disk may be slow to take it."""
+        await self._threads.run(np.copyto, part.numpy(), np.frombuffer(data, np.uint8))
 
     async def check(self, stage: int, state: StageState) -> None:
-        """Check a state that somebody gave for a stage. Takes a second per gigabyte.
+        """Check a state that somebody gave for a stage. Takes a second per gigabyte, or longer where a disk is slow.
 
         A checkpoint of states that do not fit could not be gone on from.
 
@@ -47,26 +59,37 @@ class StateReceiver:
         """
         if stage not in self._templates:
             self._templates[stage] = await self._threads.run(_template, self._resolved, stage)
-        await self._threads.run(check_state, state.tensors, self._templates[stage])
+        await self._threads.run(check_state, state.tensors, self._templates[stage], abandon_on_cancel=True)
 
 
 def room_for(num_bytes: int, num_states: int) -> torch.Tensor:
     """Room for the bytes of one of several states: uint8, of shape (num_bytes,).
 
-    It is memory if that has room for all of them twice, or else a temporary file, if the disk has room. The file has no
-    name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be a worker
-    thread.
+    It is memory, if that has room for all of them beside this one; or else a temporary file, if the disk has. The file
+    has no name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be a
+    worker thread.
     """
+    # The coordinator writes as much again.
+    needed = (num_states + 1) * num_bytes
+    if needed <= host_memory()[0]:
+        return torch.empty(num_bytes, dtype=torch.uint8)
     try:
-        folder = temporary_folder()
-        if 2 * num_states * num_bytes > host_memory()[0] and not is_in_memory(folder):
-            with tempfile.TemporaryFile(dir=folder) as file:
-                # All of it now: a write that found no room later would kill this process.
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-                return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+        return _room_on_disk(num_bytes, needed)
     except OSError as error:
         log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _room_on_disk(num_bytes: int, needed: int) -> torch.Tensor:
+    folder = temporary_folder()
+    if is_in_memory(folder):
+        raise OSError(f"{folder} is on no disk: name a folder that is in the environment variable TMPDIR")
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(f"{folder} has {free} bytes free of the {needed} that this and its checkpoint may take")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        # All of it now: a write that found no room later would kill this process.
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 
 
 def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from coordinator.run.options import CheckpointOptions
 from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, UserError
+from swarm_peer.errors import CallError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
@@ -234,14 +234,7 @@ class CheckpointWriter:
                 if created_at_round is None:
                     raise CallError("the run has gone back to before it")
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
-                states: dict[int, StageState] = {}
-                for stage in list(stages):
-                    # If it is not there, it is asked for first the next time: others are not downloaded in vain. Those
-                    # that have come are not kept, since the run may go on with another part's of the same round.
-                    stages.remove(stage)
-                    stages.insert(0, stage)
-                    states[stage] = await self._fetch(transport, stage, weights)
-                await self._write(weights, [states[stage] for stage in sorted(states)])
+                await self._write(weights, await self._fetch_all(transport, stages, weights))
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._watch.observe_checkpoint(optimizer_step)
@@ -251,6 +244,7 @@ class CheckpointWriter:
                     log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
                 told = str(error)
             except UserError as error:
+                forget_frames(error)
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
                 return
@@ -265,6 +259,21 @@ class CheckpointWriter:
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
         )
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
+
+    async def _fetch_all(self, transport: Transport, stages: list[int], weights: Timeline) -> list[StageState]:
+        """The states of all stages.
+
+        Args:
+            stages: in the order to ask for them. One that is not there is asked for first the next time, so that others
+                are not downloaded in vain. Those that have come are not kept until then, since the run may go on with
+                another part's of the same round
+        """
+        states: dict[int, StageState] = {}
+        for stage in list(stages):
+            stages.remove(stage)
+            stages.insert(0, stage)
+            states[stage] = await self._fetch(transport, stage, weights)
+        return [states[stage] for stage in sorted(states)]
 
     async def _write(self, weights: Timeline, states: Sequence[StageState]) -> None:
         """Put the states of all stages into the store.
@@ -305,6 +314,6 @@ class CheckpointWriter:
             optimizer_step=optimizer_step,
             rng=self._rng,
             take=partial(self._receiver.check, stage),
-            allocate=self._receiver.allocate,
+            room=self._receiver,
         )
         return state.at_beginning_of(weights)

@@ -41,7 +41,7 @@ from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, SwarmError, UserError
+from swarm_peer.errors import CallError, SwarmError, UserError, forget_frames
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
@@ -386,6 +386,8 @@ class RunService:
         try:
             await self._context.threads.run(export_states, self.resolved, states, self.model_folder, cache_dir)
         except NotWritten as error:
+            del states  # their room is free before they are downloaded anew
+            forget_frames(error)
             self.metrics.looks_incomplete.labels("export").inc()
             log.error("model_not_saved reason=%s", error)
             await anyio.sleep(NOT_WRITTEN_PAUSE_S)

@@ -729,40 +729,51 @@ def test_states_that_do_not_fit_together_are_refused():
 
 
 @pytest.fixture
-def memory_of_40_kb(monkeypatch):
-    monkeypatch.setattr(state_receiver, "host_memory", lambda: (40_000, 40_000))
+def small_machine(tmp_path, monkeypatch):
+    """A machine with 50 kB of memory and 100 kB on its disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(state_receiver, "host_memory", lambda: (50_000, 50_000))
     monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: False)
+    monkeypatch.setattr(state_receiver.shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
 
-
-def test_room_for_states_is_on_the_disk_where_memory_has_none_and_leaves_no_file(
-    tmp_path, monkeypatch, memory_of_40_kb
-):
     def is_mapped():
         return str(tmp_path) in Path("/proc/self/maps").read_text()
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    room = state_receiver.room_for(5000, 4)
-    assert not is_mapped()
-    room = state_receiver.room_for(5001, 4)
-    room[5000] = 7
-    assert (room.dtype, room.shape, room.sum()) == (torch.uint8, (5001,), 7)
-    assert is_mapped()
-    assert list(tmp_path.iterdir()) == []
+    return SimpleNamespace(is_mapped=is_mapped, folder=tmp_path)
+
+
+def test_room_for_states_is_on_the_disk_where_memory_has_none_and_leaves_no_file(small_machine):
+    room = state_receiver.room_for(10_000, 4)
+    assert not small_machine.is_mapped()
+    room = state_receiver.room_for(10_001, 4)
+    room[10_000] = 7
+    assert (room.dtype, room.shape, room[10_000]) == (torch.uint8, (10_001,), 7)
+    assert small_machine.is_mapped()
+    assert list(small_machine.folder.iterdir()) == []
     del room
-    assert not is_mapped()
+    assert not small_machine.is_mapped()
 
 
-def test_room_for_a_state_is_memory_where_no_disk_has_it(monkeypatch, caplog, memory_of_40_kb):
-    def full(*args):
-        raise OSError(ENOSPC, "No space left on device")
+def full(*args):
+    raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert state_receiver.room_for(50_000, 4).shape == (50_000,)
-    assert "state_is_in_memory bytes=50000 reason=[Errno 28] No space left on device" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: True)
-    assert state_receiver.room_for(50_000, 4).shape == (50_000,)
-    assert not caplog.text
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "num_bytes", "reason"),
+    [
+        (os, "posix_fallocate", full, 20_000, "[Errno 28] No space left on device"),
+        (state_receiver, "is_in_memory", lambda path: True, 20_000, "is on no disk: name a folder that is in"),
+        (os, "sep", "/", 20_001, "has 100000 bytes free of the 100005 that"),
+    ],
+)
+def test_room_for_a_state_is_memory_where_no_disk_has_it(
+    monkeypatch, caplog, small_machine, module, name, value, num_bytes, reason
+):
+    monkeypatch.setattr(module, name, value)
+    assert state_receiver.room_for(num_bytes, 4).shape == (num_bytes,)
+    assert not small_machine.is_mapped()
+    assert f"state_is_in_memory bytes={num_bytes} reason=" in caplog.text
+    assert reason in caplog.text
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------
@@ -777,9 +788,9 @@ class Gullible(StateReceiver):
 
     num_allocated = 0
 
-    async def allocate(self, num_bytes):
+    async def allocate(self, sizes):
         self.num_allocated += 1
-        return state_receiver.room_for(num_bytes, 2**40)
+        return await super().allocate(sizes)
 
     async def check(self, stage, state):
         pass

@@ -1,9 +1,11 @@
 import asyncio
 import dataclasses
+import gc
 import hashlib
 import random
 import threading
-from types import SimpleNamespace
+import weakref
+from types import MappingProxyType, SimpleNamespace
 
 import anyio
 import anyio.from_thread
@@ -21,6 +23,7 @@ from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.recovery import FIRST_TIMELINE, SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.step_state import StepState
+from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
 from swarm_peer.runtime.state import index as state_index
@@ -37,7 +40,7 @@ from swarm_peer.runtime.state.state_server import (
     MOST_STATES_BYTES,
     RETAIN_S,
 )
-from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, fetch_state
+from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, Memory, fetch_state
 from swarm_peer.wire.messages import (
     ListSnapshotsCall,
     ListSnapshotsReply,
@@ -162,6 +165,7 @@ class World:
         max_round=MAX_ROUND,
         optimizer_step=None,
         timeline=None,
+        how=MappingProxyType({}),
         **wanted,
     ):
         """Donors are asked in this order."""
@@ -169,7 +173,7 @@ class World:
         ids = [getattr(donor, "peer_id", donor) for donor in donors]
         me = self.network.transport("me")
         limits = {"max_bytes": max_bytes, "max_round": max_round, "optimizer_step": optimizer_step}
-        return await fetch_state(me, ids, call, **limits, timeline=timeline, rng=rng or InOrder())
+        return await fetch_state(me, ids, call, **limits, timeline=timeline, rng=rng or InOrder(), **how)
 
     async def call(self, donor, body):
         return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
@@ -452,6 +456,35 @@ async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
     monkeypatch.setattr(torch, "empty", None)
     with pytest.raises(CallError, match=f"offered {total} bytes"):
         await world.fetch(donor, max_bytes=total - 1)
+
+
+async def test_a_state_that_nobody_takes_leaves_no_memory_behind(world):
+    """It may be as large as this machine's memory, and the next donor's comes right after it."""
+    rooms = []
+
+    class Room(Memory):
+        async def allocate(self, sizes):
+            assert all(room() is None for room in rooms)
+            buffers = await super().allocate(sizes)
+            rooms.extend(map(weakref.ref, buffers))
+            return buffers
+
+    def refuse(state):
+        raise InvalidMessage("it does not fit")
+
+    async def take(state):
+        await SystemThreads().run(refuse, state)
+
+    donors = [await world.donor(peer_id, fill=fill) for fill, peer_id in enumerate("abc")]
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(CallError, match="a: it does not fit; b: it does not fit; c: it does not fit"):
+            await world.fetch(*donors, how={"take": take, "room": Room()})
+        assert len(rooms) >= 3
+        assert all(room() is None for room in rooms)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("shape", [(0,), (2**20, 0, 2**20), (0, *[2**5] * 7)])

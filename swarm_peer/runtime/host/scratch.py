@@ -37,7 +37,7 @@ def scratch_folder() -> Iterator[Path]:
     _remove_abandoned(parent)
     with ExitStack() as held:
         # Another process may take a folder for abandoned, and remove it, before this one has its lock.
-        while not (folder := _locked_folder(parent, held)).exists():
+        while not ((folder := _locked_folder(parent, held)) / LOCK).exists():
             held.close()
         yield folder
 

@@ -13,11 +13,12 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, forget_frames
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.runtime.network.transport import Reply, Transport, unpack_fields
@@ -34,11 +35,33 @@ CHUNKS_IN_FLIGHT = 4
 # A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
 # comes gives the others as long again.
 CALL_TIMEOUT_S = 30.0
-# Each tensor of a state begins at a multiple of so many bytes: its type may not be viewed elsewhere.
-ALIGNMENT = 64
 
-# Called with a number of bytes; returns so many, as uint8.
-Allocate = Callable[[int], Awaitable[torch.Tensor]]
+
+class Room(Protocol):
+    """Where a state lies while it is downloaded, and from then on."""
+
+    async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Room for each tensor of a state, by their bytes: uint8, of shape (size,)."""
+        ...
+
+    async def write(self, part: torch.Tensor, data: memoryview) -> None:
+        """Write to a part of an allocated tensor, which is as long as the data."""
+        ...
+
+
+class Memory:
+    """Room in memory, apart for each tensor: an optimizer keeps some of them, and must not keep the others' as well."""
+
+    async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Room for each tensor of a state."""
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+    async def write(self, part: torch.Tensor, data: memoryview) -> None:
+        """Write to a part of an allocated tensor."""
+        bytes_of(part)[:] = data
+
+
+MEMORY = Memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +110,7 @@ async def fetch_state(
     timeline: Timeline | None = None,
     rng: random.Random,
     take: Callable[[StageState], Awaitable[None]] | None = None,
-    allocate: Allocate | None = None,
+    room: Room = MEMORY,
 ) -> StageState:
     """Download the state or update that `call` asks for.
 
@@ -97,7 +120,7 @@ async def fetch_state(
         max_round: refuse an index of a later round
         optimizer_step, timeline: refuse an index of weights of another one, if given
         take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
-        allocate: gives the room for a state's bytes, if they are not to lie in memory
+        room: where the state is to lie
 
     Raises:
         CallError: no donor gave it whole, or none that could be taken over; the message has each donor's answer
@@ -124,7 +147,7 @@ async def fetch_state(
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
-            state = await _download(transport, name, index, agreeing, call.manifest, failed, take, allocate)
+            state = await _download(transport, name, index, agreeing, call.manifest, failed, take, room)
             if state is not None:
                 return state
     what = f"{call.kind} of stage {call.of_stage}"
@@ -209,15 +232,6 @@ async def _fetch_chunk(
     return reply.tensors[0]
 
 
-async def _allocate(sizes: Sequence[int], allocate: Allocate | None) -> list[torch.Tensor]:
-    """One buffer of each size."""
-    if allocate is None:  # each by itself: an optimizer keeps its own, and must not keep the others' memory with them
-        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    memory = await allocate(sum(spaces))
-    return [space[:size] for space, size in zip(torch.split(memory, spaces), sizes, strict=True)]
-
-
 async def _download(
     transport: Transport,
     name: bytes,
@@ -226,11 +240,11 @@ async def _download(
     manifest_hash: str,
     failed: Callable[[str, CallError], None],
     take: Callable[[StageState], Awaitable[None]] | None,
-    allocate: Allocate | None,
+    room: Room,
 ) -> StageState | None:
     begin = anyio.current_time()
     sizes = [num_bytes(entry) for entry in index.entries]
-    buffers = await _allocate(sizes, allocate)
+    buffers = await room.allocate(sizes)
     missing = deque(
         _Chunk(number, chunk, min(STATE_CHUNK_BYTES, sizes[number] - chunk * STATE_CHUNK_BYTES), sha256)
         for number, entry in enumerate(index.entries)
@@ -251,7 +265,7 @@ async def _download(
                     failed(donor.peer_id, error)
                 return
             offset = chunk.number * STATE_CHUNK_BYTES
-            bytes_of(buffers[chunk.entry])[offset : offset + chunk.size] = data
+            await room.write(buffers[chunk.entry][offset : offset + chunk.size], data)
 
     # A task that finds no chunk left ends. If another one fails after that, its chunk is still missing: hence the loop.
     while missing and (alive := [donor for donor in asked if donor.is_alive]):
@@ -272,5 +286,6 @@ async def _download(
         for donor in asked:
             if donor.is_alive:
                 failed(donor.peer_id, error)
+        forget_frames(error)
         return None
     return state
