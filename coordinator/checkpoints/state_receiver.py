@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from swarm_peer.errors import UserError
 from swarm_peer.model.checks import check_state
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
@@ -24,7 +25,6 @@ from swarm_peer.runtime.host.scratch import is_in_memory, temporary_folder
 from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
-
 
 # Each tensor of a state begins at a multiple of so many bytes in a file: its type may not be viewed elsewhere.
 ALIGNMENT = 64
@@ -39,7 +39,11 @@ class StateReceiver:
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
     async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Room for each tensor of a state, in memory or on the disk."""
+        """Room for each tensor of a state, in memory or on the disk.
+
+        Raises:
+            UserError: neither has it
+        """
         spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         room = await self._threads.run(room_for, sum(spaces), self._resolved.num_stages, abandon_on_cancel=True)
         return [space[:size] for space, size in zip(torch.split(room, spaces), sizes, strict=True)]
@@ -68,24 +72,31 @@ def room_for(num_bytes: int, num_states: int) -> torch.Tensor:
     It is memory, if that has room for all of them beside this one; or else a temporary file, if the disk has. The file
     has no name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be a
     worker thread.
+
+    Raises:
+        UserError: neither has room for this one
     """
     # The coordinator writes as much again.
-    needed = (num_states + 1) * num_bytes
-    if needed <= host_memory()[0]:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    try:
-        return _room_on_disk(num_bytes, needed)
-    except OSError as error:
-        log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
+    needed, free = (num_states + 1) * num_bytes, host_memory()[0]
+    if needed > free:
+        try:
+            return _room_on_disk(num_bytes, needed)
+        except OSError as error:
+            if num_bytes > free:  # the system would kill this process as it fills that memory
+                raise UserError(
+                    f"no room for a state of {num_bytes} bytes: {free} bytes of memory are free, and {error}; name a "
+                    f"folder with more room in the environment variable TMPDIR"
+                ) from error
+            log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _room_on_disk(num_bytes: int, needed: int) -> torch.Tensor:
     folder = temporary_folder()
     if is_in_memory(folder):
-        raise OSError(f"{folder} is on no disk: name a folder that is in the environment variable TMPDIR")
+        raise OSError(f"{folder} is on no disk")
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise OSError(f"{folder} has {free} bytes free of the {needed} that this and its checkpoint may take")
+        raise OSError(f"{folder} has {free} bytes free, where {needed} may be needed")
     with tempfile.TemporaryFile(dir=folder) as file:
         # All of it now: a write that found no room later would kill this process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -762,8 +762,8 @@ def full(*args):
     ("module", "name", "value", "num_bytes", "reason"),
     [
         (os, "posix_fallocate", full, 20_000, "[Errno 28] No space left on device"),
-        (state_receiver, "is_in_memory", lambda path: True, 20_000, "is on no disk: name a folder that is in"),
-        (os, "sep", "/", 20_001, "has 100000 bytes free of the 100005 that"),
+        (state_receiver, "is_in_memory", lambda path: True, 20_000, " is on no disk"),
+        (os, "sep", "/", 20_001, "has 100000 bytes free, where 100005 may be needed"),
     ],
 )
 def test_room_for_a_state_is_memory_where_no_disk_has_it(
@@ -774,6 +774,10 @@ def test_room_for_a_state_is_memory_where_no_disk_has_it(
     assert not small_machine.is_mapped()
     assert f"state_is_in_memory bytes={num_bytes} reason=" in caplog.text
     assert reason in caplog.text
+    with pytest.raises(
+        UserError, match=r"no room for a state of 50001 bytes: 50000 bytes of memory are free, and .*TMP"
+    ):
+        state_receiver.room_for(50_001, 4)
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------
