@@ -18,7 +18,7 @@ from memory_transport import MemoryNetwork
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer
+from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
@@ -44,6 +44,7 @@ from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
     HOLDER_PATIENCE,
     INTERVALS_FROM_SCRATCH,
+    JOINER_BYTES_PER_S,
     JOINER_PATIENCE,
     RESCUE_PATIENCE,
     RIVAL_PATIENCE,
@@ -1266,7 +1267,9 @@ async def test_a_joiner_that_never_serves_the_lost_stage_is_not_waited_for(swarm
     await swarm.newcomer(peer_id="d")
     began = clock.now
     assert await swarm.peers["a"].recovery.watch_stages() == 1
-    assert clock.now >= began + JOINER_PATIENCE * MANIFEST.limits.announcement_s
+    patience_s = JOINER_PATIENCE * MANIFEST.limits.announcement_s
+    download_s = max_state_bytes(ResolvedManifest.of(MANIFEST), 1) / JOINER_BYTES_PER_S
+    assert patience_s + download_s <= clock.now - began < 1.1 * patience_s + download_s
 
 
 async def test_each_peer_that_joins_a_lost_stage_has_its_time(swarm, clock):

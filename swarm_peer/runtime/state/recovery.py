@@ -15,6 +15,7 @@ from math import inf
 import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
+from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import (
     Claim,
     Rewind,
@@ -54,8 +55,10 @@ RESCUE_PATIENCE = 2
 RIVAL_PATIENCE = 4
 # A peer that could not be reached has this long to announce itself again: it may still serve, behind a closed port.
 UNREACHED_PATIENCE = 4
-# A peer that joins a lost stage has this long, since it downloads a snapshot, before another one moves there.
+# A peer that joins a lost stage has this long before another one moves there, and beside it the time in which a home
+# link brings a snapshot.
 JOINER_PATIENCE = 20
+JOINER_BYTES_PER_S = 5e6
 # A snapshot that no holder gives is tried for so long before an earlier one is gone back to.
 HOLDER_PATIENCE = 4
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
@@ -362,11 +365,16 @@ class Recovery:
                     tasks.start_soon(tell, peer_id)
             await anyio.sleep(PAUSE_S)
 
+    def _joining_s(self, stage: int) -> float:
+        """How long a peer has to join a lost stage."""
+        download_s = max_state_bytes(self._context.resolved, stage) / JOINER_BYTES_PER_S
+        return JOINER_PATIENCE * self._manifest.limits.announcement_s + download_s
+
     async def watch_stages(self) -> int:
         """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
         patience_s = self._manifest.limits.announcement_s
         empty_since: dict[int, float] = {}
-        joining_since: dict[str, float] = {}
+        ends_s: dict[str, float] = {}  # until when each peer that joins a lost stage is waited for
         reported: dict[int, str] = {}
         while True:
             await anyio.sleep(patience_s / 4)
@@ -376,9 +384,9 @@ class Recovery:
             empty = view.empty_stages()
             empty_since = {stage: empty_since.get(stage, now) for stage in empty}
             reported = {stage: reason for stage, reason in reported.items() if stage in empty}
-            joining = [peer.peer_id for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]
-            joining_since = {peer_id: joining_since.get(peer_id, now) for peer_id in joining}
-            stuck = [peer_id for peer_id in joining if now >= joining_since[peer_id] + JOINER_PATIENCE * patience_s]
+            joining = [peer for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]
+            ends_s = {peer.peer_id: ends_s.get(peer.peer_id, now + self._joining_s(peer.stage)) for peer in joining}
+            stuck = [peer_id for peer_id, end_s in ends_s.items() if now >= end_s]
             movable = [peer.peer_id for peer in view.peers if peer.movable]
             for stage in empty:
                 if now < empty_since[stage] + RESCUE_PATIENCE * patience_s:
