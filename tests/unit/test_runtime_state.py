@@ -899,30 +899,6 @@ async def test_what_is_held_takes_the_memory_of_a_few_states_at_most(world, monk
     assert fewest == 2 * state_bytes // (4 * 5 * 7), "beside two states"
 
 
-async def test_one_state_is_held_where_memory_is_short(world, monkeypatch):
-    """Or several newcomers at once, as after many preemptions, would have the system end the peers that are left."""
-    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    donor = await world.donor("a")
-    state_bytes, update_bytes = sum(tensor.nbytes for tensor in donor.trainer.state().values()), 4 * 5 * 7
-    monkeypatch.setattr(state_server, "host_memory", lambda: (2 * state_bytes - 2, 2**40))
-    server = donor.donor.server
-    name, first = await world.index_of(donor)
-    for fill in range(MAX_ROUNDS_BEHIND):
-        await donor.goes_on(fill)
-        assert await world.index_of(donor) == (name, first)
-        assert len(server._updates) * update_bytes < state_bytes, "half of what is free"
-    name, second = await world.index_of(donor, min_round=donor.round_number)
-    assert second.round_number == donor.round_number > first.round_number
-    assert list(server._held()) == [name]
-    monkeypatch.setattr(state_server, "host_memory", lambda: (2 * state_bytes, 2**40))
-    num_held = []
-    for _ in range(2):
-        await donor.goes_on(1.0)
-        await world.index_of(donor, min_round=donor.round_number)
-        num_held.append(len(server._held()))
-    assert num_held == [1, MAX_STATES_HELD], "memory as it was when the last one was made counts"
-
-
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 

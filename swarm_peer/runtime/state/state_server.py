@@ -17,7 +17,6 @@ import torch
 from swarm_peer.errors import NotServing
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.rounds import Round
@@ -35,9 +34,8 @@ SLOWEST_BYTES_PER_S = 1e6
 LEASE_S = 600.0
 # How often expired ones are dropped.
 EXPIRY_POLL_S = 10.0
-# All that is held together takes at most the memory of so many states, and beside the states half of what is free; or
-# this, if a state is small. It is the updates that have to give way, and then the second state: for each state that is
-# not held, the updates of three rounds and more.
+# All that is held together takes at most the memory of so many states, or this, if a state is small. It is the updates
+# that have to give way: for each state that is not held, the updates of three rounds and more.
 MOST_STATES_BYTES = 4
 SMALL_BYTES = 2**28
 # A state is as large as three updates, and averaging takes more bandwidth per round than one update does. So a peer
@@ -71,7 +69,6 @@ class StateServer:
         self._lock = anyio.Lock()
         self._lease_ends: dict[bytes, float] = {}  # by the hash of the index
         self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
-        self._most_bytes = SMALL_BYTES  # of states and updates together
         self._wanted_until_s = -1.0  # the newest update is kept so long, though nobody downloads a state
         self._update_ids: dict[int, bytes] = {}  # hashes of the indexes of updates that were asked for, by round
 
@@ -127,9 +124,10 @@ class StateServer:
 
     def _make_room_for_all(self) -> None:
         """Drop the oldest updates until all that is held fits."""
-        state_bytes = sum(stored.num_bytes for stored in self._held().values())
+        states = [stored.num_bytes for stored in self._held().values()]
+        most_bytes = max(MOST_STATES_BYTES * max(states, default=0), SMALL_BYTES)
         while len(self._updates) > 1 and (
-            self._has_too_many_updates() or state_bytes + self._update_bytes() > self._most_bytes
+            self._has_too_many_updates() or sum(states) + self._update_bytes() > most_bytes
         ):
             oldest_round = min(self._updates)
             del self._updates[oldest_round]
@@ -183,7 +181,7 @@ class StateServer:
         Making a still newer one would drop a state that a peer may be downloading.
         """
         held = self._held().values()
-        if len(held) < self._most_states():
+        if len(held) < MAX_STATES_HELD:
             return None
         timeline, oldest = self.step.timeline, max(min_round, self.step.round_number - MAX_ROUNDS_BEHIND)
         found = [
@@ -191,15 +189,10 @@ class StateServer:
         ]
         return max(found, key=lambda stored: stored.index.round_number, default=None)
 
-    def _most_states(self) -> int:
-        """How many states may be held."""
-        largest = max((stored.num_bytes for stored in self._held().values()), default=0)
-        return MAX_STATES_HELD if MAX_STATES_HELD * largest <= self._most_bytes else 1
-
     def _make_room(self) -> None:
         """Drop the states that were not used for longest, so that one more may be held."""
-        held, most = self._held(), self._most_states()
-        for key in sorted(held, key=lambda key: held[key].used_at, reverse=True)[most - 1 :]:
+        held = self._held()
+        for key in sorted(held, key=lambda key: held[key].used_at, reverse=True)[MAX_STATES_HELD - 1 :]:
             del self.stored[key]
 
     def _has_round(self, round_number: int) -> bool:
@@ -236,9 +229,6 @@ class StateServer:
             return None
         stored = await self._threads.run(make_stored, self._stage, "state", state)
         self._remember(stored)
-        state_bytes = sum(held.num_bytes for held in self._held().values())
-        room = min(MOST_STATES_BYTES * stored.num_bytes, state_bytes + host_memory()[0] // 2)
-        self._most_bytes = max(room, SMALL_BYTES)
         self._make_room_for_all()
         return stored
 
