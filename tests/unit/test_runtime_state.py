@@ -13,7 +13,7 @@ import pytest
 import torch
 from contexts import MovedClock, make_context, unparsed
 from given_states import GivenStates
-from memory_transport import MemoryNetwork, MemoryTransport
+from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
@@ -456,20 +456,6 @@ async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
     monkeypatch.setattr(torch, "empty", None)
     with pytest.raises(CallError, match=f"offered {total} bytes"):
         await world.fetch(donor, max_bytes=total - 1)
-
-
-async def test_a_donor_has_time_to_hash_a_large_state(world, monkeypatch):
-    """On processors that are slow at it, a state of ten gigabytes takes longer than any chunk of it."""
-    donor, call, timeouts = await world.donor("a"), MemoryTransport.call, {}
-
-    async def timed(transport, peer_id, body, tensors=(), *, timeout_s):
-        timeouts[body.op] = timeout_s
-        return await call(transport, peer_id, body, tensors, timeout_s=timeout_s)
-
-    monkeypatch.setattr(MemoryTransport, "call", timed)
-    await world.fetch(donor, max_bytes=10 * 10**9)
-    assert timeouts["state_index"] == CALL_TIMEOUT_S + 100
-    assert timeouts["state_chunk"] == CALL_TIMEOUT_S * (CHUNKS_IN_FLIGHT + 1)
 
 
 async def test_a_state_that_nobody_takes_leaves_no_memory_behind(world):

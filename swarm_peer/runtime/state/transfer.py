@@ -35,8 +35,6 @@ CHUNKS_IN_FLIGHT = 4
 # A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
 # comes gives the others as long again.
 CALL_TIMEOUT_S = 30.0
-# A donor copies and hashes a state before it names it: so many bytes in a second at the least.
-HASHED_BYTES_PER_S = 100e6
 
 
 class Room(Protocol):
@@ -145,7 +143,7 @@ async def fetch_state(
 
     while waiting:
         asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
-        found = await _ask_index(transport, asked, call, max_bytes, check, failed)
+        found = await _ask_index(transport, asked, call, check, failed)
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
@@ -168,7 +166,6 @@ async def _ask_index(
     transport: Transport,
     donors: Sequence[str],
     call: StateIndexCall,
-    max_bytes: int,
     check: Callable[[StateIndex], None],
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
@@ -177,7 +174,7 @@ async def _ask_index(
 
     async def ask(donor: str) -> None:
         try:
-            reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S + max_bytes / HASHED_BYTES_PER_S)
+            reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
             if len(reply.tensors) != 1:
                 raise InvalidMessage("the index is missing")
             packed = reply.tensors[0]
