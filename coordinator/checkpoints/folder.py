@@ -23,6 +23,7 @@ from coordinator.checkpoints.files import FileEntry, FileStore, describe_file
 from swarm_peer.config import RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
+from swarm_peer.policy.lineage import MAX_LINEAGE_BYTES
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.state.index import StageState
 
@@ -65,6 +66,8 @@ class StateFields(BaseModel):
     history_hash: str
     timeline: Timeline = FIRST_TIMELINE
     ledger: bytes = b""
+    # Peers that come back tell by it which of their work is lost.
+    lineage: bytes = Field(b"", max_length=MAX_LINEAGE_BYTES)
 
 
 class Contents(BaseModel):

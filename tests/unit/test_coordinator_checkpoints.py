@@ -82,7 +82,12 @@ def state_of(stage, round_number):
         b"" if stage else b"\x00\xff of any bytes",
     )
     return StageState(
-        round_number=round_number, history_hash=history_hash, tensors=tensors, timeline=Timeline(2, 1, 1), ledger=ledger
+        round_number=round_number,
+        history_hash=history_hash,
+        tensors=tensors,
+        timeline=Timeline(2, 1, 1),
+        ledger=ledger,
+        lineage=b"\x00\xffdigest",
     )
 
 
