@@ -12,6 +12,7 @@ SwarmError
     ├── PeerUnreachable     no connection, or it broke          -> try another peer, avoid this one
     ├── CallTimeout         no reply before the deadline        -> try another peer, avoid this one
     ├── InvalidMessage      the peer sent an invalid message    -> try another peer, avoid this one
+    ├── NoRoom              neither memory nor disk has room    -> have another peer send less, or try again later
     ├── NotAdmitted         the callee does not accept the pass -> try another peer, avoid this one
     └── HopFailed           a later stage could not be reached  -> try again, the peer itself is well
 """
@@ -95,6 +96,12 @@ class InvalidMessage(CallError):
     code = "invalid"
 
 
+class NoRoom(CallError):
+    """There is no room for what a peer would send."""
+
+    code = "no_room"
+
+
 class NotAdmitted(CallError):
     """The callee does not let the caller take part in the run: it has no pass, or one that is not valid any more."""
 
@@ -132,9 +139,9 @@ def first_line(error: Exception) -> str:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of what the frames hold that an error came through.
+    """Let go of what the frames hold that an error came through, and those that led to it.
 
-    An error that a worker thread has raised refers to itself by way of them. Without this, states of gigabytes that
-    frames hold would stay until the garbage collector finds them.
+    An error that a worker thread or a task group has raised refers to itself by way of them. Without this, states of
+    gigabytes that frames hold would stay until the garbage collector finds them.
     """
-    error.__traceback__ = None
+    error.__traceback__ = error.__cause__ = error.__context__ = None

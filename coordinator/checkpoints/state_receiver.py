@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 
+import anyio
 import numpy as np
 import torch
 
-from swarm_peer.errors import UserError
+from swarm_peer.errors import NoRoom
 from swarm_peer.model.checks import check_state
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
@@ -36,16 +36,18 @@ class StateReceiver:
     def __init__(self, resolved: ResolvedManifest, threads: Threads):
         self._resolved = resolved
         self._threads = threads
+        self._allocating = anyio.Lock()  # each state finds what the ones before it have left
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
     async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Room for each tensor of a state, in memory or on the disk.
 
         Raises:
-            UserError: neither has it
+            NoRoom: neither has it
         """
         spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        room = await self._threads.run(room_for, sum(spaces), self._resolved.num_stages, abandon_on_cancel=True)
+        async with self._allocating:
+            room = await self._threads.run(room_for, sum(spaces), self._resolved.num_stages, abandon_on_cancel=True)
         return [space[:size] for space, size in zip(torch.split(room, spaces), sizes, strict=True)]
 
     async def write(self, part: torch.Tensor, data: memoryview) -> None:
@@ -69,34 +71,33 @@ class StateReceiver:
 def room_for(num_bytes: int, num_states: int) -> torch.Tensor:
     """Room for the bytes of one of several states: uint8, of shape (num_bytes,).
 
-    It is memory, if that has room for all of them beside this one; or else a temporary file, if the disk has. The file
-    has no name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be a
-    worker thread.
+    It is memory, if that has room for all of them beside this one; or else a temporary file, if the disk has room. The
+    file has no name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be
+    a worker thread.
 
     Raises:
-        UserError: neither has room for this one
+        NoRoom: neither has room for this one
     """
-    # The coordinator writes as much again.
-    needed, free = (num_states + 1) * num_bytes, host_memory()[0]
-    if needed > free:
+    free = host_memory()[0]
+    if (num_states + 1) * num_bytes > free:
         try:
-            return _room_on_disk(num_bytes, needed)
+            return _room_on_disk(num_bytes)
         except OSError as error:
             if num_bytes > free:  # the system would kill this process as it fills that memory
-                raise UserError(
+                raise NoRoom(
                     f"no room for a state of {num_bytes} bytes: {free} bytes of memory are free, and {error}; name a "
                     f"folder with more room in the environment variable TMPDIR"
                 ) from error
             log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
+            # All of it now: the next one must find less.
+            return torch.full((num_bytes,), 1, dtype=torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _room_on_disk(num_bytes: int, needed: int) -> torch.Tensor:
+def _room_on_disk(num_bytes: int) -> torch.Tensor:
     folder = temporary_folder()
     if is_in_memory(folder):
         raise OSError(f"{folder} is on no disk")
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise OSError(f"{folder} has {free} bytes free, where {needed} may be needed")
     with tempfile.TemporaryFile(dir=folder) as file:
         # All of it now: a write that found no room later would kill this process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -377,6 +377,7 @@ class RunService:
             states = await fetch_states(transport, self._directory, self.resolved, receiver, min_round, rng)
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)
+            forget_frames(error)
             return False
         if states[0].optimizer_step < self.manifest.training.steps:
             # Stage 0 has reported steps that were never made, or the run has just gone back.

@@ -16,7 +16,7 @@ from given_states import GivenStates
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Vote
@@ -456,6 +456,24 @@ async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
     monkeypatch.setattr(torch, "empty", None)
     with pytest.raises(CallError, match=f"offered {total} bytes"):
         await world.fetch(donor, max_bytes=total - 1)
+
+
+async def test_an_index_for_which_there_is_no_room_is_passed_over(world):
+    """Who gives it may lie about the sizes."""
+    a, b = await world.donor("a", fill=1, round_number=5), await world.donor("b", fill=2)
+
+    class Room(Memory):
+        is_full = True
+
+        async def allocate(self, sizes):
+            if self.is_full:
+                self.is_full = False
+                raise NoRoom("no room")
+            return await super().allocate(sizes)
+
+    assert_state_of(await world.fetch(a, b, how={"room": Room()}), b)
+    with pytest.raises(CallError, match="a: no room"):
+        await world.fetch(a, how={"room": Room()})
 
 
 async def test_a_state_that_nobody_takes_leaves_no_memory_behind(world):

@@ -18,7 +18,7 @@ from typing import Protocol
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, forget_frames
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, forget_frames
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.runtime.network.transport import Reply, Transport, unpack_fields
@@ -41,7 +41,11 @@ class Room(Protocol):
     """Where a state lies while it is downloaded, and from then on."""
 
     async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Room for each tensor of a state, by their bytes: uint8, of shape (size,)."""
+        """Room for each tensor of a state, by their bytes: uint8, of shape (size,).
+
+        Raises:
+            NoRoom: there is none
+        """
         ...
 
     async def write(self, part: torch.Tensor, data: memoryview) -> None:
@@ -232,6 +236,14 @@ async def _fetch_chunk(
     return reply.tensors[0]
 
 
+def _chunks_of(index: StateIndex) -> deque[_Chunk]:
+    return deque(
+        _Chunk(number, chunk, min(STATE_CHUNK_BYTES, num_bytes(entry) - chunk * STATE_CHUNK_BYTES), sha256)
+        for number, entry in enumerate(index.entries)
+        for chunk, sha256 in enumerate(entry.chunks)
+    )
+
+
 async def _download(
     transport: Transport,
     name: bytes,
@@ -244,13 +256,20 @@ async def _download(
 ) -> StageState | None:
     begin = anyio.current_time()
     sizes = [num_bytes(entry) for entry in index.entries]
-    buffers = await room.allocate(sizes)
-    missing = deque(
-        _Chunk(number, chunk, min(STATE_CHUNK_BYTES, sizes[number] - chunk * STATE_CHUNK_BYTES), sha256)
-        for number, entry in enumerate(index.entries)
-        for chunk, sha256 in enumerate(entry.chunks)
-    )
     asked = [_Donor(donor) for donor in sorted(donors)]
+
+    def give_up(error: CallError) -> None:
+        for donor in asked:
+            if donor.is_alive:
+                failed(donor.peer_id, error)
+        forget_frames(error)
+
+    try:
+        buffers = await room.allocate(sizes)
+    except NoRoom as error:  # perhaps for an index that lies
+        give_up(error)
+        return None
+    missing = _chunks_of(index)
 
     async def take_chunks(donor: _Donor) -> None:
         while missing and donor.is_alive:
@@ -276,16 +295,12 @@ async def _download(
     if missing:
         return None
     text = "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f"
-    seconds = anyio.current_time() - begin
-    log.info(text, index.kind, index.stage, index.round_number, sum(sizes), len(donors), seconds)
+    log.info(text, index.kind, index.stage, index.round_number, sum(sizes), len(donors), anyio.current_time() - begin)
     try:
         state = assemble(index, buffers)
         if take is not None:
             await take(state)
     except InvalidMessage as error:
-        for donor in asked:
-            if donor.is_alive:
-                failed(donor.peer_id, error)
-        forget_frames(error)
+        give_up(error)
         return None
     return state
