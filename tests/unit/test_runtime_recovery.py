@@ -409,10 +409,19 @@ async def test_who_has_begun_anew_alone_joins_a_mate_that_goes_on_though_it_neve
         assert await watching.see() is None
 
 
-async def test_a_stage_that_the_run_has_left_behind_notices(swarm, watching):
-    """The stage-mate that was further has died, and nobody of the round that this peer is in is left."""
-    for peer_id, stage, round_number in (("a", 0, 48), ("c", 2, 49), ("m", 1, 47)):
-        await swarm.add(peer_id, stage, round_number=round_number)
+@pytest.mark.parametrize("mate", [(47, FIRST_TIMELINE), (60, Timeline(60, 46, 46))], ids=["as far", "elsewhere"])
+async def test_a_stage_that_the_run_has_left_behind_notices(swarm, watching, mate):
+    """The stage-mate that was further has died, and nobody of the round that this peer is in is left.
+
+    A newcomer that could not reach this peer may have begun the stage anew. The others do not follow it while this peer
+    serves.
+    """
+    for peer_id, stage, round_number, timeline in (
+        ("a", 0, 48, FIRST_TIMELINE),
+        ("c", 2, 49, FIRST_TIMELINE),
+        ("m", 1, *mate),
+    ):
+        await swarm.add(peer_id, stage, round_number=round_number, timeline=timeline)
     with pytest.raises(CallError, match="the run has made 49 updates, this stage 47"):
         await watching.see()
 

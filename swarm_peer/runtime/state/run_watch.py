@@ -41,7 +41,7 @@ class _Comparison:
     """Where the run stands, beside one peer of it.
 
     Attributes:
-        is_last: whether no stage-mate is further than the peer
+        is_last: whether no stage-mate on the peer's timeline is further than the peer
         overtaking: a stage that cannot come to the peer's timeline
         may_be_followed: whether at least half of another stage's peers can still come to the peer's timeline
         has_quorum: whether more than half of the serving peers have answered, and some of each stage
@@ -152,7 +152,8 @@ class RunWatch:
         # With its own claim, so that peers of both timelines that hear the same answers find the same timeline.
         claimed[self._me] = Claim(self._stage, own.round_number, own.timeline)
         claims = believable(claimed).values()
-        is_last = all(claim.round_number <= own.round_number for claim in claims if claim.stage == self._stage)
+        mates = [claim for claim in claims if claim.stage == self._stage and claim.timeline == own.timeline]
+        is_last = all(mate.round_number <= own.round_number for mate in mates)
         heard = {claim.stage for claim in claimed.values()}
         num_serving = len({self._me, *(peer.peer_id for peer in serving)})
         has_quorum = 2 * len(claimed) > num_serving and heard.issuperset(peer.stage for peer in serving)
