@@ -12,7 +12,7 @@ SwarmError
     ├── PeerUnreachable     no connection, or it broke          -> try another peer, avoid this one
     ├── CallTimeout         no reply before the deadline        -> try another peer, avoid this one
     ├── InvalidMessage      the peer sent an invalid message    -> try another peer, avoid this one
-    ├── NoRoom              neither memory nor disk has room    -> have another peer send less, or try again later
+    ├── NoRoom              neither memory nor disk has room    -> try another peer, or again later
     ├── NotAdmitted         the callee does not accept the pass -> try another peer, avoid this one
     └── HopFailed           a later stage could not be reached  -> try again, the peer itself is well
 """

@@ -1,4 +1,4 @@
-"""What a peer gives away, for tests: one replica's state and updates, and the snapshots of all stages."""
+"""What a peer gives away, for tests, and who takes it: one replica's state and updates, and all stages' snapshots."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from contexts import begin_round
 
+from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
@@ -64,3 +65,20 @@ class GivenStates:
         keeper = SimpleNamespace(_state_server=self.server, _snapshots=self.store, _stage=self.core.stage)
         keeper._store = partial(SnapshotKeeper._store, keeper)
         return await SnapshotKeeper.take_snapshot(keeper, round_number)
+
+
+class Gullible(StateReceiver):
+    """Believes whatever state it gets, since tests make states up.
+
+    Attributes:
+        num_allocated: states for which it has given room
+    """
+
+    num_allocated = 0
+
+    async def allocate(self, sizes):
+        self.num_allocated += 1
+        return await super().allocate(sizes)
+
+    async def check(self, stage, state):
+        """Believe it."""

@@ -75,9 +75,10 @@ def export_states(
     cache_dir: Path | None = None,
     data_dir: Path | None = ANYWHERE,
 ) -> None:
-    """Write the model that the states of all stages make, and go through them once.
+    """Write the model that the states of all stages make.
 
     Args:
+        states: in the order of their stages. Each may be let go when the next one is asked for: its weights stay
         data_dir: the tokenizer is read from there, or from a hub
 
     Raises:

@@ -52,7 +52,7 @@ class StateReceiver:
 
     async def write(self, part: torch.Tensor, data: memoryview) -> None:
         """Write to a part of an allocated tensor. A disk may be slow to take it."""
-        await self._threads.run(np.copyto, part.numpy(), np.frombuffer(data, np.uint8))
+        await self._threads.run(np.copyto, part.numpy(), np.frombuffer(data, np.uint8), abandon_on_cancel=True)
 
     async def check(self, stage: int, state: StageState) -> None:
         """Check a state that somebody gave for a stage. Takes a second per gigabyte, or longer where a disk is slow.
@@ -89,8 +89,8 @@ def room_for(num_bytes: int, num_states: int) -> torch.Tensor:
                     f"folder with more room in the environment variable TMPDIR"
                 ) from error
             log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
-            # All of it now: the next one must find less.
-            return torch.full((num_bytes,), 1, dtype=torch.uint8)
+            # Written to now, since the system takes it for free until then: the next state must find less.
+            return torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 

@@ -244,7 +244,6 @@ class CheckpointWriter:
                     log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
                 told = str(error)
             except UserError as error:
-                forget_frames(error)
                 log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
                 return
@@ -291,6 +290,7 @@ class CheckpointWriter:
                 )
                 return
             except UserError as error:
+                forget_frames(error)
                 if pause_s is None:
                     raise
                 text = "checkpoint_not_written optimizer_step=%d tries_again_in_s=%.0f reason=%s"

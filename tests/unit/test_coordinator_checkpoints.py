@@ -20,6 +20,7 @@ import anyio
 import fsspec
 import pytest
 import torch
+from given_states import Gullible
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
 
@@ -781,24 +782,25 @@ def test_room_for_a_state_is_memory_where_no_disk_has_it(
         state_receiver.room_for(50_001, 4)
 
 
+def test_memory_that_a_state_falls_back_to_is_taken_at_once(monkeypatch):
+    """The next state must find less."""
+
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    num_bytes = 2**27
+    monkeypatch.setattr(state_receiver, "host_memory", lambda: (num_bytes, num_bytes))
+    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: True)
+    before = resident_bytes()
+    room = state_receiver.room_for(num_bytes, 4)
+    assert resident_bytes() - before > 0.9 * room.nbytes
+
+
 # --- of a live run ----------------------------------------------------------------------------------------------------
 
 
 async def is_stranger(caller):
     return False
-
-
-class Gullible(StateReceiver):
-    """States are made up here, but where a test says otherwise."""
-
-    num_allocated = 0
-
-    async def allocate(self, sizes):
-        self.num_allocated += 1
-        return await super().allocate(sizes)
-
-    async def check(self, stage, state):
-        pass
 
 
 class Run:

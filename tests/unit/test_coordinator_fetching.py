@@ -3,6 +3,7 @@
 import anyio
 import pytest
 import torch
+from given_states import Gullible
 from memory_transport import MemoryNetwork
 
 from coordinator.checkpoints import fetching
@@ -79,16 +80,9 @@ class Directory:
         return SwarmView(MANIFEST.stages.count, tuple(known))
 
 
-class Gullible(StateReceiver):
-    """States are made up here, but where a test says otherwise."""
-
-    async def check(self, stage, state):
-        pass
-
-
-async def fetch(peers, announced=20, min_round=0, receives=Gullible):
+async def fetch(peers, announced=20, min_round=0, receiver=None):
     resolved = ResolvedManifest.of(MANIFEST)
-    receiver = receives(resolved, SystemThreads())
+    receiver = receiver or Gullible(resolved, SystemThreads())
     network = MemoryNetwork()
     async with network:
         for peer in peers:
@@ -105,8 +99,9 @@ def assert_states_of(states, round_number):
 async def test_a_state_that_does_not_fit_its_stage_is_none(no_pauses, monkeypatch):
     """Whoever saved it would have no model."""
     monkeypatch.setattr(fetching, "STAGE_TRIES", 2)
+    receiver = StateReceiver(ResolvedManifest.of(MANIFEST), SystemThreads())
     with pytest.raises(SwarmError, match=r"no peer of stage \d gave its state of round 20"):
-        await fetch([Peer(stage, 20) for stage in range(3)], receives=StateReceiver)
+        await fetch([Peer(stage, 20) for stage in range(3)], receiver=receiver)
 
 
 @pytest.fixture
@@ -119,7 +114,9 @@ def no_pauses(monkeypatch):
 
 async def test_stages_at_one_step_are_asked_once():
     peers = [Peer(stage, round_number=20) for stage in range(3)]
-    assert_states_of(await fetch(peers), 20)
+    receiver = Gullible(ResolvedManifest.of(MANIFEST), SystemThreads())
+    assert_states_of(await fetch(peers, receiver=receiver), 20)
+    assert receiver.num_allocated == 3, "they may be larger than the memory here"
     assert [peer.asked for peer in peers] == [[20]] * 3
 
 
