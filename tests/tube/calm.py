@@ -95,8 +95,9 @@ def _under_way(watch: Invariants, place: Place) -> Iterator[SampleId]:
     """The samples of the newest rounds; and those that peers brought before they died or left, which nobody reports."""
     _, first_round, number, _ = place
     newest = number - ROUNDS_AHEAD[watch.manifest.averaging.mode]
+    yield from watch.names(watch.brought_by_gone(0))
     for key, ids in watch.records.brought.items():
-        if key[0] == 0 and ((key[1] == first_round and key[2] >= newest) or watch.has_gone(key)):
+        if key[:2] == (0, first_round) and key[2] >= newest:
             yield from watch.names(ids)
 
 

@@ -91,7 +91,7 @@ class Records:
         told_lost: samples that peers have reported lost, and that are not read again, by their stage then
         gone_back: those that peers gave up as they went back, by stage, timeline and round
         died: samples that the peers of a stage held as they died, by stage
-        of_the_dead: the keys of `brought` by lives that have died since
+        of_the_dead: those that lives which have died since had brought, by stage
         own_work: the microbatches that a life of a peer has brought to updates of a stage, by the step before each
         own_timelines: the first round of the timeline that the newest of them was on
         stayed: the peers that were still there as faults had ceased, with their stages
@@ -115,7 +115,7 @@ class Records:
     told_lost: Counter[int | None] = field(default_factory=Counter)
     gone_back: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     died: Counter[int] = field(default_factory=Counter)
-    of_the_dead: set[tuple[int, int, int, str]] = field(default_factory=set)
+    of_the_dead: dict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     own_work: dict[tuple[str, int], dict[int, set[bytes]]] = field(default_factory=lambda: defaultdict(dict))
     own_timelines: dict[tuple[str, int], int] = field(default_factory=dict)
     stayed: set[tuple[str, int]] = field(default_factory=set)
@@ -247,7 +247,9 @@ class Invariants:
         replica = None if host.peer is None else host.peer._replica
         if host.is_alive and replica is not None:
             self.records.died[replica.stage] += replica.parts.core.trainer.strategy.pending_samples
-        self.records.of_the_dead.update(key for key in self.records.brought if key[3] == host.peer_id)
+        for (stage, _, _, peer), ids in self.records.brought.items():
+            if peer == host.peer_id:
+                self.records.of_the_dead[stage].update(ids)
 
     def _lost_some(self, metrics: Any, samples: int, reason: str, **options: Any) -> None:
         self.records.told_lost[self.tube.stage_of(HOST.get())] += samples
@@ -595,20 +597,20 @@ class Invariants:
             self._check_lacking(stage, lacking, self.reported_lost())
 
     def _check_lacking(self, stage: int, lacking: set[bytes], told: int) -> None:
-        # Who has died or left the stage reports nothing of rounds that its stage-mates ended without it.
-        gone = {
-            each for key, ids in self.records.brought.items() if key[0] == stage and self.has_gone(key) for each in ids
-        }
-        missing, died = self.size(lacking - gone), self.records.died[stage]
+        missing, died = self.size(lacking - self.brought_by_gone(stage)), self.records.died[stage]
         if missing > told + died:
             self.tube.violation(
                 f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and {told} "
                 f"were reported lost"
             )
 
-    def has_gone(self, key: tuple[int, int, int, str]) -> bool:
-        """Whether the peer that brought this has died or left its stage since."""
-        return (key[3], key[0]) not in self.records.stayed or key in self.records.of_the_dead
+    def brought_by_gone(self, stage: int) -> set[bytes]:
+        """What peers brought before they died or left the stage: they report nothing of rounds ended without them."""
+        brought = set(self.records.of_the_dead[stage])
+        for (of_stage, _, _, peer), ids in self.records.brought.items():
+            if of_stage == stage and (peer, stage) not in self.records.stayed:
+                brought.update(ids)
+        return brought
 
     def size(self, ids: Iterable[bytes]) -> int:
         """How many samples microbatches are of."""
