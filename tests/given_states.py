@@ -76,9 +76,9 @@ class Gullible(StateReceiver):
 
     num_allocated = 0
 
-    async def allocate(self, sizes):
+    async def allocate(self, stage, sizes):
         self.num_allocated += 1
-        return await super().allocate(sizes)
+        return await super().allocate(stage, sizes)
 
     async def check(self, stage, state):
         """Believe it."""

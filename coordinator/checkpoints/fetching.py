@@ -9,13 +9,12 @@ import logging
 import random
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from statistics import median_low
 
 import anyio
 
 from coordinator.checkpoints.state_receiver import StateReceiver
-from swarm_peer.errors import CallError, SwarmError
+from swarm_peer.errors import CallError, NoRoom, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import SnapshotRef, choose_rewind
@@ -64,6 +63,7 @@ async def fetch_states(
         rng: chooses among the peers of a stage
 
     Raises:
+        NoRoom: there is no room for all states
         SwarmError: a stage's peers did not give their state, or the run is too fast
     """
     states: dict[int, StageState] = {}
@@ -127,6 +127,7 @@ async def fetch_snapshots(
         rng: chooses among the peers that hold one
 
     Raises:
+        NoRoom: there is no room for all states
         SwarmError: there are none of all stages, or peers did not give them
     """
     stages = range(resolved.num_stages)
@@ -144,6 +145,7 @@ async def fetch_snapshots(
             )
         call = StateIndexCall(manifest=resolved.hash, of_stage=stage, created_at_round=chosen.created_at_round)
         max_bytes, step = max_state_bytes(resolved, stage), chosen.optimizer_step
+        room = receiver.of_stage(stage)
         try:
             states.append(
                 await fetch_state(
@@ -153,10 +155,12 @@ async def fetch_snapshots(
                     max_bytes=max_bytes,
                     optimizer_step=step,
                     rng=rng or random.Random(),
-                    take=partial(receiver.check, stage),
-                    room=receiver,
+                    take=room.check,
+                    room=room,
                 )
             )
+        except NoRoom:
+            raise
         except CallError as error:
             raise SwarmError(f"no peer gave its snapshot of stage {stage} of optimizer step {step}: {error}") from error
     return states
@@ -172,12 +176,14 @@ async def _fetch_stage(
     receiver: StateReceiver,
 ) -> StageState:
     call = StateIndexCall(manifest=resolved.hash, of_stage=stage, min_round=min_round)
-    max_bytes, take = max_state_bytes(resolved, stage), partial(receiver.check, stage)
+    max_bytes, room = max_state_bytes(resolved, stage), receiver.of_stage(stage)
     for _ in range(STAGE_TRIES):
         try:
             view = await directory.refresh([stage])
             donors = [peer.peer_id for peer in view.serving(stage)]
-            return await fetch_state(transport, donors, call, max_bytes=max_bytes, rng=rng, take=take, room=receiver)
+            return await fetch_state(transport, donors, call, max_bytes=max_bytes, rng=rng, take=room.check, room=room)
+        except NoRoom:  # the other stages' peers should not send theirs in vain
+            raise
         except CallError as error:
             log.warning("stage_not_fetched stage=%d round=%d reason=%s", stage, min_round, error)
             await anyio.sleep(1.0)

@@ -1,6 +1,7 @@
 """Where the states that peers give lie, and whether each is one of its stage.
 
-All stages of a model together may be larger than this machine's memory. Then they lie on its disk.
+All stages of a model together may be larger than this machine's memory. Then they lie on its disk. Where neither has
+room for all, the first one is refused: peers would send it in vain.
 """
 
 from __future__ import annotations
@@ -8,17 +9,21 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm_peer.errors import NoRoom
 from swarm_peer.model.checks import check_state
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer
+from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.scratch import is_in_memory, temporary_folder
@@ -28,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # Each tensor of a state begins at a multiple of so many bytes in a file: its type may not be viewed elsewhere.
 ALIGNMENT = 64
+# Share of the free memory that states may take at most. The system may not give all that it calls free.
+MOST_OF_MEMORY = 0.9
 
 
 class StateReceiver:
@@ -37,18 +44,30 @@ class StateReceiver:
         self._resolved = resolved
         self._threads = threads
         self._allocating = anyio.Lock()  # each state finds what the ones before it have left
+        self._held: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
-    async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def of_stage(self, stage: int) -> StageRoom:
+        """Room for the state of a stage."""
+        return StageRoom(self, stage)
+
+    async def allocate(self, stage: int, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Room for each tensor of a state, in memory or on the disk.
 
         Raises:
-            NoRoom: neither has it
+            NoRoom: neither has room for the states of all stages, if these are as large for their parameters
         """
         spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        most = [max_state_bytes(self._resolved, other) for other in range(self._resolved.num_stages)]
+        num_bytes = sum(spaces)
+        all_bytes = int(num_bytes * sum(most) / most[stage])
         async with self._allocating:
-            room = await self._threads.run(room_for, sum(spaces), self._resolved.num_stages, abandon_on_cancel=True)
-        return [space[:size] for space, size in zip(torch.split(room, spaces), sizes, strict=True)]
+            held = sum(room.nbytes for room in self._held.values())
+            room = await self._threads.run(
+                room_for, num_bytes, max(num_bytes, all_bytes - held), all_bytes, abandon_on_cancel=True
+            )
+            self._held[id(room)] = room
+        return [space[:size] for space, size in zip(torch.split(torch.from_numpy(room), spaces), sizes, strict=True)]
 
     async def write(self, part: torch.Tensor, data: memoryview) -> None:
         """Write to a part of an allocated tensor. A disk may be slow to take it."""
@@ -68,40 +87,65 @@ class StateReceiver:
         await self._threads.run(check_state, state.tensors, self._templates[stage], abandon_on_cancel=True)
 
 
-def room_for(num_bytes: int, num_states: int) -> torch.Tensor:
-    """Room for the bytes of one of several states: uint8, of shape (num_bytes,).
+@dataclass(frozen=True, slots=True)
+class StageRoom:
+    """A receiver's room for the state of one stage, and its check: see `transfer.Room`."""
 
-    It is memory, if that has room for all of them beside this one; or else a temporary file, if the disk has room. The
-    file has no name, so it goes with the tensor, however this process ends. The caller waits for the disk: it should be
+    receiver: StateReceiver
+    stage: int
+
+    async def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """See StateReceiver.allocate."""
+        return await self.receiver.allocate(self.stage, sizes)
+
+    async def write(self, part: torch.Tensor, data: memoryview) -> None:
+        """See StateReceiver.write."""
+        await self.receiver.write(part, data)
+
+    async def check(self, state: StageState) -> None:
+        """See StateReceiver.check."""
+        await self.receiver.check(self.stage, state)
+
+
+def room_for(num_bytes: int, to_come: int, written: int) -> npt.NDArray[np.uint8]:
+    """Room for the bytes of one of several states, of shape (num_bytes,).
+
+    It is memory, if that has room for all that are to come, and for this one once more; or else a temporary file. The
+    file has no name, so it goes with the array, however this process ends. The caller waits for the disk: it should be
     a worker thread.
 
+    Args:
+        to_come: bytes of this state and the ones after it
+        written: bytes of what is made of all states, for which the disk keeps room: it may be the same one
+
     Raises:
-        NoRoom: neither has room for this one
+        NoRoom: neither has room for all, and memory not even for those that are to come
     """
     free = host_memory()[0]
-    if (num_states + 1) * num_bytes > free:
+    if to_come + num_bytes > free:
         try:
-            return _room_on_disk(num_bytes)
+            return _room_on_disk(num_bytes, to_come + written)
         except OSError as error:
-            if num_bytes > free:  # the system would kill this process as it fills that memory
+            if to_come > MOST_OF_MEMORY * free:  # the system would kill this process as it fills that memory
                 raise NoRoom(
-                    f"no room for a state of {num_bytes} bytes: {free} bytes of memory are free, and {error}; name a "
+                    f"no room for states of {to_come} bytes: {free} bytes of memory are free, and {error}; name a "
                     f"folder with more room in the environment variable TMPDIR"
                 ) from error
             log.warning("state_is_in_memory bytes=%d reason=%s", num_bytes, error)
-            # Written to now, since the system takes it for free until then: the next state must find less.
-            return torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    # Written to now, since the system takes it for free until then: the next state must find less.
+    return np.full(num_bytes, 0, np.uint8)
 
 
-def _room_on_disk(num_bytes: int) -> torch.Tensor:
+def _room_on_disk(num_bytes: int, wanted: int) -> npt.NDArray[np.uint8]:
     folder = temporary_folder()
     if is_in_memory(folder):
         raise OSError(f"{folder} is on no disk")
+    if wanted > (free := shutil.disk_usage(folder).free):
+        raise OSError(f"{free} bytes are free on the disk of {folder}, of {wanted} for them and what is made of them")
     with tempfile.TemporaryFile(dir=folder) as file:
         # All of it now: a write that found no room later would kill this process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
-        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
 
 
 def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:

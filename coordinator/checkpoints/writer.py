@@ -10,7 +10,6 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -22,7 +21,7 @@ from coordinator.run.options import CheckpointOptions
 from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, UserError, forget_frames
+from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
@@ -37,7 +36,8 @@ log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
-# Pauses between tries to write a checkpoint: a network disk may fail for a moment.
+# Pauses between tries to find room for a checkpoint, and to write it. A network disk may fail for a moment; and the
+# first peer that offers a state may lie about its size, when the others' are not ready yet.
 SAVE_PAUSES_S = (1.0, 4.0, 10.0)
 
 
@@ -217,7 +217,7 @@ class CheckpointWriter:
 
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
         stages = list(range(self._manifest.stages.count))
-        told = ""  # why it waits
+        told, pauses = "", iter(SAVE_PAUSES_S)  # why it waits
         # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
         while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
             try:
@@ -243,13 +243,18 @@ class CheckpointWriter:
                 if str(error) != told:
                     log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
                 told = str(error)
+                forget_frames(error)
+                pause_s = next(pauses, None) if isinstance(error, NoRoom) else SNAPSHOT_RETRY_S
+                if pause_s is None:
+                    self._failed(optimizer_step, error)
+                    return
             except UserError as error:
-                log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
-                self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
+                forget_frames(error)
+                self._failed(optimizer_step, error)
                 return
             if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
                 break  # the run stands still after its last step alone
-            await anyio.sleep(SNAPSHOT_RETRY_S)
+            await anyio.sleep(pause_s)
         if self._is_inherited(self._watch.created_at_round(optimizer_step)) or not self._acts():
             text = "checkpoint_left_out optimizer_step=%d reason=another coordinator or process had to save it"
             log.info(text, optimizer_step)
@@ -258,6 +263,10 @@ class CheckpointWriter:
             "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
         )
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
+
+    def _failed(self, optimizer_step: int, error: SwarmError) -> None:
+        log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
+        self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
 
     async def _fetch_all(self, transport: Transport, stages: list[int], weights: Timeline) -> list[StageState]:
         """The states of all stages.
@@ -306,6 +315,7 @@ class CheckpointWriter:
         donors = [peer.peer_id for peer in peers]
         call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
         optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
+        room = self._receiver.of_stage(stage)
         state = await fetch_state(
             transport,
             donors,
@@ -313,7 +323,7 @@ class CheckpointWriter:
             max_bytes=max_bytes,
             optimizer_step=optimizer_step,
             rng=self._rng,
-            take=partial(self._receiver.check, stage),
-            room=self._receiver,
+            take=room.check,
+            room=room,
         )
         return state.at_beginning_of(weights)

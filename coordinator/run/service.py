@@ -41,7 +41,7 @@ from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, SwarmError, UserError, forget_frames
+from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
@@ -378,6 +378,7 @@ class RunService:
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)
             forget_frames(error)
+            await anyio.sleep(NOT_WRITTEN_PAUSE_S if isinstance(error, NoRoom) else 0)
             return False
         if states[0].optimizer_step < self.manifest.training.steps:
             # Stage 0 has reported steps that were never made, or the run has just gone back.

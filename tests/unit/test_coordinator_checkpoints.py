@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import anyio
 import fsspec
+import numpy as np
 import pytest
 import torch
 from given_states import Gullible
@@ -39,7 +40,7 @@ from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, NoRoom, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer
+from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
@@ -748,11 +749,11 @@ def small_machine(tmp_path, monkeypatch):
 
 
 def test_room_for_states_is_on_the_disk_where_memory_has_none_and_leaves_no_file(small_machine):
-    room = state_receiver.room_for(10_000, 4)
+    room = state_receiver.room_for(10_000, 40_000, 40_000)
     assert not small_machine.is_mapped()
-    room = state_receiver.room_for(10_001, 4)
+    room = state_receiver.room_for(10_001, 40_000, 40_000)
     room[10_000] = 7
-    assert (room.dtype, room.shape, room[10_000]) == (torch.uint8, (10_001,), 7)
+    assert (room.dtype, room.shape, room[10_000]) == (np.uint8, (10_001,), 7)
     assert small_machine.is_mapped()
     assert list(small_machine.folder.iterdir()) == []
     del room
@@ -764,36 +765,57 @@ def full(*args):
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "value", "num_bytes", "reason"),
+    ("module", "name", "value", "reason"),
     [
-        (os, "posix_fallocate", full, 20_000, "[Errno 28] No space left on device"),
-        (state_receiver, "is_in_memory", lambda path: True, 20_000, " is on no disk"),
+        (os, "posix_fallocate", full, "[Errno 28] No space left on device"),
+        (state_receiver, "is_in_memory", lambda path: True, " is on no disk"),
+        (shutil, "disk_usage", lambda path: SimpleNamespace(free=89_999), "89999 bytes are free on the disk of "),
     ],
 )
-def test_room_for_a_state_is_memory_where_no_disk_has_it(
-    monkeypatch, caplog, small_machine, module, name, value, num_bytes, reason
+def test_room_for_states_is_memory_where_no_disk_has_it(
+    monkeypatch, caplog, small_machine, module, name, value, reason
 ):
     monkeypatch.setattr(module, name, value)
-    assert state_receiver.room_for(num_bytes, 4).shape == (num_bytes,)
+    assert state_receiver.room_for(20_000, 45_000, 45_000).shape == (20_000,)
     assert not small_machine.is_mapped()
-    assert f"state_is_in_memory bytes={num_bytes} reason=" in caplog.text
+    assert "state_is_in_memory bytes=20000 reason=" in caplog.text
     assert reason in caplog.text
-    with pytest.raises(NoRoom, match=r"no room for a state of 50001 bytes: 50000 bytes of memory are free, and .*TMP"):
-        state_receiver.room_for(50_001, 4)
+    with pytest.raises(NoRoom, match=r"no room for states of 45001 bytes: 50000 bytes of memory are free, and .*TMP"):
+        state_receiver.room_for(20_000, 45_001, 45_001)
 
 
-def test_memory_that_a_state_falls_back_to_is_taken_at_once(monkeypatch):
+def test_memory_for_a_state_is_taken_at_once():
     """The next state must find less."""
 
     def resident_bytes():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    num_bytes = 2**27
-    monkeypatch.setattr(state_receiver, "host_memory", lambda: (num_bytes, num_bytes))
-    monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: True)
     before = resident_bytes()
-    room = state_receiver.room_for(num_bytes, 4)
+    room = state_receiver.room_for(2**27, 2**27, 2**27)
     assert resident_bytes() - before > 0.9 * room.nbytes
+
+
+async def test_the_first_state_has_no_room_where_all_have_none(small_machine, monkeypatch):
+    """Peers would send what there is room for in vain. What the first ones have taken is not asked for once more."""
+    free = 100_000
+    monkeypatch.setattr(state_receiver, "host_memory", lambda: (0, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    resolved = ResolvedManifest.of(manifest_of(model={"config": {"model_type": "gpt2", "tie_word_embeddings": False}}))
+    receiver = StateReceiver(resolved, SystemThreads())
+    most = [max_state_bytes(resolved, stage) for stage in range(resolved.num_stages)]
+    first, second = (int(share * 0.4 * free / sum(most)) for share in most)
+    held = [await receiver.of_stage(0).allocate([first - 9, 9])]
+    assert [len(tensor) for tensor in held[0]] == [first - 9, 9]
+    free -= first
+    held.append(await receiver.of_stage(1).allocate([second]))
+    free -= second
+    with pytest.raises(NoRoom):
+        await receiver.of_stage(0).allocate([2 * first])
+    del held
+    assert not small_machine.is_mapped()
+    free = 100_000
+    with pytest.raises(NoRoom):
+        await receiver.of_stage(0).allocate([2 * first])
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------
@@ -1145,6 +1167,33 @@ async def test_a_checkpoint_that_others_have_to_write_or_of_a_round_that_is_give
     assert (len(tries), run.saved) == (1, [])
     missed = "The checkpoint of optimizer step 60 was missed: the run went on too soon."
     assert run.told == ([missed] if run.acts else []), "the coordinator that acts says so"
+
+
+@pytest.mark.parametrize("num_failures", [2, 9])
+async def test_a_checkpoint_fails_soon_where_there_is_no_room(run, monkeypatch, num_failures):
+    """Each try may download states in vain; and who offers the first one may lie about its size."""
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    failures, pauses = [NoRoom("the disk is full")] * num_failures, []
+
+    class Receiver(Gullible):
+        async def allocate(self, stage, sizes):
+            if stage == 1 and failures:
+                raise failures.pop()
+            return await super().allocate(stage, sizes)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    run.receiver = Receiver(run.receiver._resolved, SystemThreads())
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
+    await run.save()
+    assert pauses == list(checkpointing.SAVE_PAUSES_S[:num_failures])
+    text = "is saved." if num_failures == 2 else "could not be saved: the disk is full."
+    assert run.told == [f"The checkpoint of optimizer step 60 {text}"]
+    assert run.receiver.num_allocated == (3 if num_failures == 2 else 1), "the stage without room is asked for first"
 
 
 @pytest.mark.parametrize("num_failures", [2, 9])

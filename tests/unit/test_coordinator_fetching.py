@@ -10,7 +10,7 @@ from coordinator.checkpoints import fetching
 from coordinator.checkpoints.fetching import aim, fetch_states
 from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import NotServing, SwarmError
+from swarm_peer.errors import NoRoom, NotServing, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
@@ -102,6 +102,17 @@ async def test_a_state_that_does_not_fit_its_stage_is_none(no_pauses, monkeypatc
     receiver = StateReceiver(ResolvedManifest.of(MANIFEST), SystemThreads())
     with pytest.raises(SwarmError, match=r"no peer of stage \d gave its state of round 20"):
         await fetch([Peer(stage, 20) for stage in range(3)], receiver=receiver)
+
+
+async def test_a_model_for_which_there_is_no_room_is_not_asked_for_again():
+    class Full(Gullible):
+        async def allocate(self, stage, sizes):
+            raise NoRoom("the disk is full")
+
+    peers = [Peer(stage, 20) for stage in range(3)]
+    with pytest.raises(NoRoom, match="the disk is full"):
+        await fetch(peers, receiver=Full(ResolvedManifest.of(MANIFEST), SystemThreads()))
+    assert all(len(peer.asked) <= 1 for peer in peers)
 
 
 @pytest.fixture

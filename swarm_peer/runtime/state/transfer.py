@@ -127,6 +127,7 @@ async def fetch_state(
         room: where the state is to lie
 
     Raises:
+        NoRoom: there was no room for what a donor offered, and no other gave it
         CallError: no donor gave it whole, or none that could be taken over; the message has each donor's answer
     """
 
@@ -138,8 +139,11 @@ async def fetch_state(
     waiting = list(donors)
     rng.shuffle(waiting)
     reasons: list[str] = []
+    refused: list[str] = []
 
     def failed(donor: str, error: CallError) -> None:
+        if isinstance(error, NoRoom):
+            refused.append(str(error))
         # A donor that does not have the state yet, or not any more, has done nothing wrong.
         level = logging.DEBUG if isinstance(error, NotServing) else logging.WARNING
         log.log(level, "download_failed donor=%s reason=%s: %s", donor, error.code, error)
@@ -155,6 +159,8 @@ async def fetch_state(
             if state is not None:
                 return state
     what = f"{call.kind} of stage {call.of_stage}"
+    if refused:
+        raise NoRoom(refused[0])
     raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
 
 
