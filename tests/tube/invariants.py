@@ -7,6 +7,7 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -52,6 +53,10 @@ LOOKED_S = 25.0
 State = dict[str, torch.Tensor]
 # A stage at the beginning of a round: (stage, first round of its timeline, round, history hash).
 Place = tuple[int, int, int, str]
+
+
+# The stage whose weights a peer takes over, while it may still serve another one.
+TAKING_OVER: ContextVar[int | None] = ContextVar("TAKING_OVER", default=None)
 
 
 @dataclass
@@ -252,7 +257,8 @@ class Invariants:
                 self.records.of_the_dead[stage].update(ids)
 
     def _lost_some(self, metrics: Any, samples: int, reason: str, **options: Any) -> None:
-        self.records.told_lost[self.tube.stage_of(HOST.get())] += samples
+        stage = TAKING_OVER.get()
+        self.records.told_lost[self.tube.stage_of(HOST.get()) if stage is None else stage] += samples
 
     def _went_back(self, reports: RoundReports, samples: int, step: StepState, timeline: Timeline) -> None:
         if is_read_again(step, timeline):
@@ -344,7 +350,8 @@ class Invariants:
         metrics, strategy = loop._context.metrics, loop._trainer.strategy
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         own = dict(self.records.own_work[HOST.get().name, loop._stage])
-        await call(state, **options)
+        with _taking_over(loop._stage):
+            await call(state, **options)
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
         if type(strategy) is not RoundStrategy:
             return
@@ -371,7 +378,8 @@ class Invariants:
         """Who applies the updates that stage-mates made without it reports what it had itself."""
         metrics, strategy = loop._context.metrics, loop._trainer.strategy
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
-        result = await call(*args)
+        with _taking_over(loop._stage):
+            result = await call(*args)
         told, lost = metrics.lost_samples._value.get() - before, pending - strategy.pending_samples
         if lost > told:
             self.tube.violation(f"{HOST.get()} drops {lost} samples for the updates of others, and reports {told:.0f}")
@@ -739,3 +747,12 @@ def around(owner: type, name: str, call: Callable[..., Any]) -> Any:
         return await call(functools.partial(original, self), self, *args, **options)
 
     return patch.object(owner, name, async_wrapped if inspect.iscoroutinefunction(original) else wrapped)
+
+
+@contextmanager
+def _taking_over(stage: int) -> Iterator[None]:
+    token = TAKING_OVER.set(stage)
+    try:
+        yield
+    finally:
+        TAKING_OVER.reset(token)
