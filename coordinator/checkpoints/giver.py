@@ -7,8 +7,7 @@ provider takes all its machines back at once, the coordinator's checkpoints are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -18,12 +17,16 @@ from coordinator.checkpoints.resumed import find_resumed
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.config_files import changed_settings
 from coordinator.run.context import CoordinatorContext
+from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.errors import CallError, UserError
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Standing, Timeline, find_viable_standing
 from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
 from swarm_peer.runtime.state.store import SnapshotStore
 
@@ -31,7 +34,8 @@ log = logging.getLogger(__name__)
 
 # Pause between looks at whether all stages have peers.
 LOOK_S = 2.0
-# Pause before the checkpoints are looked at once more, if none fits or none could be read.
+# Pause before the checkpoints are looked at once more, if none fits or none could be read, and before peers are asked
+# whether they can go back to the one that is given.
 RETRY_S = 60.0
 
 
@@ -111,52 +115,99 @@ class CheckpointGiver:
         except UserError as error:  # its peers may all have what they need
             log.warning("checkpoint_not_given reason=%s", error)
 
-    async def give_when_lost(
-        self, store: CheckpointStore, fits: Fits, peers_by_stage: Callable[[], Sequence[int]]
-    ) -> None:
-        """Give the newest checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
+    async def give_when_lost(self, transport: Transport, store: CheckpointStore, fits: Fits, watch: RunWatch) -> None:
+        """Give a checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
+
+        It is the newest one that the run can go back to, and is given until all stages have gone back: their peers may
+        need it, too.
 
         Args:
             fits: whether a checkpoint is of the run. The store may hold those of other runs of the same manifest, and
                 of parts that were given up.
-            peers_by_stage: how many peers serve each stage
+            watch: sees which stages have peers, and in which round these are
         """
         patience_s = self._manifest.limits.announcement_s
         while True:
             waited_s = 0.0
             while waited_s < patience_s:
                 await anyio.sleep(LOOK_S)
-                waited_s = 0.0 if all(peers_by_stage()) else waited_s + LOOK_S
-            has_given = False
-            while not all(peers_by_stage()):
-                has_given = has_given or await self._give_newest(store, fits)
-                await anyio.sleep(LOOK_S if has_given else RETRY_S)
-            if has_given:
+                waited_s = 0.0 if all(watch.peers_by_stage()) else waited_s + LOOK_S
+            given: _Given | None = None
+            while not _has_gone_on(watch, given):
+                standing = await self._ask_standing(transport, watch.view)
+                if given is None or not _can_go_back(standing, given.optimizer_step, given.created_at_round):
+                    given = await self._give_newest(store, fits, standing) or given
+                for _ in range(round(RETRY_S / LOOK_S)):
+                    if not _has_gone_on(watch, given):
+                        await anyio.sleep(LOOK_S)
+            if given is not None:
                 # The run goes on. When it is lost again, no peer must begin with this before a newer one is given.
                 self._snapshots.give_up(-1, MAX_ROUND)
 
-    async def _give_newest(self, store: CheckpointStore, fits: Fits) -> bool:
-        """Give the newest checkpoint that fits. Returns whether there is one, and it could be read.
+    async def _ask_standing(self, transport: Transport, view: SwarmView) -> Standing | None:
+        """How far the run has come, by what its peers claim: those that join judge by it, too. None if that is unknown.
+
+        The round that they announce does not tell which timeline it is of.
+        """
+        peers = [peer.peer_id for peer in view.peers]
+        try:
+            claims = claims_of(view, await list_snapshots(self._manifest.hash, transport, peers))
+            believed = believable(claims)
+        except CallError as error:
+            log.info("standing_unknown reason=%s", error)
+            return None
+        return find_viable_standing(FIRST_TIMELINE, believed.values(), claims.values()) if claims else None
+
+    async def _give_newest(self, store: CheckpointStore, fits: Fits, standing: Standing | None) -> _Given | None:
+        """Give the newest checkpoint that fits; None if there is none, or it cannot be read.
 
         It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.
         """
+
+        def fits_now(optimizer_step: int, round_number: int) -> bool:
+            return fits(optimizer_step, round_number) and _can_go_back(standing, optimizer_step, round_number)
+
         try:
-            newest = await self._threads.run(store.newest_that, fits, self._manifest, abandon_on_cancel=True)
+            newest = await self._threads.run(store.newest_that, fits_now, self._manifest, abandon_on_cancel=True)
             if newest is None:
-                return False
+                return None
             self._snapshots.give_up(-1, MAX_ROUND)  # what was given before, or a part of it
             await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
             log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
         except (UserError, OSError) as error:
             log.warning("checkpoint_not_given reason=%s", error)
-            return False
-        return True
+            return None
+        last_round = max(newest.round_number, 0 if standing is None else standing.round_number)
+        return _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
 
     async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
         for stage in range(self._manifest.stages.count):
             state = await self._threads.run(checkpoint.load_stage, stage)
             state = replace(state, round_number=timeline.first_round, timeline=timeline)
             await self._snapshots.store_snapshot(stage, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A checkpoint that is given, by its step and round; and the first round of a run that has gone back to it."""
+
+    optimizer_step: int
+    created_at_round: int
+    next_round: int
+
+
+def _has_gone_on(watch: RunWatch, given: _Given | None) -> bool:
+    """Whether all stages have peers again; once a checkpoint is given, peers that have gone back or need not."""
+    view, next_round = watch.view, 0 if given is None else given.next_round
+    return all(any(peer.round_number >= next_round for peer in view.serving(stage)) for stage in range(view.num_stages))
+
+
+def _can_go_back(standing: Standing | None, optimizer_step: int, created_at_round: int) -> bool:
+    """Whether peers that stand there can go back to weights, by the step and round that made them."""
+    if standing is None:
+        return True
+    own = Timeline(created_at_round, optimizer_step, created_at_round)
+    return optimizer_step <= standing.optimizer_step and is_on_timeline(own, created_at_round, standing.timeline)
 
 
 def _tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:

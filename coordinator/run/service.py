@@ -219,7 +219,7 @@ class RunService:
         await transport.serve(giver.dispatcher)
         if plan.store is not None:
             fits = partial(self._is_of_run, files)
-            tasks.start_soon(giver.give_when_lost, plan.store, fits, self.watch.peers_by_stage)
+            tasks.start_soon(giver.give_when_lost, transport, plan.store, fits, self.watch)
 
     async def _give_again(self, giver: CheckpointGiver, files: RunFiles) -> None:
         while not self._beginning.is_known:  # noqa: ASYNC110 (nobody tells when the DHT has its record again)

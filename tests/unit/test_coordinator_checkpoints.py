@@ -45,9 +45,11 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.wire.messages import ListSnapshotsReply
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 
@@ -1282,7 +1284,7 @@ class Lost:
         monkeypatch.setattr(giver, "anyio", SimpleNamespace(sleep=lambda seconds: sleep(0.001)))
         self.manifest = MANIFEST
         self.store = CheckpointStore(str(folder / "checkpoints"))
-        self.peers, self.beginning, self.num_looks = [1, 1], FIRST_TIMELINE, 0
+        self.peers, self.rounds, self.beginning, self.num_looks = [1, 1], [9, 9], FIRST_TIMELINE, 0
         self.lines = set()  # of metrics.jsonl: optimizer steps, and the rounds that made them
         self.network = MemoryNetwork()
         (folder / "given").mkdir()
@@ -1298,6 +1300,38 @@ class Lost:
     def peers_by_stage(self):
         self.num_looks += 1
         return self.peers
+
+    @property
+    def view(self):
+        """The peers of a stage are all in the same round."""
+        self.num_looks += 1
+        peers = tuple(
+            PeerView(
+                peer_id=f"peer{stage}{number}",
+                stage=stage,
+                state=PeerState.SERVING,
+                round_number=self.rounds[stage],
+            )
+            for stage, count in enumerate(self.peers)
+            for number in range(count)
+        )
+        return SwarmView(2, peers)
+
+    async def stand_at(self, timeline, round_number):
+        """The first peer of each stage says that it is there."""
+        reply = ListSnapshotsReply(
+            round_number=round_number,
+            timeline_first_round=timeline.first_round,
+            timeline_first_optimizer_step=timeline.first_optimizer_step,
+            timeline_created_at_round=timeline.created_at_round,
+            snapshots=(),
+        )
+
+        async def answer(caller, op, body, tensors):
+            return Reply(reply.model_dump())
+
+        for stage, _ in enumerate(self.peers):
+            await self.network.transport(f"peer{stage}0").serve(answer)
 
     async def looks(self, count=20):
         seen = self.num_looks
@@ -1326,8 +1360,9 @@ async def until(condition):
 async def lost(tmp_path, monkeypatch):
     lost = Lost(tmp_path, monkeypatch)
     async with lost.network:
-        await lost.network.transport("coordinator").serve(lost.giver.dispatcher)
-        giving = lost.giver.give_when_lost(lost.store, lost.is_of_run, lost.peers_by_stage)
+        transport = lost.network.transport("coordinator")
+        await transport.serve(lost.giver.dispatcher)
+        giving = lost.giver.give_when_lost(transport, lost.store, lost.is_of_run, lost)
         task = asyncio.ensure_future(giving)
         yield lost
         task.cancel()
@@ -1362,13 +1397,48 @@ async def test_a_checkpoint_that_comes_late_is_given(lost):
 async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):
     """The first newcomer after that loss must not begin with the old one: then only it could."""
     lost.save(3, 3)
-    lost.peers = [0, 0]
+    lost.peers, lost.rounds = [0, 0], [3, 3]
     await lost.gives((3, 3))
     lost.peers = [1, 1]
+    await lost.gives((3, 3))
+    lost.rounds = [7, 6]
+    await lost.gives((3, 3))
+    lost.rounds = [7, 7]
     await lost.gives()
     lost.save(6, 6)
     lost.peers = [0, 1]
     await lost.gives((6, 6))
+
+
+async def test_no_checkpoint_is_given_that_the_peers_who_are_left_have_not_come_to(lost):
+    """The stage that is lost was further than they are."""
+    lost.save(6, 6)
+    lost.save(9, 9)
+    await lost.stand_at(FIRST_TIMELINE, 8)
+    lost.peers = [0, 1]
+    await lost.gives((6, 6))
+
+
+async def test_a_checkpoint_that_peers_have_gone_back_from_makes_way_for_an_earlier_one(lost):
+    """Until the run makes updates again, its lines do not tell."""
+    lost.save(6, 6)
+    lost.save(9, 9)
+    lost.peers = [0, 1]
+    await lost.gives((9, 9))
+    await lost.stand_at(Timeline(20, 6, 6), 20)
+    await lost.gives((6, 6))
+
+
+async def test_a_checkpoint_is_given_until_all_stages_have_gone_back(lost):
+    """A stage that has not may have no snapshot of its own."""
+    lost.save(6, 6)
+    await lost.stand_at(FIRST_TIMELINE, 9)
+    lost.peers = [0, 1]
+    await lost.gives((6, 6))
+    lost.peers, lost.rounds = [1, 1], [13, 9]
+    await lost.gives((6, 6))
+    lost.rounds = [13, 13]
+    await lost.gives()
 
 
 async def test_no_checkpoint_of_a_run_that_was_given_up_is_given(lost):
