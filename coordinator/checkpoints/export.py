@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,15 +57,15 @@ def export_run(
         SwarmError: there is no such snapshot yet, or its peers did not give it
     """
     check_folder(folder)
-    resolved, states = observe_run(initial_peers, run_id, _fetch)
+    resolved, states = observe_run(initial_peers, run_id, partial(_fetch, folder))
     export_states(resolved, states, folder, cache_dir, data_dir)
     return states[0].optimizer_step
 
 
-async def _fetch(run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
+async def _fetch(folder: Path, run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
     resolved = ResolvedManifest.of(run.manifest)
     async with open_transport(run.dht, run.metrics) as transport:
-        receiver = StateReceiver(resolved, SystemThreads())
+        receiver = StateReceiver(resolved, SystemThreads(), folder, only_weights=True)
         return resolved, await fetch_snapshots(transport, run.directory, resolved, receiver)
 
 

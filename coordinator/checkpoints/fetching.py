@@ -76,10 +76,12 @@ async def fetch_states(
         view = await directory.refresh(range(resolved.num_stages))
         margin = 2 ** max(number - 1, 0) - 1
         target = max(min_round, aim(view, states.values(), resolved.manifest.training.steps, margin))
+        # Those of other rounds go at once: the ones that take their place may need their room.
+        states = {stage: state for stage, state in states.items() if state.round_number == target}
         with first_error():
             async with anyio.create_task_group() as tasks:
                 for stage in range(resolved.num_stages):
-                    if stage not in states or states[stage].round_number != target:
+                    if stage not in states:
                         tasks.start_soon(fetch, stage, target)
         if len({(state.round_number, state.optimizer_step) for state in states.values()}) == 1:
             return [states[stage] for stage in range(resolved.num_stages)]

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import anyio
@@ -20,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_peer.errors import NoRoom
+from swarm_peer.errors import InvalidMessage, NoRoom
 from swarm_peer.model.checks import check_state
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.model.round_strategy import is_weight
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.scratch import is_in_memory, temporary_folder
@@ -40,33 +42,50 @@ MOST_OF_MEMORY = 0.9
 class StateReceiver:
     """Has room for states of a run's stages, and checks them as its peers do. Belongs to the event loop's thread."""
 
-    def __init__(self, resolved: ResolvedManifest, threads: Threads):
+    def __init__(
+        self, resolved: ResolvedManifest, threads: Threads, folder: Path | None = None, *, only_weights: bool = False
+    ):
+        """Make a receiver that holds nothing.
+
+        Args:
+            folder: where the states are written to, or the weights alone; None for a store elsewhere, to which they go
+                from this machine's disk, one after the other
+        """
         self._resolved = resolved
         self._threads = threads
+        self._folder = folder
+        self._only_weights = only_weights
         self._allocating = anyio.Lock()  # each state finds what the ones before it have left
-        self._held: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()
+        self._held: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()  # by stage
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def of_stage(self, stage: int) -> StageRoom:
         """Room for the state of a stage."""
         return StageRoom(self, stage)
 
+    async def templates(self) -> list[Mapping[str, torch.Tensor]]:
+        """The names, types and shapes of each stage's state."""
+        return [await self._template(stage) for stage in range(self._resolved.num_stages)]
+
     async def allocate(self, stage: int, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Room for each tensor of a state, in memory or on the disk.
 
         Raises:
-            NoRoom: neither has room for the states of all stages, if these are as large for their parameters
+            InvalidMessage: no state of the stage is as large
+            NoRoom: neither has room for this state and those of the stages that are to come
         """
-        spaces = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-        most = [max_state_bytes(self._resolved, other) for other in range(self._resolved.num_stages)]
+        templates = await self.templates()
+        spaces, wanted = [_space(size) for size in sizes], [_num_bytes(template) for template in templates]
         num_bytes = sum(spaces)
-        all_bytes = int(num_bytes * sum(most) / most[stage])
+        if num_bytes > wanted[stage]:
+            raise InvalidMessage(f"offered {sum(sizes)} bytes; a state of stage {stage} takes {wanted[stage]}")
+        written = max(wanted) if self._folder is None else sum(wanted)
+        if self._only_weights:
+            written = sum(map(_num_bytes, map(_weights_of, templates)))
         async with self._allocating:
-            held = sum(room.nbytes for room in self._held.values())
-            room = await self._threads.run(
-                room_for, num_bytes, max(num_bytes, all_bytes - held), all_bytes, abandon_on_cancel=True
-            )
-            self._held[id(room)] = room
+            to_come = sum(size for other, size in enumerate(wanted) if other == stage or other not in self._held)
+            room = await self._threads.run(room_for, num_bytes, to_come, written, self._folder, abandon_on_cancel=True)
+            self._held[stage] = room
         return [space[:size] for space, size in zip(torch.split(torch.from_numpy(room), spaces), sizes, strict=True)]
 
     async def write(self, part: torch.Tensor, data: memoryview) -> None:
@@ -82,9 +101,13 @@ class StateReceiver:
             InvalidMessage: by the names, types and shapes of its tensors, or since not all are finite, no peer of the
                 stage would take it over
         """
+        template = await self._template(stage)
+        await self._threads.run(check_state, state.tensors, template, abandon_on_cancel=True)
+
+    async def _template(self, stage: int) -> Mapping[str, torch.Tensor]:
         if stage not in self._templates:
             self._templates[stage] = await self._threads.run(_template, self._resolved, stage)
-        await self._threads.run(check_state, state.tensors, self._templates[stage], abandon_on_cancel=True)
+        return self._templates[stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +130,7 @@ class StageRoom:
         await self.receiver.check(self.stage, state)
 
 
-def room_for(num_bytes: int, to_come: int, written: int) -> npt.NDArray[np.uint8]:
+def room_for(num_bytes: int, to_come: int, written: int, folder: Path | None) -> npt.NDArray[np.uint8]:
     """Room for the bytes of one of several states, of shape (num_bytes,).
 
     It is memory, if that has room for all that are to come, and for this one once more; or else a temporary file. The
@@ -116,7 +139,8 @@ def room_for(num_bytes: int, to_come: int, written: int) -> npt.NDArray[np.uint8
 
     Args:
         to_come: bytes of this state and the ones after it
-        written: bytes of what is made of all states, for which the disk keeps room: it may be the same one
+        written: bytes of what is made of the states
+        folder: where that is written to; None for the temporary folder. It keeps its room if it is on the same disk
 
     Raises:
         NoRoom: neither has room for all, and memory not even for those that are to come
@@ -124,7 +148,7 @@ def room_for(num_bytes: int, to_come: int, written: int) -> npt.NDArray[np.uint8
     free = host_memory()[0]
     if to_come + num_bytes > free:
         try:
-            return _room_on_disk(num_bytes, to_come + written)
+            return _room_on_disk(num_bytes, to_come, written, folder)
         except OSError as error:
             if to_come > MOST_OF_MEMORY * free:  # the system would kill this process as it fills that memory
                 raise NoRoom(
@@ -136,16 +160,35 @@ def room_for(num_bytes: int, to_come: int, written: int) -> npt.NDArray[np.uint8
     return np.full(num_bytes, 0, np.uint8)
 
 
-def _room_on_disk(num_bytes: int, wanted: int) -> npt.NDArray[np.uint8]:
-    folder = temporary_folder()
-    if is_in_memory(folder):
-        raise OSError(f"{folder} is on no disk")
-    if wanted > (free := shutil.disk_usage(folder).free):
-        raise OSError(f"{free} bytes are free on the disk of {folder}, of {wanted} for them and what is made of them")
-    with tempfile.TemporaryFile(dir=folder) as file:
+def _room_on_disk(num_bytes: int, to_come: int, written: int, folder: Path | None) -> npt.NDArray[np.uint8]:
+    scratch = temporary_folder()
+    if is_in_memory(scratch):
+        raise OSError(f"{scratch} is on no disk")
+    wanted = to_come + (written if folder is None or _disk_of(folder) == _disk_of(scratch) else 0)
+    if wanted > (free := shutil.disk_usage(scratch).free):
+        raise OSError(f"{free} bytes are free on the disk of {scratch}, of {wanted} for them and what is made of them")
+    with tempfile.TemporaryFile(dir=scratch) as file:
         # All of it now: a write that found no room later would kill this process.
         os.posix_fallocate(file.fileno(), 0, num_bytes)
         return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
+
+
+def _disk_of(folder: Path) -> int:
+    """The number of a folder's disk, also before the folder is made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return existing.stat().st_dev
+
+
+def _space(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _num_bytes(template: Mapping[str, torch.Tensor]) -> int:
+    return sum(_space(tensor.numel() * tensor.element_size()) for tensor in template.values())
+
+
+def _weights_of(template: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    return {name: tensor for name, tensor in template.items() if is_weight(name)}
 
 
 def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:

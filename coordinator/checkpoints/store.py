@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -93,6 +94,11 @@ class CheckpointStore:
         except (OSError, UserError) as error:
             log.warning("checkpoints_not_pruned path=%s reason=%s", self.url, one_line(error))
         return self._files.address(folder)
+
+    @property
+    def local_folder(self) -> Path | None:
+        """The base folder; None if it is not on this machine."""
+        return Path(self._files.base) if self._files.is_local else None
 
     @property
     def is_empty(self) -> bool:

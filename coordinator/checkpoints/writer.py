@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
-# Pauses between tries to find room for a checkpoint, and to write it. A network disk may fail for a moment; and the
-# first peer that offers a state may lie about its size, when the others' are not ready yet.
+# Pauses between tries to find room for a checkpoint, and to write it: a network disk may fail for a moment.
 SAVE_PAUSES_S = (1.0, 4.0, 10.0)
 
 
@@ -160,7 +159,7 @@ class CheckpointWriter:
         self._watch = watch
         self._directory = directory
         self._acts = acts
-        self._receiver = StateReceiver(resolved, threads)
+        self._receiver = StateReceiver(resolved, threads, plan.store.local_folder)
         self._threads = threads
         self._rng = rng
         self._tell = tell

@@ -373,7 +373,7 @@ class RunService:
         """Save the model, if peers give their states and the disk takes it; returns whether it is saved."""
         try:
             min_round, rng = self.watch.round_number + 1, self._context.random.stream("states")
-            receiver = StateReceiver(self.resolved, self._context.threads)
+            receiver = StateReceiver(self.resolved, self._context.threads, self.model_folder, only_weights=True)
             states = await fetch_states(transport, self._directory, self.resolved, receiver, min_round, rng)
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)

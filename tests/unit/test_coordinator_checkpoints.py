@@ -40,7 +40,7 @@ from coordinator.run.options import CheckpointOptions
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, NoRoom, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
@@ -751,9 +751,9 @@ def small_machine(tmp_path, monkeypatch):
 
 
 def test_room_for_states_is_on_the_disk_where_memory_has_none_and_leaves_no_file(small_machine):
-    room = state_receiver.room_for(10_000, 40_000, 40_000)
+    room = state_receiver.room_for(10_000, 40_000, 40_000, None)
     assert not small_machine.is_mapped()
-    room = state_receiver.room_for(10_001, 40_000, 40_000)
+    room = state_receiver.room_for(10_001, 40_000, 40_000, None)
     room[10_000] = 7
     assert (room.dtype, room.shape, room[10_000]) == (np.uint8, (10_001,), 7)
     assert small_machine.is_mapped()
@@ -778,12 +778,12 @@ def test_room_for_states_is_memory_where_no_disk_has_it(
     monkeypatch, caplog, small_machine, module, name, value, reason
 ):
     monkeypatch.setattr(module, name, value)
-    assert state_receiver.room_for(20_000, 45_000, 45_000).shape == (20_000,)
+    assert state_receiver.room_for(20_000, 45_000, 45_000, None).shape == (20_000,)
     assert not small_machine.is_mapped()
     assert "state_is_in_memory bytes=20000 reason=" in caplog.text
     assert reason in caplog.text
     with pytest.raises(NoRoom, match=r"no room for states of 45001 bytes: 50000 bytes of memory are free, and .*TMP"):
-        state_receiver.room_for(20_000, 45_001, 45_001)
+        state_receiver.room_for(20_000, 45_001, 45_001, None)
 
 
 def test_memory_for_a_state_is_taken_at_once():
@@ -793,31 +793,85 @@ def test_memory_for_a_state_is_taken_at_once():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident_bytes()
-    room = state_receiver.room_for(2**27, 2**27, 2**27)
+    room = state_receiver.room_for(2**27, 2**27, 2**27, None)
     assert resident_bytes() - before > 0.9 * room.nbytes
 
 
-async def test_the_first_state_has_no_room_where_all_have_none(small_machine, monkeypatch):
-    """Peers would send what there is room for in vain. What the first ones have taken is not asked for once more."""
-    free = 100_000
+def test_the_disk_keeps_room_for_what_is_written_there(small_machine, monkeypatch):
     monkeypatch.setattr(state_receiver, "host_memory", lambda: (0, 0))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    resolved = ResolvedManifest.of(manifest_of(model={"config": {"model_type": "gpt2", "tie_word_embeddings": False}}))
-    receiver = StateReceiver(resolved, SystemThreads())
-    most = [max_state_bytes(resolved, stage) for stage in range(resolved.num_stages)]
-    first, second = (int(share * 0.4 * free / sum(most)) for share in most)
-    held = [await receiver.of_stage(0).allocate([first - 9, 9])]
-    assert [len(tensor) for tensor in held[0]] == [first - 9, 9]
-    free -= first
-    held.append(await receiver.of_stage(1).allocate([second]))
-    free -= second
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=99_999))
+    assert len(state_receiver.room_for(10_000, 50_000, 50_000, Path("/proc/1"))) == 10_000
+    for folder in (small_machine.folder, small_machine.folder / "not" / "yet", None):
+        with pytest.raises(NoRoom, match=r"99999 bytes are free on the disk of .*, of 100000 for them and what"):
+            state_receiver.room_for(10_000, 50_000, 50_000, folder)
+
+
+class SmallMachine:
+    """A machine whose memory has no room for states, and a run whose stages have different states."""
+
+    def __init__(self, folder, monkeypatch, **options):
+        self.free = 0
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(state_receiver, "host_memory", lambda: (0, 0))
+        monkeypatch.setattr(state_receiver, "is_in_memory", lambda path: False)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=self.free))
+        config = {
+            "model_type": "gpt2",
+            "n_embd": 8,
+            "n_head": 2,
+            "n_layer": 9,
+            "vocab_size": 300,
+            "tie_word_embeddings": False,
+        }
+        manifest = manifest_of(model={"config": config}, stages={"count": 2, "layers": [1, 8]})
+        self.receiver = StateReceiver(ResolvedManifest.of(manifest), SystemThreads(), folder, **options)
+
+    async def sizes(self):
+        """The bytes of each stage's tensors."""
+        return [
+            [tensor.numel() * tensor.element_size() for tensor in template.values()]
+            for template in await self.receiver.templates()
+        ]
+
+    async def allocate(self, stage):
+        before = sum(room.nbytes for room in self.receiver._held.values())
+        tensors = await self.receiver.of_stage(stage).allocate((await self.sizes())[stage])
+        self.free -= sum(room.nbytes for room in self.receiver._held.values()) - before
+        return tensors
+
+
+async def test_the_first_state_has_no_room_where_all_have_none(tmp_path, monkeypatch):
+    """Peers would send what there is room for in vain. What the first ones have taken is not asked for once more."""
+    machine = SmallMachine(tmp_path, monkeypatch)
+    first, second = (sum(-(-size // 64) * 64 for size in sizes) for sizes in await machine.sizes())
+    assert first != second
+    machine.free = 2 * (first + second) - 1
     with pytest.raises(NoRoom):
-        await receiver.of_stage(0).allocate([2 * first])
+        await machine.allocate(0)
+    machine.free += 1
+    held = [await machine.allocate(0)]
+    assert [len(tensor) for tensor in held[0]] == (await machine.sizes())[0]
+    held.append(await machine.allocate(1))
+    assert machine.free == first + second
     del held
-    assert not small_machine.is_mapped()
-    free = 100_000
+    await until(lambda: not machine.receiver._held)  # a worker thread lets go just after it has given its result
+
+
+async def test_of_a_model_the_weights_alone_are_written(tmp_path, monkeypatch):
+    machine = SmallMachine(tmp_path, monkeypatch, only_weights=True)
+    first, second = (sum(-(-size // 64) * 64 for size in sizes) for sizes in await machine.sizes())
+    machine.free = int(1.3 * (first + second))
     with pytest.raises(NoRoom):
-        await receiver.of_stage(0).allocate([2 * first])
+        await machine.allocate(0)
+    machine.free = int(1.4 * (first + second))
+    assert len([await machine.allocate(0), await machine.allocate(1)]) == 2
+
+
+async def test_a_state_that_is_too_large_for_its_stage_takes_no_room(tmp_path, monkeypatch):
+    """Who offers it lies: where room is short, it must not be what there is no room for."""
+    receiver = SmallMachine(tmp_path, monkeypatch).receiver
+    with pytest.raises(InvalidMessage, match=r"offered 1048576 bytes; a state of stage 0 takes \d{6}$"):
+        await receiver.of_stage(0).allocate([2**20])
 
 
 # --- of a live run ----------------------------------------------------------------------------------------------------

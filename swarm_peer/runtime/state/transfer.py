@@ -44,6 +44,7 @@ class Room(Protocol):
         """Room for each tensor of a state, by their bytes: uint8, of shape (size,).
 
         Raises:
+            InvalidMessage: what is wanted is too much, so the index lies
             NoRoom: there is none
         """
         ...
@@ -272,7 +273,7 @@ async def _download(
 
     try:
         buffers = await room.allocate(sizes)
-    except NoRoom as error:  # perhaps for an index that lies
+    except (NoRoom, InvalidMessage) as error:
         give_up(error)
         return None
     missing = _chunks_of(index)
