@@ -98,7 +98,7 @@ def aim(view: SwarmView, states: Iterable[StageState], num_steps: int, margin: i
     Args:
         states: that peers have given so far
     """
-    newest = _newest(view)
+    newest = newest_position(view)
     given = [
         Position(state.round_number, state.optimizer_step)
         for state in states
@@ -108,7 +108,7 @@ def aim(view: SwarmView, states: Iterable[StageState], num_steps: int, margin: i
     return min(round_number + max(min(margin, num_steps - optimizer_step), 0), MAX_ROUND)
 
 
-def _newest(view: SwarmView) -> Position:
+def newest_position(view: SwarmView) -> Position:
     """How far the run has come, by the median peer of each stage."""
     stages = [view.serving(stage) for stage in range(view.num_stages)]
     announced = [median_low(map(position_of, peers)) for peers in stages if peers]
@@ -138,7 +138,7 @@ async def fetch_snapshots(
     held = {peer_id: [SnapshotRef(*known) for known in reply.snapshots] for peer_id, reply in replies.items()}
     states = []
     for stage in stages:
-        chosen = choose_rewind(held, len(stages), stage, _newest(view).optimizer_step, from_scratch=-1)
+        chosen = choose_rewind(held, len(stages), stage, newest_position(view).optimizer_step, from_scratch=-1)
         if chosen.optimizer_step is None:
             every = resolved.manifest.recovery.snapshot_every
             raise SwarmError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 
+from coordinator.checkpoints.fetching import newest_position
 from coordinator.checkpoints.folder import Checkpoint, Fits, one_line
 from coordinator.checkpoints.resumed import find_resumed
 from coordinator.checkpoints.store import CheckpointStore
@@ -20,13 +21,21 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Standing, Timeline, find_viable_standing
+from swarm_peer.policy.recovery import (
+    FIRST_TIMELINE,
+    SnapshotRef,
+    Standing,
+    Timeline,
+    find_standing_by_snapshots,
+    find_viable_standing,
+)
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
+from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
 from swarm_peer.runtime.state.store import SnapshotStore
 
@@ -53,6 +62,7 @@ class CheckpointGiver:
             folder: empty, for the states that are given away
         """
         self._manifest = manifest
+        self._given: _Given | None = None
         self._threads = context.threads
         self._snapshots = SnapshotStore(
             clock=context.clock, threads=context.threads, storage=FolderStorage(folder), is_member=_is_member
@@ -132,34 +142,40 @@ class CheckpointGiver:
             while waited_s < patience_s:
                 await anyio.sleep(LOOK_S)
                 waited_s = 0.0 if all(watch.peers_by_stage()) else waited_s + LOOK_S
-            given: _Given | None = None
-            while not _has_gone_on(watch, given):
-                standing = await self._ask_standing(transport, watch.view)
+            while not _has_gone_on(watch.view, self._given):
+                standing, given = await self._ask_standing(transport, watch.view), self._given
                 if given is None or not _can_go_back(standing, given.optimizer_step, given.created_at_round):
-                    given = await self._give_newest(store, fits, standing) or given
+                    await self._give_newest(store, fits, standing, watch.view)
                 for _ in range(round(RETRY_S / LOOK_S)):
-                    if not _has_gone_on(watch, given):
+                    if not _has_gone_on(watch.view, self._given):
                         await anyio.sleep(LOOK_S)
-            if given is not None:
+            if self._given is not None:
                 # The run goes on. When it is lost again, no peer must begin with this before a newer one is given.
+                self._given = None
                 self._snapshots.give_up(-1, MAX_ROUND)
 
     async def _ask_standing(self, transport: Transport, view: SwarmView) -> Standing | None:
-        """How far the run has come, by what its peers claim: those that join judge by it, too. None if that is unknown.
+        """How far the run has come, as peers that join find it (see Recovery): None if no serving peer answers.
 
-        The round that they announce does not tell which timeline it is of.
+        Where none serves, they take a checkpoint to be of any step.
         """
-        peers = [peer.peer_id for peer in view.peers]
+        replies = await list_snapshots(self._manifest.hash, transport, [peer.peer_id for peer in view.peers])
         try:
-            claims = claims_of(view, await list_snapshots(self._manifest.hash, transport, peers))
+            claims = claims_of(view, replies)
             believed = believable(claims)
         except CallError as error:
             log.info("standing_unknown reason=%s", error)
             return None
-        return find_viable_standing(FIRST_TIMELINE, believed.values(), claims.values()) if claims else None
+        if claims:
+            return find_viable_standing(FIRST_TIMELINE, believed.values(), claims.values())
+        left = [(SnapshotRef(*known), timeline_of(reply)) for reply in replies.values() for known in reply.snapshots]
+        interval = self._manifest.recovery.snapshot_every
+        return find_standing_by_snapshots(FIRST_TIMELINE, left, interval, optimizer_step_seen=MAX_ROUND)
 
-    async def _give_newest(self, store: CheckpointStore, fits: Fits, standing: Standing | None) -> _Given | None:
-        """Give the newest checkpoint that fits; None if there is none, or it cannot be read.
+    async def _give_newest(
+        self, store: CheckpointStore, fits: Fits, standing: Standing | None, view: SwarmView
+    ) -> None:
+        """Give the newest checkpoint that fits, if there is one and it can be read.
 
         It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.
         """
@@ -170,15 +186,16 @@ class CheckpointGiver:
         try:
             newest = await self._threads.run(store.newest_that, fits_now, self._manifest, abandon_on_cancel=True)
             if newest is None:
-                return None
+                return
+            self._given = None
             self._snapshots.give_up(-1, MAX_ROUND)  # what was given before, or a part of it
             await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
             log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
         except (UserError, OSError) as error:
             log.warning("checkpoint_not_given reason=%s", error)
-            return None
-        last_round = max(newest.round_number, 0 if standing is None else standing.round_number)
-        return _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
+            return
+        last_round = max(newest.round_number, newest_position(view).round_number)
+        self._given = _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
 
     async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
         for stage in range(self._manifest.stages.count):
@@ -196,9 +213,9 @@ class _Given:
     next_round: int
 
 
-def _has_gone_on(watch: RunWatch, given: _Given | None) -> bool:
+def _has_gone_on(view: SwarmView, given: _Given | None) -> bool:
     """Whether all stages have peers again; once a checkpoint is given, peers that have gone back or need not."""
-    view, next_round = watch.view, 0 if given is None else given.next_round
+    next_round = 0 if given is None else given.next_round
     return all(any(peer.round_number >= next_round for peer in view.serving(stage)) for stage in range(view.num_stages))
 
 

@@ -56,6 +56,7 @@ class StateReceiver:
         self._folder = folder
         self._only_weights = only_weights
         self._allocating = anyio.Lock()  # each state finds what the ones before it have left
+        self._building = anyio.Lock()  # states come side by side, and a template takes time and memory to build
         self._held: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()  # by stage
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
 
@@ -105,9 +106,10 @@ class StateReceiver:
         await self._threads.run(check_state, state.tensors, template, abandon_on_cancel=True)
 
     async def _template(self, stage: int) -> Mapping[str, torch.Tensor]:
-        if stage not in self._templates:
-            self._templates[stage] = await self._threads.run(_template, self._resolved, stage)
-        return self._templates[stage]
+        async with self._building:
+            if stage not in self._templates:
+                self._templates[stage] = await self._threads.run(_template, self._resolved, stage)
+            return self._templates[stage]
 
 
 @dataclass(frozen=True, slots=True)

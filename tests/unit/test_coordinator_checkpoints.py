@@ -1339,6 +1339,7 @@ class Lost:
         self.manifest = MANIFEST
         self.store = CheckpointStore(str(folder / "checkpoints"))
         self.peers, self.rounds, self.beginning, self.num_looks = [1, 1], [9, 9], FIRST_TIMELINE, 0
+        self.state, self.leaps = PeerState.SERVING, 0
         self.lines = set()  # of metrics.jsonl: optimizer steps, and the rounds that made them
         self.network = MemoryNetwork()
         (folder / "given").mkdir()
@@ -1357,28 +1358,28 @@ class Lost:
 
     @property
     def view(self):
-        """The peers of a stage are all in the same round."""
+        """The peers of a stage are all in the same round, but for the third one."""
         self.num_looks += 1
         peers = tuple(
             PeerView(
                 peer_id=f"peer{stage}{number}",
                 stage=stage,
-                state=PeerState.SERVING,
-                round_number=self.rounds[stage],
+                state=self.state,
+                round_number=self.rounds[stage] + (self.leaps if number == 2 else 0),
             )
             for stage, count in enumerate(self.peers)
             for number in range(count)
         )
         return SwarmView(2, peers)
 
-    async def stand_at(self, timeline, round_number):
+    async def stand_at(self, timeline, round_number, snapshots=()):
         """The first peer of each stage says that it is there."""
         reply = ListSnapshotsReply(
             round_number=round_number,
             timeline_first_round=timeline.first_round,
             timeline_first_optimizer_step=timeline.first_optimizer_step,
             timeline_created_at_round=timeline.created_at_round,
-            snapshots=(),
+            snapshots=snapshots,
         )
 
         async def answer(caller, op, body, tensors):
@@ -1483,13 +1484,47 @@ async def test_a_checkpoint_that_peers_have_gone_back_from_makes_way_for_an_earl
     await lost.gives((6, 6))
 
 
+async def test_a_checkpoint_is_given_that_the_snapshots_which_are_left_allow(lost):
+    """No peer serves any more. One that moves has a snapshot of since the run has gone back."""
+    lost.save(6, 6)
+    lost.save(9, 9)
+    await lost.stand_at(Timeline(20, 6, 6), 20, snapshots=((1, 21, 7),))
+    lost.peers, lost.state = [0, 1], PeerState.JOINING
+    await lost.gives((6, 6))
+
+
+async def test_a_checkpoint_that_could_not_be_given_is_given_later(lost, monkeypatch):
+    lost.save(6, 6)
+    lost.save(9, 9)
+    lost.peers = [0, 1]
+    await lost.gives((9, 9))
+    give, failures = lost.giver._give, [OSError("the disk is full")] * 3
+
+    async def give_late(*asked):
+        if failures:
+            raise failures.pop()
+        await give(*asked)
+
+    monkeypatch.setattr(lost.giver, "_give", give_late)
+    await lost.stand_at(FIRST_TIMELINE, 8)
+    await until(lambda: not failures)
+    await lost.gives((6, 6))
+
+
+async def test_a_peer_that_claims_a_later_round_does_not_have_a_checkpoint_given_for_ever(lost):
+    lost.save(6, 6)
+    lost.peers, lost.leaps = [0, 3], 500
+    await lost.gives((6, 6))
+    lost.peers, lost.rounds = [1, 3], [13, 13]
+    await lost.gives()
+
+
 async def test_a_checkpoint_is_given_until_all_stages_have_gone_back(lost):
     """A stage that has not may have no snapshot of its own."""
     lost.save(6, 6)
-    await lost.stand_at(FIRST_TIMELINE, 9)
     lost.peers = [0, 1]
     await lost.gives((6, 6))
-    lost.peers, lost.rounds = [1, 1], [13, 9]
+    lost.peers, lost.rounds = [1, 1], [13, 12]
     await lost.gives((6, 6))
     lost.rounds = [13, 13]
     await lost.gives()
