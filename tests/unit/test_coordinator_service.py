@@ -19,7 +19,7 @@ from coordinator.run.service import RunService
 from coordinator.watch.ending import Farewell
 from coordinator.watch.metrics_file import METRICS, metrics_line
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, SwarmError
+from swarm_peer.errors import CallError, NoRoom, SwarmError
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
@@ -102,6 +102,24 @@ async def test_a_model_that_the_disk_does_not_take_is_tried_again(tmp_path, monk
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
     assert not await run._export(None)
     assert "model_not_saved reason=model: cannot be written (disk full)" in caplog.text
+
+
+@pytest.mark.parametrize(("error", "pause_s"), [(NoRoom("the disk is full"), 30.0), (SwarmError("no peer"), 0)])
+async def test_a_model_for_which_there_is_no_room_is_not_asked_for_again_at_once(tmp_path, monkeypatch, error, pause_s):
+    """There may be room for some of its stages, which peers would send each time."""
+    pauses = []
+
+    async def fetch_states(*_):
+        raise error
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(service, "fetch_states", fetch_states)
+    monkeypatch.setattr(service.anyio, "sleep", sleep)
+    run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
+    assert not await run._export(None)
+    assert pauses == [pause_s]
 
 
 async def test_a_look_without_an_answer_ends_nothing(tmp_path):
