@@ -43,8 +43,7 @@ log = logging.getLogger(__name__)
 
 # Pause between looks at whether all stages have peers.
 LOOK_S = 2.0
-# Pause before the checkpoints are looked at once more, if none fits or none could be read, and before peers are asked
-# whether they can go back to the one that is given.
+# Pause before peers are asked once more where they stand, and the checkpoints are looked at for a better one.
 RETRY_S = 60.0
 
 
@@ -129,7 +128,8 @@ class CheckpointGiver:
         """Give a checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
 
         It is the newest one that the run can go back to, and is given until all stages have gone back: their peers may
-        need it, too.
+        need it, too. A newer one that can be read only later, or is still being written as the stage is lost, takes its
+        place while no peer has begun with it.
 
         Args:
             fits: whether a checkpoint is of the run. The store may hold those of other runs of the same manifest, and
@@ -143,8 +143,8 @@ class CheckpointGiver:
                 await anyio.sleep(LOOK_S)
                 waited_s = 0.0 if all(watch.peers_by_stage()) else waited_s + LOOK_S
             while not _has_gone_on(watch.view, self._given):
-                standing, given = await self._ask_standing(transport, watch.view), self._given
-                if given is None or not _can_go_back(standing, given.optimizer_step, given.created_at_round):
+                standing = await self._ask_standing(transport, watch.view)
+                if self._given is None or standing is not None:
                     await self._give_newest(store, fits, standing, watch.view)
                 for _ in range(round(RETRY_S / LOOK_S)):
                     if not _has_gone_on(watch.view, self._given):
@@ -175,13 +175,18 @@ class CheckpointGiver:
     async def _give_newest(
         self, store: CheckpointStore, fits: Fits, standing: Standing | None, view: SwarmView
     ) -> None:
-        """Give the newest checkpoint that fits, if there is one and it can be read.
+        """Give the newest checkpoint that fits, if there is one, it can be read, and it is not given already.
 
         It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.
         """
+        given, given_round = self._given, -1
+        if given is not None and _can_go_back(standing, given.optimizer_step, given.created_at_round):
+            given_round = given.created_at_round
 
         def fits_now(optimizer_step: int, round_number: int) -> bool:
-            return fits(optimizer_step, round_number) and _can_go_back(standing, optimizer_step, round_number)
+            if round_number <= given_round or not fits(optimizer_step, round_number):
+                return False
+            return _can_go_back(standing, optimizer_step, round_number)
 
         try:
             newest = await self._threads.run(store.newest_that, fits_now, self._manifest, abandon_on_cancel=True)
@@ -194,7 +199,9 @@ class CheckpointGiver:
         except (UserError, OSError) as error:
             log.warning("checkpoint_not_given reason=%s", error)
             return
-        last_round = max(newest.round_number, newest_position(view).round_number)
+        # Where peers begin anew is reckoned from the same (see Recovery): a false announcement does not move it.
+        reached = newest_position(view).round_number if standing is None else standing.round_number
+        last_round = max(newest.round_number, reached)
         self._given = _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
 
     async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:

@@ -1523,6 +1523,37 @@ async def test_a_peer_that_claims_a_later_round_does_not_have_a_checkpoint_given
     await lost.gives()
 
 
+async def test_an_announcement_of_a_far_round_does_not_have_a_checkpoint_given_for_ever(lost):
+    lost.save(6, 6)
+    await lost.stand_at(FIRST_TIMELINE, 9)
+    lost.peers, lost.rounds = [0, 1], [9, 500]
+    await lost.gives((6, 6))
+    lost.peers, lost.rounds = [1, 1], [13, 13]
+    await lost.gives()
+
+
+async def test_a_newer_checkpoint_takes_the_place_of_an_older_one_until_peers_begin_with_that(lost):
+    """It was being written as the stage was lost, or could not be read."""
+    lost.save(3, 3)
+    lost.peers = [0, 1]
+    await lost.stand_at(FIRST_TIMELINE, 9)
+    await lost.gives((3, 3))
+    lost.save(6, 6)
+    await lost.gives((6, 6))
+    await lost.stand_at(Timeline(13, 6, 6), 13)
+    lost.save(9, 9)
+    await lost.gives((6, 6))
+
+
+async def test_no_checkpoint_takes_the_place_of_another_one_while_no_peer_answers(lost):
+    """They may have begun with that one."""
+    lost.save(6, 6)
+    lost.peers = [0, 1]
+    await lost.gives((6, 6))
+    lost.save(9, 9)
+    await lost.gives((6, 6))
+
+
 async def test_a_checkpoint_is_given_until_all_stages_have_gone_back(lost):
     """A stage that has not may have no snapshot of its own."""
     lost.save(6, 6)
