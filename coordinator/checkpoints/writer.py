@@ -172,24 +172,37 @@ class CheckpointWriter:
         """Write checkpoints for ever."""
         has_acted = False
         while True:
-            due = self._watch.optimizer_step // self._every * self._every
             acts = self._watch.optimizer_step > 0 and self._acts()
             if acts and not has_acted:
                 # An earlier process or another coordinator had to save the checkpoints up to here.
-                self._inherited_round = self._watch.created_at_round(due) or -1
+                self._inherited_round = self._last_due()[1] or -1
             has_acted = acts
-            key = due, self._watch.created_at_round(due)
-            # The round is not known of a step that was due before this process looked, or long ago.
-            if acts and due > 0 and key[1] is not None and key not in self._done:
+            if self._is_due():
+                key = self._last_due()
                 self._done.add(key)
                 async with self._saving:
                     await self._save_unless_inherited(transport, *key)
             await anyio.sleep(SNAPSHOT_RETRY_S)
 
     async def finish(self) -> None:
-        """Wait until no checkpoint is being written."""
+        """Wait until no checkpoint is being written or due."""
         async with self._saving:
             pass
+        while self._is_due():  # noqa: ASYNC110 (`run` writes it at its next look)
+            await anyio.sleep(SNAPSHOT_RETRY_S)
+        async with self._saving:
+            pass
+
+    def _last_due(self) -> tuple[int, int | None]:
+        """The last optimizer step that a checkpoint is written of; and the round that began with it, if it is known."""
+        due = self._watch.optimizer_step // self._every * self._every
+        return due, self._watch.created_at_round(due)
+
+    def _is_due(self) -> bool:
+        due, created_at_round = self._last_due()
+        # The round is not known of a step that was due before this process looked, or long ago.
+        is_known = due > 0 and created_at_round is not None
+        return is_known and (due, created_at_round) not in self._done and self._acts()
 
     def _is_inherited(self, created_at_round: int | None) -> bool:
         return created_at_round is not None and created_at_round <= self._inherited_round

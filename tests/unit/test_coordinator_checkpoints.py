@@ -1065,16 +1065,19 @@ async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
         return save(*args)
 
     monkeypatch.setattr(run.store, "save", save_late)
+    monkeypatch.setattr(checkpointing, "SNAPSHOT_RETRY_S", 0.001)
     async with anyio.create_task_group() as tasks:
-        await writer.finish()
         tasks.start_soon(writer.run, run.network.transport("coordinator"))
         await anyio.wait_all_tasks_blocked()
         with anyio.move_on_after(0.05) as waited:
             await writer.finish()
         assert waited.cancelled_caught
+        for name, stage in (("c", 0), ("d", 1)):
+            await run.add(name, stage, 70, FIRST_TIMELINE)
+        run.reach(70)  # the run's last step: its checkpoint is due as the one before is still being written
         may_save.set()
         await writer.finish()
-        assert run.saved == [60]
+        assert run.saved == [60, 70]
         tasks.cancel_scope.cancel()
 
 
