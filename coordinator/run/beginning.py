@@ -5,6 +5,8 @@ Peers begin there if nothing was computed since. Newcomers that see no other pee
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
 
 from swarm_peer.errors import CallError
@@ -72,6 +74,22 @@ class Beginning:
         if FIRST_TIMELINE in (timeline, self.timeline):
             return self.timeline == FIRST_TIMELINE
         return begun_s > self.begun_s
+
+    async def follow(self, position: Callable[[], tuple[int, int]], seconds: float) -> None:
+        """Note for a while how far the run is; only until its first step, if that comes meanwhile.
+
+        Newcomers must hear of that step: from then on they do not begin anew.
+
+        Args:
+            position: the round that this coordinator sees the run in, and its optimizer step
+        """
+        had_begun = self.reached != (0, 0)
+        with anyio.move_on_after(seconds):
+            while True:
+                self.see(*position())
+                if not had_begun and self.reached != (0, 0):
+                    return
+                await anyio.sleep(LOOK_S)
 
     def see(self, round_number: int, optimizer_step: int) -> None:
         """Note that this coordinator has seen the run in a round."""

@@ -77,7 +77,7 @@ async def _join_and_serve(
     # libp2p would take two nodes of one identity for one.
     own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
     is_resumed = options.plan.resume is not None
-    must_be_known = options.standby or (not addresses and not is_resumed and has_begun(options.output))
+    must_be_known = options.standby or (not is_resumed and has_begun(options.output))
 
     run_key = Identity.load_or_create(key_path)
     is_private = resolved.manifest.admission == "invite"

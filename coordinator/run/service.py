@@ -210,12 +210,12 @@ class RunService:
             note_resumed(self._options.output, plan.resume, self._beginning.timeline)
         else:
             await self._beginning.find()
-            # Where nobody knows of the run, it may begin anew.
-            known = files.lines_since(self._beginning.timeline.first_round) if self._beginning.is_known else []
+            # The DHT forgets the record a day after the last coordinator. Newcomers must not begin the run anew then.
+            if known := files.lines_since(self._beginning.timeline.first_round):
+                self._beginning.see(files.round_number + 1, files.optimizer_step)
             self.watch.recall(known)
-            self.watch.begun_at = max(self._beginning.reached[1], known[-1]["optimizer_step"] if known else 0)
             tasks.start_soon(self._give_again, giver, files)
-        self.watch.begun_at = max(self.watch.begun_at, self._beginning.timeline.first_optimizer_step)
+        self.watch.begun_at = max(self._beginning.reached[1], self._beginning.timeline.first_optimizer_step)
         await transport.serve(giver.dispatcher)
         if plan.store is not None:
             fits = partial(self._is_of_run, files)
@@ -361,11 +361,13 @@ class RunService:
     async def _store_for_run(self, key: str, record: Record) -> None:
         await self._dht.store(key, record, self._run_id, RUN_LIFETIME_S, signer=self._run_key)
 
+    def _position(self) -> tuple[int, int]:
+        return self.watch.round_number + 1, self.watch.optimizer_step
+
     async def _keep_published(self) -> None:
         while True:
-            await anyio.sleep(PUBLISH_RUN_S)
+            await self._beginning.follow(self._position, PUBLISH_RUN_S)
             await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
-            self._beginning.see(self.watch.round_number + 1, self.watch.optimizer_step)
             if await self._beginning.learn():
                 await self._publish_run()
 

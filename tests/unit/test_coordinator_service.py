@@ -179,22 +179,32 @@ async def test_a_successor_goes_on_with_what_is_of_the_run_since_it_was_resumed(
     assert run.watch.begun_at == (2 if is_void else 3)
 
 
-async def test_a_run_that_nobody_knows_may_begin_anew_in_its_folder(tmp_path):
+async def test_a_run_that_the_dht_has_forgotten_goes_on_from_where_its_folder_tells(tmp_path):
+    """A day has passed without a coordinator, and newcomers wait: they must not begin it anew."""
     run, _ = await begun(tmp_path, 103, None)
+    assert run._beginning.record().reached() == (104, 3)
+    run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
+    assert (run.watch.optimizer_step, run.watch.begun_at) == (3, 3)
+
+
+async def test_a_run_of_which_nothing_is_known_begins_anew(tmp_path):
+    run, _ = await begun(tmp_path, None, None)
+    assert run._beginning.record().reached() == (0, 0)
     run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
     assert (run.watch.optimizer_step, run.watch.begun_at) == (0, 0)
 
 
 async def begun(folder, last_round, record):
-    """A coordinator of a folder with one line of metrics.jsonl, and the snapshots that it gives."""
+    """A coordinator of a folder with one line of metrics.jsonl or none, and the snapshots that it gives."""
     board = Board(folder, {})
     if record is not None:
         board.held[timeline_key(board.identity.peer_id)] = record
     run = RunService(RESOLVED, board, RunOptions(output=folder, resume=True))
-    step = metrics_line(
-        optimizer_step=3, round_number=last_round, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
-    )
-    (folder / METRICS).write_text(json.dumps(step) + "\n")
+    if last_round is not None:
+        step = metrics_line(
+            optimizer_step=3, round_number=last_round, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
+        )
+        (folder / METRICS).write_text(json.dumps(step) + "\n")
     (folder / "scratch").mkdir()
     async with MemoryNetwork() as network:
         with closing(run._open_files()) as files:
@@ -226,6 +236,17 @@ async def test_how_far_the_run_has_come_is_published_and_outlives_a_coordinator(
     await restarted._beginning.find()
     await published(restarted)
     assert board.held[key].reached() == (53, 41)
+
+
+async def test_the_first_optimizer_step_is_published_at_once(tmp_path):
+    """From then on newcomers do not begin the run anew."""
+    board = Board(tmp_path, {})
+    key = timeline_key(board.identity.peer_id)
+    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+    for round_number in (0, 1):
+        run.watch.lines.append({"round": round_number, "optimizer_step": round_number + 1})
+        await published(run)
+        assert board.held[key].reached() == (1, 1), "later ones each minute"
 
 
 async def test_what_was_before_a_run_was_resumed_has_not_been_reached(tmp_path, monkeypatch):
