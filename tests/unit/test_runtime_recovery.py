@@ -1,5 +1,6 @@
 import asyncio
 import sys
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -2045,6 +2046,37 @@ async def test_work_that_is_lost_since_others_went_on_is_reported(follower, capl
         await follower.steps._take_over(state)
         assert caplog.text.count("samples_lost samples=5 ") == num_lines, "what a rewind takes back is read again"
     assert lost(follower) == 10
+
+
+@pytest.mark.parametrize("is_update", [False, True])
+async def test_work_that_is_lost_as_the_run_goes_back_is_reported(follower, monkeypatch, is_update):
+    """The rewind ends what takes the state or update over, and not the device's job."""
+    changing, may_end = threading.Event(), threading.Event()
+
+    def slowly(change, *args, **options):
+        changing.set()
+        may_end.wait(10)
+        return change(*args, **options)
+
+    for name in ("load_state", "apply"):
+        monkeypatch.setattr(follower.trainer, name, partial(slowly, getattr(follower.trainer, name)))
+    follower.trainer.num_samples = 5
+    tensors = {str(number): torch.ones_like(each) for number, each in enumerate(follower.trainer.module.parameters())}
+
+    async def update_after(donors, step):
+        await anyio.sleep(0)
+        return StageState(4, "theirs", tensors, FIRST_TIMELINE, b"")
+
+    monkeypatch.setattr(follower.steps._downloads, "update_after", update_after)
+    state = StageState(9, "theirs", state_of(follower.trainer), FIRST_TIMELINE, b"")
+    taking = follower.steps._replay(["a"]) if is_update else follower.steps._take_over(state)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: taking)
+        await until(changing.is_set)
+        tasks.cancel_scope.cancel()
+        may_end.set()
+    assert lost(follower) == 5
+    assert follower.steps.step.round_number == (4 if is_update else 9)
 
 
 async def test_a_full_disk_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog):

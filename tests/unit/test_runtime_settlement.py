@@ -447,6 +447,18 @@ async def test_who_asks_late_is_told_that_all_were_ready(periodic):
     assert (await late).samples == 6
 
 
+async def test_who_holds_other_weights_hears_of_it_though_it_asks_late(periodic, monkeypatch):
+    averaging = MANIFEST.averaging.model_copy(update={"inner_steps": 3})
+    monkeypatch.setattr(sys.modules[__name__], "MANIFEST", MANIFEST.model_copy(update={"averaging": averaging}))
+    fast, slow = await periodic.add("ab", round_number=4)
+    slow.weights_digest = "x"
+    slow.barrier._transport = asker = SlowAsker(slow.transport)
+    early, late = fast.settle(6), slow.settle(2)
+    fast.enter(5, (await early).history_hash)
+    asker.may_ask.set()
+    assert ((await late).verdict, (await late).cause) == (Verdict.RESYNC, "other_weights")
+
+
 async def test_who_was_not_there_is_left_behind(periodic):
     fast, slow = await periodic.add("ab")
     periodic.unseen.add("b")

@@ -139,7 +139,8 @@ class StageGroup:
             agreed.clear()
             agreed.update((peer, members[peer]) for peer in peers)
             if not averages:
-                ending.settled_with = frozenset(peers)
+                # Those whose weights differ, too: that is what they have to hear.
+                ending.settled_with = frozenset(members)
                 history_hash = await self._threads.run(extend_history, ending.step.history_hash, gradients)
                 return Settlement(Verdict.COMMIT, gradients, history_hash, sum(shares.values()))
             vote, result = await self._average(ending, gradients, attempt, shares)

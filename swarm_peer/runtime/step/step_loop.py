@@ -357,7 +357,8 @@ class StepLoop:
         ledger = await self._read_ledger(state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
-        lost = await self._device_thread.run(Priority.STEP, load)
+        with anyio.CancelScope(shield=True):  # a rewind must not keep the loss from being told
+            lost = await self._device_thread.run(Priority.STEP, load)
         self.reports.lose(lost, self.step, state.timeline)
         self._own_work.give_up(state)
         self._begin_anew(ledger, state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
@@ -382,7 +383,9 @@ class StepLoop:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
                 return step.round_number > before
             num_pending = self._trainer.strategy.pending_samples
-            await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, list(update.tensors.values())))
+            apply = partial(self._trainer.apply, list(update.tensors.values()))
+            with anyio.CancelScope(shield=True):
+                await self._device_thread.run(Priority.STEP, apply)
             self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step, step.timeline)
             begun = step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
             self._begin_anew(ledger, *begun)
