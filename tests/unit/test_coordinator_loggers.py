@@ -457,6 +457,9 @@ class FakeDHT:
     async def fetch(self, *_):
         return {}
 
+    async def learn_revocations(self, run_id):
+        pass
+
 
 class Acting:
     acts, term, newest, inherited = True, None, None, ()
