@@ -356,6 +356,16 @@ async def test_slices_that_have_counted_before_are_not_empty() -> None:
         assert len(await pool.next_samples(5)) == 5
 
 
+async def test_a_long_slice_is_not_empty_before_it_is_read_out() -> None:
+    async with pool_of(FakeReader(20, 0, 0)) as pool:
+        for slice_id in (SliceId(0, 1), SliceId(0, 2)):
+            pool.add_lease(slice_id, ALL_WINDOWS)
+        await until(pool, lambda: pool.is_read_out)
+        for index in range(3):
+            pool.add_lease(SliceId(1, index), ALL_WINDOWS)
+        assert len(await pool.next_samples(20)) == 20
+
+
 async def test_slices_are_closed_when_the_pool_ends() -> None:
     reader = FakeReader(2 * SAMPLES_AHEAD)
     async with pool_of(reader) as pool:

@@ -203,6 +203,7 @@ class SamplePool:
         if items:
             samples = (Sample(SampleId(*slice_id, window), tokens) for window, tokens in items)
             self._ready.setdefault(slice_id, deque()).extend(samples)
+            self._empty_in_a_row = 0
             self._stock.notify()
         if windows.num_windows is None:
             return
