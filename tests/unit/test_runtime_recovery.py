@@ -2064,7 +2064,7 @@ async def test_work_that_is_lost_as_the_run_goes_back_is_reported(follower, monk
     tensors = {str(number): torch.ones_like(each) for number, each in enumerate(follower.trainer.module.parameters())}
 
     async def update_after(donors, step):
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         return StageState(4, "theirs", tensors, FIRST_TIMELINE, b"")
 
     monkeypatch.setattr(follower.steps._downloads, "update_after", update_after)
