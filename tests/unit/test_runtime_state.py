@@ -942,6 +942,23 @@ async def test_an_update_that_a_newcomer_takes_over_is_kept_for_it(world, clock,
     assert donor.donor.server._updates == {}
 
 
+async def test_no_update_waits_until_a_state_is_hashed(world, monkeypatch):
+    """A newcomer that has its state would ask in vain, and download it anew."""
+    donor, may_hash = await world.donor("a"), threading.Event()
+    await donor.goes_on(2.0, is_wanted=True)
+
+    def slowly(stage, kind, state):
+        assert kind == "update" or may_hash.wait(10)
+        return snapshots.make_stored(stage, kind, state)
+
+    monkeypatch.setattr(state_server, "make_stored", slowly)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.fetch, donor)
+        await anyio.wait_all_tasks_blocked()
+        assert (await world.fetch(donor, kind="update", min_round=3)).history_hash == "history_hash of 2.0"
+        may_hash.set()
+
+
 async def test_a_snapshot_that_is_kept_is_no_download(world):
     donor = await world.donor("a")
     assert await donor.donor.take_snapshot(3)

@@ -66,7 +66,8 @@ class StateServer:
         self._changed = context.changed
         self._core = core
         self._stage = core.stage
-        self._lock = anyio.Lock()
+        # Each state and each update is hashed once. A state takes a second for each GB: no update waits for that.
+        self._state_lock, self._update_lock = anyio.Lock(), anyio.Lock()
         self._lease_ends: dict[bytes, float] = {}  # by the hash of the index
         self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
         self._wanted_until_s = -1.0  # the newest update is kept so long, though nobody downloads a state
@@ -203,7 +204,7 @@ class StateServer:
             await self._changed.wait_for(lambda: self._has_round(min_round))
         while True:
             present = self._core.rounds.current
-            async with self._lock:
+            async with self._state_lock:
                 stored = await self._make_newest(min_round)
             if stored is not None:
                 return stored
@@ -244,7 +245,7 @@ class StateServer:
         state = self._updates.get(round_number)
         if state is None or state.timeline != self.step.timeline:
             raise NotServing(f"the update of round {round_number} is not kept here")
-        async with self._lock:
+        async with self._update_lock:
             if self._update_ids.get(round_number) not in self.stored:
                 stored = await self._threads.run(make_stored, self._stage, "update", state)
                 self._update_ids[round_number] = self._remember(stored)
