@@ -291,5 +291,8 @@ def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
         return store.at(optimizer_step)
     checkpoint = store.newest()
     if checkpoint is None:
-        raise UserError(f"there are no checkpoints in {url}: correct the path")
+        raise UserError(
+            f"there are no checkpoints in {url}: correct the path; a run that was begun with --checkpoint-every 0, or "
+            f"by swarm-coordinator local without it, has written none"
+        )
     return checkpoint

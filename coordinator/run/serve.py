@@ -229,12 +229,12 @@ def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> st
     view, output = service.watch.view, options.output
     if is_saved:
         return "The run is over; peers that have not heard of it wait. The same command tells them."
+    place = output if options.plan.store is None else options.plan.store.url
+    begun = f"the same command with --resume {place} goes on from its last checkpoint, if there is one."
     if not view.peers:
-        place = output if options.plan.store is None else options.plan.store.url
-        begun = f"the same command with --resume {place} goes on from its last checkpoint, if there is one."
         return f"The run has no peers; {begun if has_begun(output) else 'the same command begins it.'}"
     without = "" if options.plan.resume is None else " without --resume"
-    again = f"the same command{without} coordinates them again."
+    again = f"the same command{without} coordinates them again. If they are all gone by then, {begun}"
     empty = view.empty_stages()
     return f"The run's peers {f'wait for a peer of stage {empty[0]}' if empty else 'train on'}; {again}"
 

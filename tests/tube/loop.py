@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
 import anyio._backends._asyncio as anyio_asyncio
-import sniffio
+from anyio._core._eventloop import sniffio  # None if it is not installed
 
 T = TypeVar("T")
 
@@ -134,13 +134,19 @@ class TubeLoop(asyncio.SelectorEventLoop):
         self.complaints.append((getattr(task, "host", None), about))
 
 
+def _tell_sniffio(library: str | None) -> None:
+    """Tell it which library runs: it would otherwise look for the task, a million times."""
+    if sniffio is not None:
+        sniffio.thread_local.name = library
+
+
 def run(function: Callable[[TubeLoop], Awaitable[T]]) -> T:
     """Run a coroutine function in a loop of its own."""
     kept = anyio_asyncio.CancelScope
     anyio_asyncio.CancelScope = NumberedScope  # type: ignore[misc]
     NumberedScope._serials = itertools.count()
     loop = TubeLoop()
-    sniffio.thread_local.name = "asyncio"  # it would otherwise look for the task, a million times
+    _tell_sniffio("asyncio")
     try:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(function(loop))
@@ -148,4 +154,4 @@ def run(function: Callable[[TubeLoop], Awaitable[T]]) -> T:
         anyio_asyncio.CancelScope = kept  # type: ignore[misc]
         asyncio.set_event_loop(None)
         loop.close()
-        sniffio.thread_local.name = None
+        _tell_sniffio(None)

@@ -236,6 +236,8 @@ def test_who_stops_a_coordinator_learns_what_now(
     options = RunOptions(output=tmp_path, plan=plan)
     what_now = serve._what_now(service, options, is_saved=False)
     assert what_now.startswith(told.replace("OUTPUT", str(tmp_path)))
+    place = tmp_path if url is None else url
+    assert not is_begun or f"the same command with --resume {place} goes on from its last checkpoint" in what_now
 
 
 def test_a_run_that_is_ended_without_a_coordinator_is_over_in_its_folder(tmp_path: Path) -> None:
