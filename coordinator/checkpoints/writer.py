@@ -186,8 +186,6 @@ class CheckpointWriter:
 
     async def finish(self) -> None:
         """Wait until no checkpoint is being written or due."""
-        async with self._saving:
-            pass
         while self._is_due():  # noqa: ASYNC110 (`run` writes it at its next look)
             await anyio.sleep(SNAPSHOT_RETRY_S)
         async with self._saving:
