@@ -252,7 +252,7 @@ async def test_of_a_slice_lost_while_it_is_read_neither_samples_nor_the_end_are_
 
 async def test_an_error_of_reading_is_raised_each_time() -> None:
     reader = FakeReader(20)
-    reader.errors[SampleId(0, 0, 5)] = UserError("cannot read data.files")
+    reader.errors[SampleId(0, 0, 0)] = UserError("cannot read data.files")
     threads = HeldThreads()
     threads.allow()
     async with pool_of(reader, threads) as pool:
@@ -262,9 +262,54 @@ async def test_an_error_of_reading_is_raised_each_time() -> None:
         for attempt in (waiting, pool.next_samples(8)):
             with pytest.raises(UserError, match=r"cannot read data\.files"):
                 await attempt
-        assert len(await pool.next_samples(5)) == 5, "what was read before is good"
         assert pool.take_ends() == []
         assert threads.asked == 1, "it reads no more"
+
+
+@pytest.mark.parametrize("error", [UserError("bad row"), HubFailed("bad row")])
+async def test_a_slice_that_is_broken_ends_where_it_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: UserError
+) -> None:
+    """Otherwise it would take all peers of stage 0 away, one after the other."""
+    reader = broken_slice(monkeypatch, error)
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), Uncounted((), 3))
+        for index in range(1, 20):
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        expected = [SampleId(0, 0, 3), SampleId(0, 0, 4), *(SampleId(0, i, n) for i in range(1, 20) for n in range(90))]
+        assert sorted(ids(await pool.next_samples(len(expected)))) == expected
+        await until(pool, lambda: pool.is_read_out)
+        assert WindowRange(0, 0, 5, 5, True) in pool.take_ends()
+    assert "slice_cut_short slice=(0, 0) windows=5 reason=bad row" in caplog.text
+
+
+async def test_a_slice_that_another_peer_could_read_further_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pool_of(broken_slice(monkeypatch, UserError("bad row"))) as pool:
+        pool.add_lease(SliceId(0, 0), Uncounted((), 6))
+        for index in range(1, 20):
+            pool.add_lease(SliceId(0, index), ALL_WINDOWS)
+        await until(pool, lambda: pool._error is not None)
+        assert all(item.slice_index for item in pool.take_ends())
+
+
+async def test_where_nothing_else_can_be_read_no_slice_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is broken, or gone."""
+    async with pool_of(broken_slice(monkeypatch, UserError("bad row"))) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        assert len(await pool.next_samples(5)) == 5, "what was read before is good"
+        with pytest.raises(UserError, match="bad row"):
+            await pool.next_samples(1)
+        assert pool.take_ends() == []
+
+
+def broken_slice(monkeypatch: pytest.MonkeyPatch, error: UserError) -> FakeReader:
+    """A reader of long slices, the first of which cannot be read after five windows."""
+    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.001)
+    monkeypatch.setattr(samples, "HUB_PATIENCE_S", 0.003)
+    monkeypatch.setattr(samples, "FILE_PATIENCE_S", 0.003)
+    reader = FakeReader(*[90] * 20)
+    reader.errors[SampleId(0, 0, 5)] = error
+    return reader
 
 
 async def test_reading_goes_on_where_the_hub_failed(monkeypatch: pytest.MonkeyPatch) -> None:

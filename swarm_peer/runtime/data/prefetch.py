@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ WINDOWS_AT_A_TIME = 8
 # for an hour from a slice's first failure: if its peers left, the run would lose stage 0.
 HUB_PAUSE_S = 30.0
 HUB_PATIENCE_S = 3600.0
+# And for so long from a local file.
+FILE_PATIENCE_S = 60.0
 
 
 class Sample(NamedTuple):
@@ -65,8 +68,9 @@ class SamplePool:
         self._awaited: list[int] = []  # the number of samples that each waiting task wants
         self._ends: list[WindowRange] = []
         self._empty_in_a_row = 0
-        self._resting: set[SliceId] = set()  # the hub has just failed at these
+        self._resting: set[SliceId] = set()  # reading these has just failed
         self._failing_since_s: dict[SliceId, float] = {}
+        self._read_s = -math.inf  # when something was last read
         self._error: UserError | None = None
 
     async def run(self) -> None:
@@ -83,14 +87,13 @@ class SamplePool:
                     try:
                         await self._read_some(slice_id)
                         self._failing_since_s.pop(slice_id, None)
-                    except HubFailed as error:
-                        since_s = self._failing_since_s.setdefault(slice_id, self._clock.monotonic_s())
-                        if self._clock.monotonic_s() - since_s >= HUB_PATIENCE_S:
-                            self._fail(error)
-                        else:
+                    except UserError as error:
+                        if self._may_try_again(slice_id, error):
                             self._resting.add(slice_id)
                             self._changed.notify()
                             pauses.start_soon(self._rest, slice_id, error)
+                        else:
+                            self._give_up(slice_id, error)
                     except Exception as error:  # `next_samples` raises it, which ends the peer
                         self._fail(error)
         finally:
@@ -170,7 +173,30 @@ class SamplePool:
 
     # --- reading
 
-    async def _rest(self, slice_id: SliceId, error: HubFailed) -> None:
+    def _may_try_again(self, slice_id: SliceId, error: UserError) -> bool:
+        is_of_hub = isinstance(error, HubFailed)
+        if not is_of_hub and self._read_s == -math.inf:  # the settings are wrong, or the files are not there at all
+            return False
+        now_s = self._clock.monotonic_s()
+        since_s = self._failing_since_s.setdefault(slice_id, now_s)
+        return now_s - since_s < (HUB_PATIENCE_S if is_of_hub else FILE_PATIENCE_S)
+
+    def _give_up(self, slice_id: SliceId, error: UserError) -> None:
+        """End a slice where it cannot be read any further, if others can be read; else fail.
+
+        Otherwise each peer of stage 0 would lease it in its turn, and leave.
+        """
+        windows = self._unread.get(slice_id)
+        if windows is None:  # the lease is lost
+            return
+        others_are_read = self._read_s > self._failing_since_s.get(slice_id, math.inf)
+        if not others_are_read or windows.has_counted_further:  # whoever has counted further could read it
+            self._fail(error)
+        else:
+            log.error("slice_cut_short slice=%s windows=%d reason=%s", tuple(slice_id), windows.num_read, error)
+            self._end(slice_id, windows.num_read)
+
+    async def _rest(self, slice_id: SliceId, error: UserError) -> None:
         """Leave a slice alone for a while; others are read meanwhile."""
         log.warning("reading_waits slice=%d seconds=%.0f reason=%s", slice_id.slice_index, HUB_PAUSE_S, error)
         await anyio.sleep(HUB_PAUSE_S)
@@ -191,6 +217,8 @@ class SamplePool:
         items, error = await self._threads.run(_next_windows, windows, abandon_on_cancel=True)
         if self._unread.get(slice_id) is windows:  # otherwise the slice was dropped meanwhile
             self._keep(slice_id, windows, items)
+        if items or error is None:
+            self._read_s = self._clock.monotonic_s()
         if error is not None:
             raise error
 
@@ -207,12 +235,15 @@ class SamplePool:
             self._stock.notify()
         if windows.num_windows is None:
             return
-        del self._unread[slice_id]
-        self._ends.append(WindowRange(*slice_id, windows.num_windows, windows.num_windows, True))
+        self._end(slice_id, windows.num_windows)
         self._empty_in_a_row = 0 if windows.num_windows else self._empty_in_a_row + 1
-        self._changed.notify()
         if self._empty_in_a_row >= self._reader.num_slices():
-            raise self._reader.no_text()
+            self._fail(self._reader.no_text())
+
+    def _end(self, slice_id: SliceId, num_windows: int) -> None:
+        del self._unread[slice_id]
+        self._ends.append(WindowRange(*slice_id, num_windows, num_windows, True))
+        self._changed.notify()
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, UserError):

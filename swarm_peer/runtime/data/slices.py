@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm_peer.config import DataSection, RunManifest
-from swarm_peer.errors import HubFailed, UserError
+from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.policy.data.sample_ledger import MAX_SLICES
 from swarm_peer.runtime.data.corpus import Shard, open_shards, total_bytes
@@ -165,13 +165,14 @@ class SliceReader:
 class SliceWindows:
     """Iterator over the windows of one slice: (number of the window, its tokens as int32 of shape (T+1,)).
 
-    After HubFailed it may be asked again: it goes on where it was. Any other error it raises each time.
+    After UserError it may be asked again: it goes on where it was. Any other error it raises each time.
 
     Args:
         open_windows: begins to read all windows of the slice, the same each time
 
     Attributes:
         num_windows: the number of all windows of the slice, skipped ones included; None until the iterator has ended
+        num_read: how many of them have been read so far
     """
 
     def __init__(self, open_windows: Callable[[], Iterator[npt.NDArray[np.int32]]], left: Uncounted):
@@ -179,7 +180,7 @@ class SliceWindows:
         self._open = open_windows
         self._windows = open_windows()
         self._left = left
-        self._next = 0
+        self.num_read = 0
         self._error: Exception | None = None
 
     def __iter__(self) -> SliceWindows:
@@ -190,17 +191,22 @@ class SliceWindows:
             raise self._error
         try:
             for tokens in self._windows:
-                window, self._next = self._next, self._next + 1
+                window, self.num_read = self.num_read, self.num_read + 1
                 if window >= self._left.next_window or any(start <= window < end for start, end in self._left.gaps):
                     return window, tokens
-        except HubFailed:
-            self._windows = itertools.islice(self._open(), self._next, None)
+        except UserError:
+            self._windows = itertools.islice(self._open(), self.num_read, None)
             raise
         except Exception as error:
             self._error = error
             raise
-        self.num_windows = self._next
+        self.num_windows = self.num_read
         raise StopIteration
+
+    @property
+    def has_counted_further(self) -> bool:
+        """Whether windows have counted that come after those which have been read."""
+        return self._left.next_window > self.num_read
 
 
 def sample_stream(
