@@ -188,8 +188,14 @@ class CheckpointGiver:
                 return False
             return _can_go_back(standing, optimizer_step, round_number)
 
+        def leads_on(optimizer_step: int, round_number: int) -> bool:
+            return fits(optimizer_step, round_number) and _may_hold(standing, optimizer_step, round_number)
+
         try:
             newest = await self._threads.run(store.newest_that, fits_now, self._manifest, abandon_on_cancel=True)
+            if newest is None and not (given and _may_hold(standing, given.optimizer_step, given.created_at_round)):
+                # All peers that had come so far may be gone for good. Those that are left go forward then.
+                newest = await self._threads.run(store.newest_that, leads_on, self._manifest, abandon_on_cancel=True)
             if newest is None:
                 return
             self._given = None
@@ -228,10 +234,14 @@ def _has_gone_on(view: SwarmView, given: _Given | None) -> bool:
 
 def _can_go_back(standing: Standing | None, optimizer_step: int, created_at_round: int) -> bool:
     """Whether peers that stand there can go back to weights, by the step and round that made them."""
-    if standing is None:
-        return True
+    may_hold = _may_hold(standing, optimizer_step, created_at_round)
+    return may_hold and (standing is None or optimizer_step <= standing.optimizer_step)
+
+
+def _may_hold(standing: Standing | None, optimizer_step: int, created_at_round: int) -> bool:
+    """Whether weights may be of the timeline that peers stand on, though these have not come to them."""
     own = Timeline(created_at_round, optimizer_step, created_at_round)
-    return optimizer_step <= standing.optimizer_step and is_on_timeline(own, created_at_round, standing.timeline)
+    return standing is None or is_on_timeline(own, created_at_round, standing.timeline)
 
 
 def _tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:

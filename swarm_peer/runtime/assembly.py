@@ -200,7 +200,6 @@ class Assembly:
             stage=self.trainer.spec.index,
             swarm=swarm,
             snapshots=self.peer.snapshots,
-            beginning=self._beginning,
             unreached=directory.unreached,
             furthest=directory.furthest,
         )
@@ -315,6 +314,7 @@ class Assembly:
             view=lambda: directory.view,
             look=directory.refresh_surely,
             coordinators=self._coordinators,
+            beginning=self._beginning,
         )
 
     def _make_launcher(self, core: ReplicaCore, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:

@@ -1480,6 +1480,18 @@ async def test_no_checkpoint_is_given_that_the_peers_who_are_left_have_not_come_
     await lost.gives((6, 6))
 
 
+async def test_where_only_peers_that_were_cut_off_are_left_the_newest_checkpoint_is_given_once(lost, caplog):
+    """There is none of what they have come to any more: they go forward."""
+    caplog.set_level("INFO")
+    lost.save(6, 6)
+    lost.save(9, 9)
+    await lost.stand_at(FIRST_TIMELINE, 5)
+    lost.peers = [0, 1]
+    await lost.gives((9, 9))
+    await lost.looks(200)
+    assert caplog.text.count("checkpoint_given") == 1, "a download of it would be cut off"
+
+
 async def test_a_checkpoint_that_peers_have_gone_back_from_makes_way_for_an_earlier_one(lost):
     """Until the run makes updates again, its lines do not tell."""
     lost.save(6, 6)

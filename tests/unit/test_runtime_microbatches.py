@@ -161,6 +161,7 @@ class Peer:
             view=swarm.view,
             look=None,
             coordinators=None,
+            beginning=None,
         )
         self.handover = GradientHandover(context=context, core=core, swarm=access, barrier=barrier)
         calls = handler.calls | barrier.calls | gossip.calls | self.handover.calls

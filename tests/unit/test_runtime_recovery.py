@@ -2,7 +2,7 @@ import asyncio
 import sys
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial, reduce
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from given_states import GivenStates
 from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable
+from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.agreement import Verdict
@@ -128,14 +128,17 @@ class Peer:
         self.denies = None  # why it would not go back
         self.enter(round_number, timeline)
         access = SimpleNamespace(
-            transport=self.transport, view=swarm.view, look=swarm.look, coordinators=find_coordinators
+            transport=self.transport,
+            view=swarm.view,
+            look=swarm.look,
+            coordinators=find_coordinators,
+            beginning=swarm.beginning,
         )
         self.recovery = Recovery(
             context=context,
             stage=stage,
             swarm=access,
             snapshots=self.donor.store,
-            beginning=swarm.beginning,
             unreached=swarm.unreached,
             furthest=lambda: swarm.furthest,
         )
@@ -812,6 +815,32 @@ async def test_where_the_copies_of_a_lost_stage_are_gone_it_begins_with_a_checkp
     await assert_state(start.fetch, 1, 40)
 
 
+@pytest.mark.parametrize("reached", [(47, 45), (41, 41), (47, 39), (0, 0)])
+async def test_where_only_peers_that_were_cut_off_are_left_the_run_goes_forward_to_a_checkpoint(swarm, reached):
+    """The run has come to it, by word of the run key; its snapshots from before are gone."""
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await swarm.add(peer_id, stage, round_number=33)
+    await give_checkpoint(swarm, 40)
+    swarm.reached = reached
+    finding = (await swarm.newcomer()).recovery.find_start()
+    if min(reached) < 40:
+        with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+            await finding
+        return
+    start = await finding
+    assert (start.timeline, start.rewound) == (Timeline(reached[0] + ROUNDS_BETWEEN_TIMELINES, 40, 40), True)
+    await assert_state(start.fetch, 1, 40)
+
+
+async def test_peers_whose_snapshots_are_from_after_where_they_stand_are_not_followed(swarm):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=33)
+        await peer.store_snapshot((0, 40), (1, 40), (2, 40))
+    swarm.reached = 47, 45
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await (await swarm.newcomer()).recovery.find_start()
+
+
 async def test_a_checkpoint_of_weights_that_the_run_has_given_up_is_not_taken(swarm):
     for stage, peer_id in ((0, "a"), (2, "c")):
         await (await swarm.add(peer_id, stage, round_number=50, timeline=NEWER)).store_snapshot((stage, 40))
@@ -1326,6 +1355,18 @@ class AveragerOfEqualGradients:
 class Follower:
     """A peer of stage 0 with a trainer, and a step loop that never comes to a round's end by itself."""
 
+    reached = 0, 0
+
+    async def beginning(self):
+        reached_round, reached_step = self.reached
+        return TimelineRecord(
+            first_round=0,
+            first_optimizer_step=0,
+            begun=1,
+            reached_round=reached_round,
+            reached_optimizer_step=reached_step,
+        )
+
     def contribution(self):
         return contribution._contribution(self.trainer, self.metrics, self.steps.step.round_number)
 
@@ -1401,6 +1442,7 @@ class Follower:
                 view=self.view,
                 look=self.look,
                 coordinators=find_coordinators,
+                beginning=self.beginning,
             ),
             group=group,
             state_server=self.donor.server,
@@ -1527,6 +1569,23 @@ async def test_liars_rewind_nothing(follower, call, error, reason):
     with pytest.raises(error, match=reason):
         await follower.rewind(**call)
     assert follower.target is None
+
+
+@pytest.mark.parametrize(("reached", "is_obeyed"), [((9, 5), True), ((9, 4), True), ((9, 3), False), ((3, 9), False)])
+async def test_a_peer_that_was_cut_off_goes_forward_to_where_the_run_has_been(follower, reached, is_obeyed):
+    follower.reached = reached
+    with suppress(InvalidMessage):
+        await follower.rewind(optimizer_step=4)
+    assert follower.target == (Timeline(38, 4, 4) if is_obeyed else None)
+
+
+async def test_no_peer_goes_forward_while_the_dht_does_not_tell_where_the_run_has_been(follower, monkeypatch):
+    async def no_answer():
+        raise CallTimeout("no answer")
+
+    monkeypatch.setattr(follower.steps.rewinds, "_beginning", no_answer)
+    with pytest.raises(InvalidMessage, match="the run has made 3 updates and cannot go back to"):
+        await follower.rewind(optimizer_step=4)
 
 
 async def test_a_stage_that_is_not_lost_rewinds_nothing(follower):

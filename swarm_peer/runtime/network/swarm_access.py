@@ -10,6 +10,7 @@ from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.wire.records import TimelineRecord
 
 
 class Look(Protocol):
@@ -26,6 +27,8 @@ class SwarmAccess:
     Attributes:
         view: returns the swarm as this peer knows it now
         coordinators: finds the ids of the run's coordinators, which give checkpoints
+        beginning: finds the run's first timeline, and how far it has come; signed by the run key. Raises CallError if
+            the DHT does not tell
     """
 
     transport: Transport
@@ -34,6 +37,7 @@ class SwarmAccess:
     view: Callable[[], SwarmView]
     look: Look
     coordinators: Callable[[], Awaitable[Sequence[str]]]
+    beginning: Callable[[], Awaitable[TimelineRecord]]
 
     def stage_mates(self, stage: int) -> list[str]:
         """Ids of the other peers that serve a stage."""

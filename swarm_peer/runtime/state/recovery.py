@@ -7,7 +7,7 @@ peer: step/step_loop.py takes the state over or rewinds. Snapshots are taken by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -38,7 +38,6 @@ from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.joining import Fetch, Take, take_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
-from swarm_peer.wire.records import TimelineRecord
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,6 @@ class Recovery:
         stage: int,
         swarm: SwarmAccess,
         snapshots: SnapshotStore,
-        beginning: Callable[[], Awaitable[TimelineRecord]],
         unreached: Callable[[], Sequence[PeerView]],
         furthest: Callable[[], tuple[int, int]],
     ):
@@ -122,7 +120,6 @@ class Recovery:
 
         Args:
             snapshots: the snapshots that this peer keeps itself
-            beginning: the run's first timeline, and how far it has come; signed by the run key
             unreached: peers with a recent announcement that could not be reached, and are not in the view for that
                 reason
             furthest: the latest round that peers stood in when some last served, and its optimizer step
@@ -141,7 +138,6 @@ class Recovery:
             snapshots=snapshots,
             rng=context.random.stream("recovery"),
         )
-        self._beginning = beginning
         self._unreached = unreached
         self._furthest = furthest
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
@@ -158,7 +154,7 @@ class Recovery:
         view = self._swarm.view()
         missing = missed(view, self._stage, self._unreached())
         self._for_unreached.check([f"peer {peer} cannot be reached, and may announce itself again" for peer in missing])
-        record = await self._beginning()
+        record = await self._swarm.beginning()
         first = record.timeline()
         # Coordinators give the checkpoint that the run goes on from, and the newest one where a stage is lost.
         coordinators = await self._swarm.coordinators()
@@ -182,7 +178,16 @@ class Recovery:
         # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
         intervals = 0 if first.first_optimizer_step else INTERVALS_FROM_SCRATCH
         from_scratch = intervals * self._manifest.recovery.snapshot_every
-        return await self._rewind(standing, believed, snapshots, from_scratch)
+        rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
+        if rewind.optimizer_step is None:
+            # The peers that had come further may all have gone, and those that are left were cut off from them.
+            given = {peer: held for peer, held in snapshots.items() if peer in coordinators}
+            reached_round, reached_step = record.reached()
+            forward = self._choose_rewind(given, reached_step, from_scratch=-1)
+            if forward.optimizer_step is None:
+                raise CallError(rewind.reason)
+            rewind, standing = forward, replace(standing, round_number=max(standing.round_number, reached_round))
+        return await self._rewind(rewind, standing, believed)
 
     def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
         """Let peers with smaller ids go first."""
@@ -236,25 +241,16 @@ class Recovery:
         ]
         return snapshots
 
-    async def _rewind(
-        self,
-        standing: Standing,
-        believed: Collection[str],
-        snapshots: Mapping[str, Sequence[SnapshotRef]],
-        from_scratch: int,
-    ) -> Start:
-        """Begin a new timeline with the newest state of which peers hold snapshots of all stages.
+    async def _rewind(self, rewind: Rewind, standing: Standing, believed: Collection[str]) -> Start:
+        """Begin a new timeline with a state that there is of all stages.
 
         Args:
             believed: the peers whose claims of where they stand are credible
-            from_scratch: without such a state, begin anew if the run has made at most this many optimizer steps
 
         Raises:
-            CallError: there is no such state, or others see stage-mates
+            CallError: others see stage-mates
         """
-        rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
-        if rewind.optimizer_step is None:
-            raise CallError(rewind.reason)
+        assert rewind.optimizer_step is not None
         first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES + timeline_offset(self._stage, believed)
         timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
         await self._check_loss(timeline)

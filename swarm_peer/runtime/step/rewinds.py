@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.runtime.context import PeerContext
@@ -35,6 +35,7 @@ class Rewinds:
         self._rounds = core.rounds
         self._admission = core.admission
         self._look = swarm.look
+        self._beginning = swarm.beginning
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -62,12 +63,24 @@ class Rewinds:
             made = step.optimizer_step
             # No newcomer could join a timeline that cannot be. If the run has made more updates than this peer, a peer
             # that was cut off has begun its stage anew: so it looks where the run is.
-            if call.first_optimizer_step > made or not target.allows_round(call.first_round):
+            is_known = call.first_optimizer_step <= made or await self._has_reached(target)
+            if not is_known or not target.allows_round(call.first_round):
                 self._admission.saw_round(call.first_round)
                 raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
             if not call.asks_only:
                 self.go_back(target)
         return Reply(RewindReply(round_number=self._rounds.step.round_number).model_dump())
+
+    async def _has_reached(self, target: Timeline) -> bool:
+        """Whether a coordinator has seen the run come to the weights that a timeline begins with.
+
+        All peers that had come to them may be gone. This one was cut off, and has to go forward.
+        """
+        try:
+            reached_round, reached_step = (await self._beginning()).reached()
+        except CallError:
+            return False
+        return target.created_at_round <= reached_round and target.first_optimizer_step <= reached_step
 
     def go_back(self, timeline: Timeline) -> None:
         """Have the replica rewind to a newer timeline, if it has not done so already."""
