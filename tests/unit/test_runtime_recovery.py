@@ -832,6 +832,19 @@ async def test_where_only_peers_that_were_cut_off_are_left_the_run_goes_forward_
     await assert_state(start.fetch, 1, 40)
 
 
+@pytest.mark.parametrize("round_number", [0, 5])
+async def test_peers_that_have_hardly_begun_do_not_begin_a_run_anew_that_has_come_far(swarm, round_number):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await swarm.add(peer_id, stage, round_number=round_number)
+    swarm.reached = 5000, 4990
+    newcomer = await swarm.newcomer()
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await newcomer.recovery.find_start()
+    await give_checkpoint(swarm, 4000)
+    start = await newcomer.recovery.find_start()
+    assert start.timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
+
+
 async def test_peers_whose_snapshots_are_from_after_where_they_stand_are_not_followed(swarm):
     for stage, peer_id in ((0, "a"), (2, "c")):
         peer = await swarm.add(peer_id, stage, round_number=33)
@@ -1577,6 +1590,12 @@ async def test_a_peer_that_was_cut_off_goes_forward_to_where_the_run_has_been(fo
     with suppress(InvalidMessage):
         await follower.rewind(optimizer_step=4)
     assert follower.target == (Timeline(38, 4, 4) if is_obeyed else None)
+
+
+async def test_however_far_a_peer_is_behind_it_goes_forward(follower):
+    follower.reached = 5000, 4990
+    await follower.rewind(optimizer_step=4000, round_number=5004)
+    assert follower.target == Timeline(5004, 4000, 4000)
 
 
 async def test_no_peer_goes_forward_while_the_dht_does_not_tell_where_the_run_has_been(follower, monkeypatch):

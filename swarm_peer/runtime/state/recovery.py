@@ -166,7 +166,8 @@ class Recovery:
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
-        if standing.round_number <= standing.timeline.first_round:
+        reached_round, reached_step = record.reached()
+        if max(standing.round_number, reached_round) <= standing.timeline.first_round:
             beginning = standing.timeline
             wanted = SnapshotRef(self._stage, beginning.created_at_round, beginning.first_optimizer_step)
             holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
@@ -178,11 +179,15 @@ class Recovery:
         # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
         intervals = 0 if first.first_optimizer_step else INTERVALS_FROM_SCRATCH
         from_scratch = intervals * self._manifest.recovery.snapshot_every
+        if reached_step > from_scratch:  # the peers that are left may have come less far
+            from_scratch = -1
         rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
         if rewind.optimizer_step is None:
             # The peers that had come further may all have gone, and those that are left were cut off from them.
-            given = {peer: held for peer, held in snapshots.items() if peer in coordinators}
-            reached_round, reached_step = record.reached()
+            given = {
+                peer: [known for known in snapshots.get(peer, ()) if known.created_at_round <= reached_round]
+                for peer in coordinators
+            }
             forward = self._choose_rewind(given, reached_step, from_scratch=-1)
             if forward.optimizer_step is None:
                 raise CallError(rewind.reason)

@@ -57,30 +57,31 @@ class Rewinds:
             # Round by round: a mate that is on another timeline may have come to later rounds on that.
             if any(peer.optimizer_step != target.optimizer_step_at(peer.round_number) for peer in others):
                 raise NotServing(f"stage {call.lost_stage} has not lost its peers: {len(others)} others serve it")
+            # All peers that had come further may be gone. This one was cut off then, and has to go forward.
             step = self._rounds.step
-            if call.first_round > step.round_number + MAX_ROUNDS_OF_REWIND:
+            is_near = call.first_round <= step.round_number + MAX_ROUNDS_OF_REWIND
+            knows = is_near and call.first_optimizer_step <= step.optimizer_step
+            reached_round, reached_step = (0, 0) if knows else await self._reached()
+            step = self._rounds.step
+            if call.first_round > max(step.round_number, reached_round) + MAX_ROUNDS_OF_REWIND:
                 raise InvalidMessage(f"the run is in round {step.round_number} and cannot go on in {call.first_round}")
             made = step.optimizer_step
             # No newcomer could join a timeline that cannot be. If the run has made more updates than this peer, a peer
             # that was cut off has begun its stage anew: so it looks where the run is.
-            is_known = call.first_optimizer_step <= made or await self._has_reached(target)
-            if not is_known or not target.allows_round(call.first_round):
+            has_reached = call.created_at_round <= reached_round and call.first_optimizer_step <= reached_step
+            if not (call.first_optimizer_step <= made or has_reached) or not target.allows_round(call.first_round):
                 self._admission.saw_round(call.first_round)
                 raise InvalidMessage(f"the run has made {made} updates and cannot go back to {target}")
             if not call.asks_only:
                 self.go_back(target)
         return Reply(RewindReply(round_number=self._rounds.step.round_number).model_dump())
 
-    async def _has_reached(self, target: Timeline) -> bool:
-        """Whether a coordinator has seen the run come to the weights that a timeline begins with.
-
-        All peers that had come to them may be gone. This one was cut off, and has to go forward.
-        """
+    async def _reached(self) -> tuple[int, int]:
+        """The round and optimizer step that a coordinator has seen the run come to; zeros if nobody tells."""
         try:
-            reached_round, reached_step = (await self._beginning()).reached()
+            return (await self._beginning()).reached()
         except CallError:
-            return False
-        return target.created_at_round <= reached_round and target.first_optimizer_step <= reached_step
+            return 0, 0
 
     def go_back(self, timeline: Timeline) -> None:
         """Have the replica rewind to a newer timeline, if it has not done so already."""
