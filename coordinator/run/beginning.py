@@ -14,7 +14,7 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import TimelineRecord, timeline_key
 
-# Pause between looks while the DHT does not answer.
+# Pause between looks at how far the run is, and at the DHT while it does not answer.
 LOOK_S = 2.0
 
 

@@ -410,9 +410,12 @@ class Invariants:
             self.records.doubled += len(ids) - len(set(ids))
             self.tube.committed(stage, step.round_number)
             self._check_update(place, beginning)
-        # A run whose peers have all died in its first rounds may begin anew, with the same samples under other names.
-        elif beginning.ids != ids and self._rows_of(beginning.ids) != self._rows_of(ids):
+        elif beginning.ids != ids and not self._are_begun_anew(beginning.ids, ids):
             self.tube.violation(f"an update of round {step.round_number} of stage {stage} is of different microbatches")
+
+    def _are_begun_anew(self, known: Sequence[bytes], ids: Sequence[bytes]) -> bool:
+        """Whether all samples are the same and all microbatches others: if all peers die, a run may begin anew."""
+        return set(known).isdisjoint(ids) and self._rows_of(known) == self._rows_of(ids)
 
     def _rows_of(self, ids: Iterable[bytes]) -> list[list[int]]:
         return sorted(row.tolist() for each in ids for row in self.records.microbatches[each][0])

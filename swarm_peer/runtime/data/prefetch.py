@@ -34,7 +34,7 @@ WINDOWS_AT_A_TIME = 8
 # for an hour from a slice's first failure: if its peers left, the run would lose stage 0.
 HUB_PAUSE_S = 30.0
 HUB_PATIENCE_S = 3600.0
-# And for so long from a local file.
+# The pool reads a local file again after the same pauses, for so long.
 FILE_PATIENCE_S = 60.0
 
 
