@@ -9,11 +9,16 @@ import numpy as np
 
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted
-from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceWindows
+from swarm_peer.runtime.data.slices import ALL_WINDOWS, OPEN_SLICES, SliceWindows
 
 
 class FakeReader:
-    """Slices of windows whose tokens say which sample it is. `being_read` are those that are begun and not closed."""
+    """Slices of windows whose tokens say which sample it is.
+
+    Attributes:
+        being_read: slices that are begun and not closed
+        disk_error: that slices fail with which are begun from now on
+    """
 
     at_a_time = OPEN_SLICES
 
@@ -22,6 +27,7 @@ class FakeReader:
         self.read: list[SampleId] = []
         self.being_read: list[SliceId] = []
         self.errors: dict[SampleId, Exception] = {}
+        self.disk_error: Exception | None = None
 
     def num_slices(self) -> int:
         return len(self.lengths)
@@ -32,10 +38,12 @@ class FakeReader:
     def no_text(self) -> UserError:
         return UserError("no text")
 
-    def open(self, slice_id: SliceId, left: Uncounted) -> SliceWindows:
+    def open(self, slice_id: SliceId, left: Uncounted = ALL_WINDOWS) -> SliceWindows:
         return SliceWindows(partial(self.windows, slice_id), left)
 
     def windows(self, slice_id: SliceId) -> Iterator[np.ndarray]:
+        if self.disk_error is not None:
+            raise self.disk_error
         self.being_read.append(slice_id)
         try:
             for window in range(self.lengths[slice_id.slice_index]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections import deque
 from typing import NamedTuple
 
@@ -36,6 +35,8 @@ HUB_PAUSE_S = 30.0
 HUB_PATIENCE_S = 3600.0
 # The pool reads a local file again after the same pauses, for so long.
 FILE_PATIENCE_S = 60.0
+# Other slices of which one has to be readable before a slice is ended where it cannot be read. Some may be broken, too.
+MOST_PROBED = 8
 
 
 class Sample(NamedTuple):
@@ -48,8 +49,9 @@ class Sample(NamedTuple):
 class SamplePool:
     """Gives out samples of several slices, mixed; the samples of one slice come in their order.
 
-    All samples of a pass are read and given out before those of a later pass, in whatever order slices are leased. All
-    methods belong to the event loop's thread; `run` reads in worker threads, one at a time.
+    All samples of a pass are read and given out before those of a later pass, in whatever order slices are leased, but
+    for slices that cannot be read at present. All methods belong to the event loop's thread; `run` reads in worker
+    threads, one at a time.
 
     Args:
         reader: `run` reads with it in worker threads, so no other thread should
@@ -70,7 +72,7 @@ class SamplePool:
         self._empty_in_a_row = 0
         self._resting: set[SliceId] = set()  # reading these has just failed
         self._failing_since_s: dict[SliceId, float] = {}
-        self._read_s = -math.inf  # when something was last read
+        self._has_read = False
         self._error: UserError | None = None
 
     async def run(self) -> None:
@@ -86,14 +88,13 @@ class SamplePool:
                     slice_id = self._choose()
                     try:
                         await self._read_some(slice_id)
-                        self._failing_since_s.pop(slice_id, None)
                     except UserError as error:
-                        if self._may_try_again(slice_id, error):
+                        if await self._may_try_again(slice_id, error):
                             self._resting.add(slice_id)
                             self._changed.notify()
                             pauses.start_soon(self._rest, slice_id, error)
                         else:
-                            self._give_up(slice_id, error)
+                            await self._give_up(slice_id, error)
                     except Exception as error:  # `next_samples` raises it, which ends the peer
                         self._fail(error)
         finally:
@@ -113,8 +114,8 @@ class SamplePool:
 
     @property
     def is_read_out(self) -> bool:
-        """Whether all leased slices have been read to their ends, so that it is time to run ahead to the next pass."""
-        return not self._unread
+        """Whether no leased slice has more to read at present, so that it is time to run ahead to the next pass."""
+        return self._unread.keys() <= self._resting
 
     def add_lease(self, slice_id: SliceId, left: Uncounted) -> None:
         """Read a slice from now on. It must not be leased already.
@@ -173,15 +174,15 @@ class SamplePool:
 
     # --- reading
 
-    def _may_try_again(self, slice_id: SliceId, error: UserError) -> bool:
+    async def _may_try_again(self, slice_id: SliceId, error: UserError) -> bool:
         is_of_hub = isinstance(error, HubFailed)
-        if not is_of_hub and self._read_s == -math.inf:  # the settings are wrong, or the files are not there at all
+        if not (is_of_hub or self._has_read or await self._can_read_others(slice_id)):  # the settings are wrong
             return False
         now_s = self._clock.monotonic_s()
         since_s = self._failing_since_s.setdefault(slice_id, now_s)
         return now_s - since_s < (HUB_PATIENCE_S if is_of_hub else FILE_PATIENCE_S)
 
-    def _give_up(self, slice_id: SliceId, error: UserError) -> None:
+    async def _give_up(self, slice_id: SliceId, error: UserError) -> None:
         """End a slice where it cannot be read any further, if others can be read; else fail.
 
         Otherwise each peer of stage 0 would lease it in its turn, and leave.
@@ -189,12 +190,25 @@ class SamplePool:
         windows = self._unread.get(slice_id)
         if windows is None:  # the lease is lost
             return
-        others_are_read = self._read_s > self._failing_since_s.get(slice_id, math.inf)
-        if not others_are_read or windows.has_counted_further:  # whoever has counted further could read it
-            self._fail(error)
-        else:
+        # A peer that has counted further could read it.
+        is_cut = not windows.has_counted_further and await self._can_read_others(slice_id)
+        if self._unread.get(slice_id) is not windows:
+            return
+        if is_cut:
             log.error("slice_cut_short slice=%s windows=%d reason=%s", tuple(slice_id), windows.num_read, error)
             self._end(slice_id, windows.num_read)
+        else:
+            self._fail(error)
+
+    async def _can_read_others(self, slice_id: SliceId) -> bool:
+        """Whether another slice can be read from its beginning; slices that are open have much in their buffers."""
+        others = [index for index in range(self._reader.num_slices()) if index != slice_id.slice_index]
+        for index in self._rng.sample(others, min(len(others), MOST_PROBED)):
+            windows = self._reader.open(SliceId(slice_id.pass_number, index))
+            items, error = await self._threads.run(_next_windows, windows, abandon_on_cancel=True)
+            if items or error is None:
+                return True
+        return False
 
     async def _rest(self, slice_id: SliceId, error: UserError) -> None:
         """Leave a slice alone for a while; others are read meanwhile."""
@@ -208,9 +222,10 @@ class SamplePool:
         return bool(self._readable()) and has_room and self._error is None
 
     def _readable(self) -> list[SliceId]:
-        """The slices to read from: of the oldest pass that is not read out, those that do not rest."""
-        oldest = min((slice_id.pass_number for slice_id in self._unread), default=0)
-        return [known for known in self._unread if known.pass_number == oldest and known not in self._resting]
+        """The slices to read from: of those that do not rest, the ones of the oldest pass."""
+        awake = self._unread.keys() - self._resting
+        oldest = min((slice_id.pass_number for slice_id in awake), default=0)
+        return [known for known in self._unread if known.pass_number == oldest and known in awake]
 
     async def _read_some(self, slice_id: SliceId) -> None:
         windows = self._unread[slice_id]
@@ -218,7 +233,8 @@ class SamplePool:
         if self._unread.get(slice_id) is windows:  # otherwise the slice was dropped meanwhile
             self._keep(slice_id, windows, items)
         if items or error is None:
-            self._read_s = self._clock.monotonic_s()
+            self._has_read = True
+            self._failing_since_s.pop(slice_id, None)
         if error is not None:
             raise error
 
