@@ -1871,6 +1871,30 @@ async def test_what_a_peer_brought_to_updates_that_its_stage_mates_did_not_make_
     assert split.lost == 9, "nothing is lost twice"
 
 
+async def test_what_a_peer_brings_to_an_update_that_a_rewind_finds_under_way_is_lost_too(split, monkeypatch):
+    """The run goes forward to a checkpoint, since all that had come further are gone."""
+    trainer, is_changing, may_end = split.follower.trainer, threading.Event(), threading.Event()
+    apply = trainer.apply
+
+    def slowly(gradients):
+        is_changing.set()
+        may_end.wait(10)
+        return apply(gradients)
+
+    monkeypatch.setattr(trainer, "apply", slowly)
+    gradients = [torch.ones_like(parameter) for parameter in trainer.module.parameters()]
+    trainer.num_samples = split.steps._rounds.current.samples = 5
+    settlement = Settlement(Verdict.COMMIT, gradients, extend_history(split.hashes[-1], gradients), 5)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(split.steps._commit, settlement)
+        await anyio.to_thread.run_sync(is_changing.wait, 10)
+        tasks.cancel_scope.cancel()
+        may_end.set()
+    forward = Timeline(split.step + 90, split.step + 20, split.step + 80)
+    await split.take_over(forward.first_round, split.lineage(0, 20), forward)
+    assert split.lost == 2 + 3 + 4 + 5
+
+
 @pytest.mark.parametrize(("num_common", "snapshots"), [(0, []), (1, []), (2, [1]), (3, [1, 3])])
 async def test_where_updates_are_delayed_the_snapshot_of_the_last_common_step_is_of_no_use(
     split, num_common, snapshots

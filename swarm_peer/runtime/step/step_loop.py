@@ -304,7 +304,8 @@ class StepLoop:
         if self._manifest.averaging.mode == "delayed" and self._manifest.recovery.snapshots_at(step.optimizer_step):
             await self._device_thread.run(Priority.STEP, partial(self._trainer.strategy.expect, settlement.gradients))
             await self._state_server.keep_complete()
-        result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
+        with anyio.CancelScope(shield=True):  # a rewind must know what this peer brought to the update
+            result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
         self._own_work.note(self._rounds.current)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
