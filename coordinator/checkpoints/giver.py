@@ -62,6 +62,9 @@ class CheckpointGiver:
         """
         self._manifest = manifest
         self._given: _Given | None = None
+        # Checkpoints that could not be given, by their steps and rounds: they wait until the run has gone on, or there
+        # is no other.
+        self._failed: set[tuple[int, int]] = set()
         self._threads = context.threads
         self._snapshots = SnapshotStore(
             clock=context.clock, threads=context.threads, storage=FolderStorage(folder), is_member=_is_member
@@ -127,8 +130,9 @@ class CheckpointGiver:
     async def give_when_lost(self, transport: Transport, store: CheckpointStore, fits: Fits, watch: RunWatch) -> None:
         """Give a checkpoint whenever a stage has been without peers for a lifetime; until cancelled.
 
-        It is the newest one that the run can go back to, and is given until all stages have gone back: their peers may
-        need it, too. A newer one that can be read only later, or is still being written as the stage is lost, takes its
+        It is the newest one of the part of the run that the peers stand on, and is given until all stages have gone
+        there: their peers may need it, too. If the peers that are left have not come to it, they go forward (see
+        Recovery). A newer one that can be read only later, or is still being written as the stage is lost, takes its
         place while no peer has begun with it.
 
         Args:
@@ -151,8 +155,12 @@ class CheckpointGiver:
                         await anyio.sleep(LOOK_S)
             if self._given is not None:
                 # The run goes on. When it is lost again, no peer must begin with this before a newer one is given.
-                self._given = None
-                self._snapshots.give_up(-1, MAX_ROUND)
+                self._give_nothing()
+            self._failed.clear()
+
+    def _give_nothing(self) -> None:
+        self._given = None
+        self._snapshots.give_up(-1, MAX_ROUND)  # what was given, or a part of it
 
     async def _ask_standing(self, transport: Transport, view: SwarmView) -> Standing | None:
         """How far the run has come, as peers that join find it (see Recovery): None if no serving peer answers.
@@ -175,40 +183,43 @@ class CheckpointGiver:
     async def _give_newest(
         self, store: CheckpointStore, fits: Fits, standing: Standing | None, view: SwarmView
     ) -> None:
-        """Give the newest checkpoint that fits, if there is one, it can be read, and it is not given already.
+        """Give the newest checkpoint that fits, if there is one that is not given already, and can be.
 
         It gives one at a time: peers judge by its timeline, which begins with it, whether the run has given it up.
         """
+        while (newest := await self._find_better(store, fits, standing)) is not None:
+            self._give_nothing()
+            try:
+                await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
+            except (UserError, OSError) as error:
+                log.warning("checkpoint_not_given reason=%s", error)
+                self._failed.add((newest.optimizer_step, newest.round_number))
+                continue
+            log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
+            # Where peers begin anew is reckoned from the same (see Recovery): a false announcement does not move it.
+            reached = newest_position(view).round_number if standing is None else standing.round_number
+            last_round = max(newest.round_number, reached)
+            self._given = _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
+            return
+        if self._given is None:
+            self._failed.clear()
+
+    async def _find_better(self, store: CheckpointStore, fits: Fits, standing: Standing | None) -> Checkpoint | None:
+        """The newest checkpoint that could be given in the place of the present one, if there is one."""
         given, given_round = self._given, -1
-        if given is not None and _can_go_back(standing, given.optimizer_step, given.created_at_round):
+        if given is not None and _may_hold(standing, given.optimizer_step, given.created_at_round):
             given_round = given.created_at_round
 
-        def fits_now(optimizer_step: int, round_number: int) -> bool:
-            if round_number <= given_round or not fits(optimizer_step, round_number):
+        def is_better(optimizer_step: int, round_number: int) -> bool:
+            if round_number <= given_round or (optimizer_step, round_number) in self._failed:
                 return False
-            return _can_go_back(standing, optimizer_step, round_number)
-
-        def leads_on(optimizer_step: int, round_number: int) -> bool:
             return fits(optimizer_step, round_number) and _may_hold(standing, optimizer_step, round_number)
 
         try:
-            newest = await self._threads.run(store.newest_that, fits_now, self._manifest, abandon_on_cancel=True)
-            if newest is None and not (given and _may_hold(standing, given.optimizer_step, given.created_at_round)):
-                # All peers that had come so far may be gone for good. Those that are left go forward then.
-                newest = await self._threads.run(store.newest_that, leads_on, self._manifest, abandon_on_cancel=True)
-            if newest is None:
-                return
-            self._given = None
-            self._snapshots.give_up(-1, MAX_ROUND)  # what was given before, or a part of it
-            await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
-            log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
-        except (UserError, OSError) as error:
+            return await self._threads.run(store.newest_that, is_better, self._manifest, abandon_on_cancel=True)
+        except UserError as error:
             log.warning("checkpoint_not_given reason=%s", error)
-            return
-        # Where peers begin anew is reckoned from the same (see Recovery): a false announcement does not move it.
-        reached = newest_position(view).round_number if standing is None else standing.round_number
-        last_round = max(newest.round_number, reached)
-        self._given = _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
+            return None
 
     async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
         for stage in range(self._manifest.stages.count):
@@ -230,12 +241,6 @@ def _has_gone_on(view: SwarmView, given: _Given | None) -> bool:
     """Whether all stages have peers again; once a checkpoint is given, peers that have gone back or need not."""
     next_round = 0 if given is None else given.next_round
     return all(any(peer.round_number >= next_round for peer in view.serving(stage)) for stage in range(view.num_stages))
-
-
-def _can_go_back(standing: Standing | None, optimizer_step: int, created_at_round: int) -> bool:
-    """Whether peers that stand there can go back to weights, by the step and round that made them."""
-    may_hold = _may_hold(standing, optimizer_step, created_at_round)
-    return may_hold and (standing is None or optimizer_step <= standing.optimizer_step)
 
 
 def _may_hold(standing: Standing | None, optimizer_step: int, created_at_round: int) -> bool:

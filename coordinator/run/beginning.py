@@ -29,6 +29,7 @@ class Beginning:
         begun_s: Unix seconds at which the run began, or was resumed
         is_known: whether a record of it, another coordinator's or an own one, has been found in the DHT
         reached: the latest round that a coordinator has seen the run in, and the optimizer step of its weights
+        told: what the DHT has taken of that from this coordinator
     """
 
     def __init__(self, dht: SwarmDHT, run_id: str, now_s: float):
@@ -37,7 +38,7 @@ class Beginning:
         self.timeline = FIRST_TIMELINE
         self.begun_s = int(now_s)
         self.is_known = False
-        self.reached = 0, 0
+        self.reached = self.told = 0, 0
         self._void = 0, 0  # what was seen up to here was before the run was resumed
 
     async def find(self) -> None:
@@ -76,20 +77,19 @@ class Beginning:
         return begun_s > self.begun_s
 
     async def follow(self, position: Callable[[], tuple[int, int]], seconds: float) -> None:
-        """Note for a while how far the run is; only until its first step, if that comes meanwhile.
+        """Note for a while how far the run is; only until its first step, if nobody has been told of one.
 
         Newcomers must hear of that step: from then on they do not begin anew.
 
         Args:
             position: the round that this coordinator sees the run in, and its optimizer step
         """
-        had_begun = self.reached != (0, 0)
         with anyio.move_on_after(seconds):
             while True:
-                self.see(*position())
-                if not had_begun and self.reached != (0, 0):
-                    return
                 await anyio.sleep(LOOK_S)
+                self.see(*position())
+                if self.reached != (0, 0) and self.told == (0, 0):
+                    return
 
     def see(self, round_number: int, optimizer_step: int) -> None:
         """Note that this coordinator has seen the run in a round."""

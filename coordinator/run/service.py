@@ -349,17 +349,17 @@ class RunService:
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""
-        await self._store_for_run(timeline_key(self._run_id), self._beginning.record())
-        manifest = ManifestRecord(manifest=self.manifest.canonical_json().decode())
-        await self._store_for_run(MANIFESTS_KEY, manifest)
+        if await self._store_for_run(timeline_key(self._run_id), record := self._beginning.record()):
+            self._beginning.told = record.reached()
+        await self._store_for_run(MANIFESTS_KEY, ManifestRecord(manifest=self.manifest.canonical_json().decode()))
         await self._tell_revocations()
 
     async def _tell_revocations(self) -> None:
         if told := self._dht.passes.revocations:
             await self._store_for_run(revocations_key(self._run_id), RevocationsRecord(revocations=told))
 
-    async def _store_for_run(self, key: str, record: Record) -> None:
-        await self._dht.store(key, record, self._run_id, RUN_LIFETIME_S, signer=self._run_key)
+    async def _store_for_run(self, key: str, record: Record) -> bool:
+        return await self._dht.store(key, record, self._run_id, RUN_LIFETIME_S, signer=self._run_key)
 
     def _position(self) -> tuple[int, int]:
         return self.watch.round_number + 1, self.watch.optimizer_step

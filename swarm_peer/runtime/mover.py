@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first_line
 from swarm_peer.policy.view import UNDECIDED, PeerState
@@ -18,6 +19,7 @@ from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment
 from swarm_peer.runtime.replica import StageReplica, check_data
 from swarm_peer.runtime.stage.device_errors import is_out_of_memory
+from swarm_peer.runtime.state.rescue import watch_stages
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class Mover:
 
     async def rescue(self, replica: StageReplica) -> None:
         """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
-        await self._move_to(replica, replica.parts.recovery.watch_stages, lambda: True)
+        lost = partial(watch_stages, self._context, replica.parts.swarm)
+        await self._move_to(replica, lost, lambda: True)
 
     async def _move_to(
         self, replica: StageReplica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]

@@ -1471,25 +1471,18 @@ async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):
     await lost.gives((6, 6))
 
 
-async def test_no_checkpoint_is_given_that_the_peers_who_are_left_have_not_come_to(lost):
-    """The stage that is lost was further than they are."""
-    lost.save(6, 6)
-    lost.save(9, 9)
-    await lost.stand_at(FIRST_TIMELINE, 8)
-    lost.peers = [0, 1]
-    await lost.gives((6, 6))
-
-
-async def test_where_only_peers_that_were_cut_off_are_left_the_newest_checkpoint_is_given_once(lost, caplog):
-    """There is none of what they have come to any more: they go forward."""
+@pytest.mark.parametrize("round_number", [5, 8])
+async def test_where_peers_have_not_come_to_the_newest_checkpoint_they_get_it_once(lost, caplog, round_number):
+    """The stage that is lost was further than they are: they go forward."""
     caplog.set_level("INFO")
     lost.save(6, 6)
-    lost.save(9, 9)
-    await lost.stand_at(FIRST_TIMELINE, 5)
+    await lost.stand_at(FIRST_TIMELINE, round_number)
     lost.peers = [0, 1]
+    await lost.gives((6, 6))
+    lost.save(9, 9)
     await lost.gives((9, 9))
     await lost.looks(200)
-    assert caplog.text.count("checkpoint_given") == 1, "a download of it would be cut off"
+    assert caplog.text.count("checkpoint_given") == 2, "a download of it would be cut off"
 
 
 async def test_a_checkpoint_that_peers_have_gone_back_from_makes_way_for_an_earlier_one(lost):
@@ -1512,22 +1505,39 @@ async def test_a_checkpoint_is_given_that_the_snapshots_which_are_left_allow(los
 
 
 async def test_a_checkpoint_that_could_not_be_given_is_given_later(lost, monkeypatch):
-    lost.save(6, 6)
     lost.save(9, 9)
+    failures = failing_to_give(lost, monkeypatch, [OSError("the disk is full")])
     lost.peers = [0, 1]
+    await until(lambda: not failures)
     await lost.gives((9, 9))
-    give, failures = lost.giver._give, [OSError("the disk is full")]
+
+
+async def test_while_a_newer_checkpoint_cannot_be_given_the_older_one_is(lost, monkeypatch, caplog):
+    lost.save(3, 3)
+    await lost.stand_at(FIRST_TIMELINE, 9)
+    lost.peers = [0, 1]
+    await lost.gives((3, 3))
+    failures = failing_to_give(lost, monkeypatch, [OSError("it is gone")])
+    lost.save(6, 6)
+    await until(lambda: not failures)
+    await lost.gives((3, 3))
+    await lost.looks(200)
+    assert caplog.text.count("it is gone") == 1, "a download of the older one would be cut off"
+    lost.save(9, 9)
+    await lost.gives((9, 9))
+
+
+def failing_to_give(lost, monkeypatch, failures):
+    """Have the coordinator fail to give as many checkpoints."""
+    give = lost.giver._give
 
     async def give_late(*asked):
         if failures:
-            await lost.stand_at(FIRST_TIMELINE, 9)  # they can go back to what was given before it made way
             raise failures.pop()
         await give(*asked)
 
     monkeypatch.setattr(lost.giver, "_give", give_late)
-    await lost.stand_at(FIRST_TIMELINE, 8)
-    await until(lambda: not failures)
-    await lost.gives((9, 9))
+    return failures
 
 
 async def test_a_peer_that_claims_a_later_round_does_not_have_a_checkpoint_given_for_ever(lost):

@@ -11,7 +11,7 @@ from memory_transport import MemoryNetwork
 
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.store import CheckpointStore
-from coordinator.run import service
+from coordinator.run import beginning, service
 from coordinator.run.beginning import Beginning
 from coordinator.run.events import RunEvents
 from coordinator.run.run_options import RunOptions
@@ -218,7 +218,8 @@ async def begun(folder, last_round, record):
 
 async def published(run):
     """Have a coordinator publish what it knows."""
-    with anyio.move_on_after(0.1):
+    with pytest.MonkeyPatch.context() as patches, anyio.move_on_after(0.1):
+        patches.setattr(beginning, "LOOK_S", 0.001)
         await run._keep_published()
 
 
@@ -247,6 +248,21 @@ async def test_the_first_optimizer_step_is_published_at_once(tmp_path):
         run.watch.lines.append({"round": round_number, "optimizer_step": round_number + 1})
         await published(run)
         assert board.held[key].reached() == (1, 1), "later ones each minute"
+
+
+async def test_the_first_optimizer_step_is_told_until_the_dht_takes_it(tmp_path):
+    """Where it does not answer for a moment, newcomers must not begin the run anew for a minute."""
+    board = Board(tmp_path, {})
+    store, failures = board.store, [False, False]
+
+    async def store_late(*asked, **options):
+        return failures.pop() if failures else await store(*asked, **options)
+
+    board.store = store_late
+    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
+    run.watch.lines.append({"round": 0, "optimizer_step": 1})
+    await published(run)
+    assert board.held[timeline_key(board.identity.peer_id)].reached() == (1, 1)
 
 
 async def test_what_was_before_a_run_was_resumed_has_not_been_reached(tmp_path, monkeypatch):
@@ -295,10 +311,10 @@ async def test_an_operator_learns_that_peers_may_not_have_heard_of_the_end(
 )
 async def test_which_beginning_of_a_run_is_believed(tmp_path, own, known, is_taken):
     records = [TimelineRecord(first_round=of[0], first_optimizer_step=of[1], begun=at) for of, at in (own, known)]
-    beginning = Beginning(Board(tmp_path, {timeline_key("run"): records[1]}), "run", records[0].begun)
-    beginning.timeline = records[0].timeline()
-    assert await beginning.learn()
-    assert beginning.record() == records[is_taken]
+    believed = Beginning(Board(tmp_path, {timeline_key("run"): records[1]}), "run", records[0].begun)
+    believed.timeline = records[0].timeline()
+    assert await believed.learn()
+    assert believed.record() == records[is_taken]
 
 
 async def test_a_run_that_was_resumed_since_is_not_the_one_that_was_saved(tmp_path):
@@ -306,8 +322,8 @@ async def test_a_run_that_was_resumed_since_is_not_the_one_that_was_saved(tmp_pa
     known = TimelineRecord(first_round=9, first_optimizer_step=5, begun=100)
     found = Beginning(Board(tmp_path, {timeline_key("run"): known}), "run", 500)
     nothing = Beginning(Board(tmp_path, {}), "run", 500)
-    for beginning in (found, nothing):
-        await beginning.find()
+    for each in (found, nothing):
+        await each.find()
     assert [found.has_begun_after(at_s) for at_s in (99.0, 100.0, 300.0)] == [True, False, False]
     assert not nothing.has_begun_after(99.0), "this process has begun then, and not the run"
 

@@ -224,7 +224,8 @@ async def test_what_was_prepared_in_vain_is_out_of_memory_before_the_peer_looks_
     monkeypatch.setattr(movers, "wait_for_assignment", wait_for_assignment)
     monkeypatch.setattr(movers.log, "disabled", True)  # pytest keeps what is logged, and so the error with its frames
     mover = Failing(stays=True)
-    mover.replica.parts = SimpleNamespace(recovery=SimpleNamespace(watch_stages=next_stage))
+    monkeypatch.setattr(movers, "watch_stages", lambda *_: next_stage())
+    mover.replica.parts = SimpleNamespace(swarm=None)
     wait = partial(mover.obey, since=0) if moves_when == "told" else mover.rescue
     gc.disable()
     try:

@@ -39,20 +39,18 @@ from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.state import joining, recovery, run_watch
+from swarm_peer.runtime.state import joining, recovery, rescue, run_watch
 from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
     HOLDER_PATIENCE,
     INTERVALS_FROM_SCRATCH,
-    JOINER_BYTES_PER_S,
-    JOINER_PATIENCE,
-    RESCUE_PATIENCE,
     RIVAL_PATIENCE,
     ROUNDS_BETWEEN_TIMELINES,
     UNREACHED_PATIENCE,
     Recovery,
 )
+from swarm_peer.runtime.state.rescue import JOINER_BYTES_PER_S, JOINER_PATIENCE, RESCUE_PATIENCE, watch_stages
 from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
 from swarm_peer.runtime.step import contribution
@@ -127,7 +125,7 @@ class Peer:
         self.told = []  # rewinds
         self.denies = None  # why it would not go back
         self.enter(round_number, timeline)
-        access = SimpleNamespace(
+        access = self.access = SimpleNamespace(
             transport=self.transport,
             view=swarm.view,
             look=swarm.look,
@@ -783,16 +781,15 @@ async def test_a_run_that_went_on_from_a_checkpoint_does_not_begin_without_it(sw
         await peer.recovery.find_start()
 
 
-async def give_checkpoint(swarm, optimizer_step):
+async def give_checkpoint(swarm, optimizer_step, created_at_round=None):
     """Have the coordinator give a checkpoint, as it does while a stage has no peers."""
     coordinator = await swarm.add(RUN_ID, -1)
     del swarm.peers[RUN_ID]  # it is no peer
     coordinator.donor.forget_state()
-    timeline = Timeline(optimizer_step, optimizer_step, optimizer_step)
+    first_round = optimizer_step if created_at_round is None else created_at_round
+    timeline = Timeline(first_round, optimizer_step, first_round)
     for stage in range(3):
-        state = StageState(
-            optimizer_step, f"history_hash of {optimizer_step}", weights(stage, optimizer_step), timeline
-        )
+        state = StageState(first_round, f"history_hash of {optimizer_step}", weights(stage, optimizer_step), timeline)
         await coordinator.donor.store_snapshot(stage, state)
 
 
@@ -830,6 +827,42 @@ async def test_where_only_peers_that_were_cut_off_are_left_the_run_goes_forward_
     start = await finding
     assert (start.timeline, start.rewound) == (Timeline(reached[0] + ROUNDS_BETWEEN_TIMELINES, 40, 40), True)
     await assert_state(start.fetch, 1, 40)
+
+
+async def test_peers_that_were_cut_off_go_forward_rather_than_back(swarm):
+    """They keep what they would go back to."""
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=33)
+        await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+    swarm.reached = 5000, 4990
+    newcomer = await swarm.newcomer()
+    assert (await newcomer.recovery.find_start()).timeline == Timeline(33 + ROUNDS_BETWEEN_TIMELINES, 30, 30)
+    await give_checkpoint(swarm, 4000)
+    assert (await newcomer.recovery.find_start()).timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
+
+
+@pytest.mark.parametrize("checkpoint", [34, 40])
+async def test_peers_from_before_a_run_was_resumed_do_not_undo_that(swarm, checkpoint):
+    """All that had begun with the checkpoint, or come further, are gone."""
+    swarm.timeline = Timeline(34, 30, created_at_round=34)
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=27)
+        await peer.store_snapshot((0, 20), (1, 20), (2, 20))
+    swarm.reached = 45, 41
+    newcomer = await swarm.newcomer()
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+        await newcomer.recovery.find_start()
+    await give_checkpoint(swarm, checkpoint - 4, created_at_round=checkpoint)
+    start = await newcomer.recovery.find_start()
+    assert start.timeline == Timeline(45 + ROUNDS_BETWEEN_TIMELINES, checkpoint - 4, checkpoint)
+
+
+async def test_a_run_begins_anew_above_all_rounds_that_it_has_been_in(swarm):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        await swarm.add(peer_id, stage, round_number=3)
+    swarm.reached = 18, 2 * EVERY
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert start.timeline == Timeline(18 + ROUNDS_BETWEEN_TIMELINES, 0, 0)
 
 
 @pytest.mark.parametrize("round_number", [0, 5])
@@ -1282,17 +1315,19 @@ class Clock:
 def clock(monkeypatch, swarm):
     clock = Clock()
     swarm.clock.read = clock.monotonic
-    monkeypatch.setattr(
-        recovery, "anyio", SimpleNamespace(sleep=clock.sleep, create_task_group=anyio.create_task_group)
-    )
+    monkeypatch.setattr(rescue, "anyio", SimpleNamespace(sleep=clock.sleep))
     return clock
+
+
+def watch(peer):
+    return watch_stages(peer.context, peer.access)
 
 
 async def test_the_chosen_peer_moves_to_a_stage_that_stays_empty(swarm, clock):
     for name, stage in (("a", 0), ("b", 0), ("c", 2)):
         await swarm.add(name, stage)
     swarm.peers["b"].speed = 0.5
-    assert await swarm.peers["b"].recovery.watch_stages() == 1
+    assert await watch(swarm.peers["b"]) == 1
     assert clock.now >= 100.0 + RESCUE_PATIENCE * MANIFEST.limits.announcement_s
     assert swarm.max_age_s == MANIFEST.limits.announcement_s / 4, "what was looked up since its last look is not again"
 
@@ -1307,7 +1342,7 @@ async def test_nobody_moves_as_long_as_a_stage_comes_back_in_time(swarm, clock):
         swarm.peers["d"].state = PeerState.SERVING if round_ % 4 == 0 else PeerState.DRAINING
 
     clock.slept = come_and_go
-    watching = asyncio.ensure_future(swarm.peers["a"].recovery.watch_stages())
+    watching = asyncio.ensure_future(watch(swarm.peers["a"]))
     await until(lambda: swarm.looks > 50)
     assert not watching.done()
     watching.cancel()
@@ -1318,7 +1353,7 @@ async def test_a_joiner_that_never_serves_the_lost_stage_is_not_waited_for(swarm
         await swarm.add(name, stage)
     await swarm.newcomer(peer_id="d")
     began = clock.now
-    assert await swarm.peers["a"].recovery.watch_stages() == 1
+    assert await watch(swarm.peers["a"]) == 1
     patience_s = JOINER_PATIENCE * MANIFEST.limits.announcement_s
     download_s = max_state_bytes(ResolvedManifest.of(MANIFEST), 1) / JOINER_BYTES_PER_S
     assert patience_s + download_s <= clock.now - began < 1.1 * patience_s + download_s
@@ -1339,7 +1374,7 @@ async def test_each_peer_that_joins_a_lost_stage_has_its_time(swarm, clock):
 
     joiners = {name: await swarm.newcomer(peer_id=name) for name in "de"}
     clock.slept = come_and_go
-    watching = asyncio.ensure_future(swarm.peers["a"].recovery.watch_stages())
+    watching = asyncio.ensure_future(watch(swarm.peers["a"]))
     await until(lambda: clock.now > began + 4 * JOINER_PATIENCE * lifetime_s)
     assert not watching.done()
     watching.cancel()
@@ -1349,12 +1384,12 @@ async def test_a_peer_that_is_not_chosen_stays(swarm, clock):
     for name, stage in (("a", 0), ("b", 0), ("c", 2)):
         await swarm.add(name, stage)
     swarm.peers["a"].movable = False  # its owner wants it where it is
-    watching = [asyncio.ensure_future(swarm.peers[name].recovery.watch_stages()) for name in "ac"]
+    watching = [asyncio.ensure_future(watch(swarm.peers[name])) for name in "ac"]
     await until(lambda: swarm.looks > 50)
     assert not any(task.done() for task in watching)
     for task in watching:
         task.cancel()
-    assert await swarm.peers["b"].recovery.watch_stages() == 1
+    assert await watch(swarm.peers["b"]) == 1
 
 
 # --- going back -------------------------------------------------------------------------------------------------------
@@ -1871,6 +1906,13 @@ async def test_what_a_peer_brought_to_updates_that_its_stage_mates_did_not_make_
     assert split.lost == 9, "nothing is lost twice"
 
 
+async def test_of_what_a_peer_did_that_was_cut_off_for_very_long_nobody_knows_what_is_lost(split, caplog):
+    forward = Timeline(split.step + 5004, split.step + 4000, split.step + 4000)
+    await split.take_over(forward.first_round, split.lineage(-1, 4000), forward)
+    assert "samples_may_be_lost samples=9 " in caplog.text
+    assert (split.lost, split.snapshots) == (0, []), "the run has other ones of these steps"
+
+
 async def test_what_a_peer_brings_to_an_update_that_a_rewind_finds_under_way_is_lost_too(split, monkeypatch):
     """The run goes forward to a checkpoint, since all that had come further are gone."""
     trainer, is_changing, may_end = split.follower.trainer, threading.Event(), threading.Event()
@@ -2059,17 +2101,22 @@ async def test_later_snapshots_that_a_peer_has_taken_elsewhere_stay(split):
     assert split.snapshots == [1, 30], "those of its own part go"
 
 
-async def test_coordinators_are_asked_for_the_state_that_a_timeline_begins_with(follower, monkeypatch):
-    asked = []
+@pytest.mark.parametrize("optimizer_step", [2, 4])
+async def test_coordinators_are_asked_for_the_state_that_a_timeline_begins_with(follower, monkeypatch, optimizer_step):
+    """They are the first that are asked, and alone, if the run goes forward: no peer should have that state."""
+    asked, running = [], asyncio.ensure_future(follower.steps.run())
 
     async def fetch(transport, donors, call, **options):
         asked.extend(donors)
         raise NotServing("nobody has it")
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
+    follower.reached = 9, 5
+    await follower.rewind(optimizer_step=optimizer_step)
     with pytest.raises(NotServing):
-        await taken(partial(follower.steps._downloads.take_snapshot_of, Timeline(30, 16, 16)))
-    assert asked == ["c", "n", RUN_ID]
+        await running
+    anybody = ["c", "n", RUN_ID]
+    assert asked == (anybody if optimizer_step == 2 else [RUN_ID, *anybody])
 
 
 async def test_in_rounds_without_an_average_nothing_is_brought(follower, monkeypatch):
@@ -2242,7 +2289,7 @@ async def test_a_newer_rewind_during_a_rewind_is_not_lost(follower):
 async def test_a_newer_rewind_counts_though_the_older_ones_snapshot_is_gone(follower):
     running = asyncio.ensure_future(follower.steps.run())
 
-    async def is_gone(target, take):
+    async def is_gone(target, take, is_further):
         await follower.rewind(round_number=42, optimizer_step=0)
         raise NotServing("its only holder has died")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 import anyio
 import torch
@@ -156,8 +157,11 @@ class StateDownloads:
             raise InvalidMessage("an update that does not belong to its history hash")
         return update
 
-    async def take_snapshot_of(self, timeline: Timeline, take: Take) -> None:
+    async def take_snapshot_of(self, timeline: Timeline, take: Take, *, is_further: bool = False) -> None:
         """Take over the snapshot that a timeline begins with: this peer's own, or else one that another peer keeps.
+
+        Args:
+            is_further: whether the run goes forward there, to a coordinator's checkpoint
 
         Raises:
             CallError: no peer gave one that could be taken over
@@ -168,17 +172,26 @@ class StateDownloads:
             return
         # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
         # that have moved elsewhere since, or coordinators in checkpoints: so ask all.
-        view = await self._swarm.look(range(self._context.resolved.num_stages))
-        others = {*(peer.peer_id for peer in view.peers), *await self._swarm.coordinators()}
-        await take_snapshot(
+        take_from = partial(
+            take_snapshot,
             wanted,
-            sorted(others - {self._swarm.transport.peer_id}),
-            take,
+            take=take,
             context=self._context,
             transport=self._swarm.transport,
             snapshots=self._snapshots,
             rng=self._rng,
         )
+        coordinators = await self._swarm.coordinators()
+        if is_further:  # no peer should have it, and one that says so may lie
+            try:
+                await take_from(coordinators)
+            except CallError as error:
+                log.warning("checkpoint_not_taken optimizer_step=%d reason=%s", wanted.optimizer_step, error)
+            else:
+                return
+        view = await self._swarm.look(range(self._context.resolved.num_stages))
+        others = {*(peer.peer_id for peer in view.peers), *coordinators}
+        await take_from(sorted(others - {self._swarm.transport.peer_id}))
 
 
 def _last_credible_round(peers: Iterable[PeerView]) -> int:

@@ -6,6 +6,8 @@ over a state: step/step_loop.py does.
 
 from __future__ import annotations
 
+import logging
+
 from swarm_peer.config import AveragingSection
 from swarm_peer.policy.lineage import MOST_STEPS, Descent, last_common_step
 from swarm_peer.policy.recovery import Timeline
@@ -14,6 +16,8 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.store import SnapshotStore
+
+log = logging.getLogger(__name__)
 
 
 class OwnWork:
@@ -74,6 +78,9 @@ class OwnWork:
         self._is_behind = state.timeline == self._timeline and common == state.optimizer_step < end
         if self._is_behind:
             return
+        if common is None and state.optimizer_step - self._descent.optimizer_step > MOST_STEPS:
+            self._forget_parted(state)
+            return
         parted = end if common is None else min(common, end)
         lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
         self._samples = {made_at: samples for made_at, samples in self._samples.items() if made_at < parted}
@@ -85,3 +92,13 @@ class OwnWork:
             last_common = parted - 1 if is_of_other_average else parted
             # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
             self.snapshots.give_up(last_common, self._descent.optimizer_step)
+
+    def _forget_parted(self, state: StageState | StepState) -> None:
+        """Give up weights of long ago: the state may have come from them, or this peer may have gone on alone."""
+        assert self._descent is not None
+        made, samples = self._descent.optimizer_step, sum(self._samples.values())
+        text = "samples_may_be_lost samples=%d round=%d reason=from optimizer step %d to %d this peer was cut off"
+        log.warning(text, samples, state.round_number, made, state.optimizer_step)
+        self._samples.clear()
+        # Others hold the snapshots of these steps that the run has made, if they have not dropped them.
+        self.snapshots.give_up(-1, made)

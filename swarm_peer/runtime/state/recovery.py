@@ -15,14 +15,12 @@ from math import inf
 import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
-from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import (
     Claim,
     Rewind,
     SnapshotRef,
     Standing,
     Timeline,
-    choose_mover,
     choose_rewind,
     find_standing_by_snapshots,
     find_viable_standing,
@@ -33,7 +31,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
-from swarm_peer.runtime.state.claims import CALL_TIMEOUT_S, believable, claims_of, is_on_timeline, list_snapshots
+from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.joining import Fetch, Take, take_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
@@ -43,21 +41,16 @@ log = logging.getLogger(__name__)
 
 # Pause between reminders to peers that have not gone back yet.
 PAUSE_S = 2.0
+# A peer may have to ask the DHT whether the run has come so far.
+REWIND_TIMEOUT_S = 20.0
 # A new timeline begins so many rounds above the highest round known, so that a peer that is ahead of that is behind the
 # new timeline, too.
 ROUNDS_BETWEEN_TIMELINES = 4
 # The following waits are in lifetimes of an announcement.
-# A stage has to be without peers for this long before a peer moves there on its own. A coordinator is quicker, and
-# chooses the peer better.
-RESCUE_PATIENCE = 2
 # Another peer has this long to take the same stage over. If it comes later, nothing is lost: both find the same start.
 RIVAL_PATIENCE = 4
 # A peer that could not be reached has this long to announce itself again: it may still serve, behind a closed port.
 UNREACHED_PATIENCE = 4
-# A peer that joins a lost stage has this long before another one moves there, and beside it the time in which a home
-# link brings a snapshot.
-JOINER_PATIENCE = 20
-JOINER_BYTES_PER_S = 5e6
 # A snapshot that no holder gives is tried for so long before an earlier one is gone back to.
 HOLDER_PATIENCE = 4
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
@@ -162,12 +155,14 @@ class Recovery:
         replies = await list_snapshots(self._context.resolved.hash, self._swarm.transport, asked)
         claims = claims_of(view, replies)
         believed = believable(claims)
-        standing = self._find_standing(first, claims, believed, replies, coordinators, record.reached())
+        reached = record.reached()
+        standing = self._find_standing(first, claims, believed, replies, coordinators, reached)
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         snapshots = self._snapshots_on(standing.timeline, honest)
-        reached_round, reached_step = record.reached()
-        if max(standing.round_number, reached_round) <= standing.timeline.first_round:
+        if standing.timeline >= first:  # what was before the run was resumed is void
+            snapshots = _from_round(first.created_at_round, snapshots)
+        if max(standing.round_number, reached[0]) <= standing.timeline.first_round:
             beginning = standing.timeline
             wanted = SnapshotRef(self._stage, beginning.created_at_round, beginning.first_optimizer_step)
             holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
@@ -179,19 +174,20 @@ class Recovery:
         # A run that went on from a checkpoint would lose that, too. The coordinator may come back with it.
         intervals = 0 if first.first_optimizer_step else INTERVALS_FROM_SCRATCH
         from_scratch = intervals * self._manifest.recovery.snapshot_every
-        if reached_step > from_scratch:  # the peers that are left may have come less far
+        if reached[1] > from_scratch:  # the peers that are left may have come less far
             from_scratch = -1
         rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
+        checkpoints = {peer: snapshots.get(peer, ()) for peer in coordinators}
+        forward = self._choose_forward(checkpoints, reached)
+        if forward.optimizer_step is not None and (
+            rewind.optimizer_step is None or forward.optimizer_step > standing.optimizer_step
+        ):
+            rewind = forward
         if rewind.optimizer_step is None:
-            # The peers that had come further may all have gone, and those that are left were cut off from them.
-            given = {
-                peer: [known for known in snapshots.get(peer, ()) if known.created_at_round <= reached_round]
-                for peer in coordinators
-            }
-            forward = self._choose_rewind(given, reached_step, from_scratch=-1)
-            if forward.optimizer_step is None:
-                raise CallError(rewind.reason)
-            rewind, standing = forward, replace(standing, round_number=max(standing.round_number, reached_round))
+            raise CallError(rewind.reason)
+        # Where the run begins anew, nobody must take what it had made before for this.
+        if rewind is forward or not rewind.optimizer_step or rewind.created_at_round > standing.round_number:
+            standing = replace(standing, round_number=max(standing.round_number, reached[0]))
         return await self._rewind(rewind, standing, believed)
 
     def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
@@ -280,6 +276,22 @@ class Recovery:
             return replace(rewind, reason=f"{rewind.reason}, and nobody gives that of {newest}")
         return rewind if not passed_over else choose(snapshots, newest=optimizer_step, from_scratch=from_scratch)
 
+    def _choose_forward(self, checkpoints: Mapping[str, Sequence[SnapshotRef]], reached: tuple[int, int]) -> Rewind:
+        """The newest checkpoint that the run has come to, by word of the run key.
+
+        The peers that had come further may all have gone, and those that are left were cut off from them.
+
+        Args:
+            checkpoints: those that each coordinator gives
+            reached: the latest round that a coordinator has seen the run in, and its optimizer step
+        """
+        reached_round, reached_step = reached
+        given = {
+            peer: [known for known in held if known.created_at_round <= reached_round]
+            for peer, held in checkpoints.items()
+        }
+        return self._choose_rewind(given, reached_step, from_scratch=-1)
+
     async def _take_given(self, wanted: SnapshotRef, holders: Sequence[str], take: Take) -> None:
         """Take over a snapshot that others hold, and note one that none of them gives as it should be."""
         try:
@@ -312,7 +324,7 @@ class Recovery:
 
         async def ask(peer_id: str) -> None:
             try:
-                reply = await self._swarm.transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
+                reply = await self._swarm.transport.call(peer_id, call, timeout_s=REWIND_TIMEOUT_S)
                 check_body(RewindReply, reply.body)
                 answers[peer_id] = None
             except (CallTimeout, PeerUnreachable):
@@ -340,7 +352,7 @@ class Recovery:
 
         async def tell(peer_id: str) -> None:
             try:
-                reply = await self._swarm.transport.call(peer_id, call, timeout_s=CALL_TIMEOUT_S)
+                reply = await self._swarm.transport.call(peer_id, call, timeout_s=REWIND_TIMEOUT_S)
                 check_body(RewindReply, reply.body)
                 told.add(peer_id)
             except CallError as error:
@@ -366,35 +378,6 @@ class Recovery:
                     tasks.start_soon(tell, peer_id)
             await anyio.sleep(PAUSE_S)
 
-    def _joining_s(self, stage: int) -> float:
-        """How long a peer has to join a lost stage."""
-        download_s = max_state_bytes(self._context.resolved, stage) / JOINER_BYTES_PER_S
-        return JOINER_PATIENCE * self._manifest.limits.announcement_s + download_s
 
-    async def watch_stages(self) -> int:
-        """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
-        patience_s = self._manifest.limits.announcement_s
-        empty_since: dict[int, float] = {}
-        ends_s: dict[str, float] = {}  # until when each peer that joins a lost stage is waited for
-        reported: dict[int, str] = {}
-        while True:
-            await anyio.sleep(patience_s / 4)
-            # This peer polls some of the stages for its work anyway.
-            view = await self._swarm.look(range(self._context.resolved.num_stages), max_age_s=patience_s / 4)
-            now = self._context.clock.monotonic_s()
-            empty = view.empty_stages()
-            empty_since = {stage: empty_since.get(stage, now) for stage in empty}
-            reported = {stage: reason for stage, reason in reported.items() if stage in empty}
-            joining = [peer for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]
-            ends_s = {peer.peer_id: ends_s.get(peer.peer_id, now + self._joining_s(peer.stage)) for peer in joining}
-            stuck = [peer_id for peer_id, end_s in ends_s.items() if now >= end_s]
-            movable = [peer.peer_id for peer in view.peers if peer.movable]
-            for stage in empty:
-                if now < empty_since[stage] + RESCUE_PATIENCE * patience_s:
-                    continue
-                mover = choose_mover(view, stage, movable, stuck)
-                if reported.get(stage) != mover.reason:
-                    log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
-                    reported[stage] = mover.reason
-                if mover.peer_id == self._me:
-                    return stage
+def _from_round(created_at_round: int, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> dict[str, list[SnapshotRef]]:
+    return {peer: [k for k in held if k.created_at_round >= created_at_round] for peer, held in snapshots.items()}

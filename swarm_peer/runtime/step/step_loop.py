@@ -249,7 +249,8 @@ class StepLoop:
                 log.warning(text, self._stage, made, back, target.first_round)
                 self._metrics.rewinds.inc()
                 self._rounds.enter(Phase.ENDING)
-                fetch = partial(self._downloads.take_snapshot_of, target) if target.first_optimizer_step else None
+                take = partial(self._downloads.take_snapshot_of, is_further=back > made)
+                fetch = partial(take, target) if back else None
                 try:
                     await self.begin(target, fetch)
                 except CallError as error:
