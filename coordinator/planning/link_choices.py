@@ -11,8 +11,12 @@ from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Plan
 from swarm_peer.policy.planning.resources import StepSettings
 
-# Codecs for slow links, beside the manifest's own.
-WIRES: tuple[Codec, ...] = ("blockwise_8bit", "int4_hadamard")
+# Codecs for slow links, of activations and of gradients, beside the manifest's own.
+WIRES: tuple[tuple[Codec, Codec], ...] = (
+    ("blockwise_8bit", "blockwise_8bit"),
+    ("blockwise_8bit", "int4_hadamard"),
+    ("int4_hadamard", "int4_hadamard"),
+)
 AVERAGING: tuple[Codec, ...] = ("blockwise_8bit",)
 
 
@@ -32,7 +36,7 @@ def step_settings(manifest: RunManifest) -> StepSettings:
 def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[dict[str, Any]]:
     """The throughput with each codec and mode, beginning with the manifest's own: plain values for a report.
 
-    Memory is not looked at again. Each codec is one for activations and gradients alike.
+    Memory is not looked at again.
     """
     assert made.best is not None
     counts = [stage.peers for stage in prediction.stages]
@@ -49,15 +53,20 @@ def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> l
 
 
 def _manifests(manifest: RunManifest) -> Iterator[tuple[str, str, RunManifest]]:
-    own = {manifest.wire.activations, manifest.wire.gradients}
+    own = manifest.wire.activations, manifest.wire.gradients
     averaged: list[Codec] = [manifest.averaging.compression]
     averaged += [codec for codec in AVERAGING if codec not in averaged]
     for averaging in averaged:
         changed = _with(manifest, "averaging", compression=averaging)
-        yield ", ".join(sorted(own)), averaging, changed
-        for wires in WIRES:
-            if own != {wires}:
-                yield wires, averaging, _with(changed, "wire", activations=wires, gradients=wires)
+        yield _name(*own), averaging, changed
+        for activations, gradients in WIRES:
+            if own != (activations, gradients):
+                wires = _with(changed, "wire", activations=activations, gradients=gradients)
+                yield _name(activations, gradients), averaging, wires
+
+
+def _name(activations: Codec, gradients: Codec) -> str:
+    return activations if activations == gradients else f"{activations}, {gradients}"
 
 
 def _with(manifest: RunManifest, section: str, **values: str) -> RunManifest:

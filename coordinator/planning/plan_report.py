@@ -182,11 +182,12 @@ def _links(report: dict[str, Any]) -> Table | None:
     if all(abs(row[mode] - 1) < LITTLE for row in rows for mode in modes):
         return None
     caption = (
-        "times the throughput planned above, for the same peers; 8 and 4 bit cost accuracy, delayed and periodic too"
+        "times the throughput planned above, for the same peers; wires: activations, gradients; 8 and 4 bit cost "
+        "accuracy, delayed and periodic too"
     )
     table = _table("Codecs and modes of averaging", "wires", "averaging", *modes, caption=caption)
     for row in rows:
-        table.add_row(row["wires"], row["averaging"], *(f"{row[mode]:.2f}" for mode in modes))
+        table.add_row(row["wires"].replace(", ", ",\n"), row["averaging"], *(f"{row[mode]:.2f}" for mode in modes))
     return table
 
 
