@@ -62,6 +62,7 @@ class CheckpointGiver:
         """
         self._manifest = manifest
         self._given: _Given | None = None
+        self._resumed: tuple[Checkpoint, Timeline] | None = None  # what the run was resumed from
         # Checkpoints that could not be given, by their steps and rounds: they wait until the run has gone on, or there
         # is no other.
         self._failed: set[tuple[int, int]] = set()
@@ -95,6 +96,7 @@ class CheckpointGiver:
         Raises:
             UserError: there is no room for them
         """
+        self._resumed = checkpoint, timeline
         try:
             await self._give(checkpoint, timeline)
         except OSError as error:
@@ -189,10 +191,8 @@ class CheckpointGiver:
         """
         while (newest := await self._find_better(store, fits, standing)) is not None:
             self._give_nothing()
-            try:
-                await self._give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
-            except (UserError, OSError) as error:
-                log.warning("checkpoint_not_given reason=%s", error)
+            timeline = Timeline(newest.round_number, newest.optimizer_step, newest.round_number)
+            if not await self._can_give(newest, timeline):
                 self._failed.add((newest.optimizer_step, newest.round_number))
                 continue
             log.info("checkpoint_given optimizer_step=%d path=%s", newest.optimizer_step, newest.path)
@@ -203,23 +203,37 @@ class CheckpointGiver:
             return
         if self._given is None:
             self._failed.clear()
+            if self._resumed is not None and not self._snapshots.snapshots():  # what failed had taken its place
+                await self._can_give(*self._resumed)
 
     async def _find_better(self, store: CheckpointStore, fits: Fits, standing: Standing | None) -> Checkpoint | None:
         """The newest checkpoint that could be given in the place of the present one, if there is one."""
-        given, given_round = self._given, -1
-        if given is not None and _may_hold(standing, given.optimizer_step, given.created_at_round):
-            given_round = given.created_at_round
+
+        def is_good(optimizer_step: int, round_number: int) -> bool:
+            return fits(optimizer_step, round_number) and _may_hold(standing, optimizer_step, round_number)
+
+        if (given := self._given) is not None and not is_good(given.optimizer_step, given.created_at_round):
+            self._give_nothing()
+        given_round = -1 if self._given is None else self._given.created_at_round
 
         def is_better(optimizer_step: int, round_number: int) -> bool:
-            if round_number <= given_round or (optimizer_step, round_number) in self._failed:
-                return False
-            return fits(optimizer_step, round_number) and _may_hold(standing, optimizer_step, round_number)
+            is_tried = round_number <= given_round or (optimizer_step, round_number) in self._failed
+            return not is_tried and is_good(optimizer_step, round_number)
 
         try:
             return await self._threads.run(store.newest_that, is_better, self._manifest, abandon_on_cancel=True)
         except UserError as error:
             log.warning("checkpoint_not_given reason=%s", error)
             return None
+
+    async def _can_give(self, checkpoint: Checkpoint, timeline: Timeline) -> bool:
+        """Give the states of a checkpoint, and return whether there is room for them and its files are good."""
+        try:
+            await self._give(checkpoint, timeline)
+        except (UserError, OSError) as error:
+            log.warning("checkpoint_not_given reason=%s", error)
+            return False
+        return True
 
     async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
         for stage in range(self._manifest.stages.count):

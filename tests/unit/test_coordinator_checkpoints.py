@@ -1527,6 +1527,31 @@ async def test_while_a_newer_checkpoint_cannot_be_given_the_older_one_is(lost, m
     await lost.gives((9, 9))
 
 
+async def test_where_no_newer_checkpoint_can_be_given_what_the_run_was_resumed_from_is(lost, monkeypatch):
+    lost.save(3, 3)
+    lost.beginning = await lost.giver.resume(lost.store.newest(), 5)
+    lost.lines.clear()
+    lost.save(6, 12)
+    failures = failing_to_give(lost, monkeypatch, [OSError("the disk is full")])
+    lost.peers = [0, 1]
+    await until(lambda: not failures)
+    await lost.gives((lost.beginning.created_at_round, 3))
+
+
+async def test_a_checkpoint_that_the_run_has_gone_back_from_is_given_no_more(lost):
+    """A peer began before that was given, and the run will take long to come to its round again."""
+    lost.save(3, 3)
+    lost.save(900, 900)
+    lost.peers = [0, 1]
+    await lost.gives((900, 900))
+    lost.lines.remove((900, 899))
+    lost.peers, lost.rounds = [1, 1], [20, 20]
+    await lost.stand_at(Timeline(13, 3, 3), 20)
+    await lost.gives((3, 3))
+    lost.save(15, 25)
+    await lost.gives((25, 15))
+
+
 def failing_to_give(lost, monkeypatch, failures):
     """Have the coordinator fail to give as many checkpoints."""
     give = lost.giver._give

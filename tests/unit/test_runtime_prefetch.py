@@ -283,6 +283,23 @@ async def test_a_slice_that_is_broken_ends_where_it_cannot_be_read(
     assert "slice_cut_short slice=(0, 0) windows=5 reason=bad row" in caplog.text
 
 
+async def test_a_slice_that_can_be_read_again_after_all_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a while to find out that others can be read."""
+    reader = broken_slice(monkeypatch, UserError("bad row"))
+    can_read_others = SamplePool._can_read_others
+
+    async def come_back(pool: SamplePool, slice_id: SliceId) -> bool:
+        reader.errors.clear()
+        return await can_read_others(pool, slice_id)
+
+    monkeypatch.setattr(SamplePool, "_can_read_others", come_back)
+    async with pool_of(reader) as pool:
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        assert len(await pool.next_samples(90)) == 90
+        await until(pool, lambda: pool.is_read_out)
+        assert pool.take_ends() == [WindowRange(0, 0, 90, 90, True)]
+
+
 async def test_a_slice_that_another_peer_could_read_further_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pool_of(broken_slice(monkeypatch, UserError("bad row"))) as pool:
         pool.add_lease(SliceId(0, 0), Uncounted((), 6))

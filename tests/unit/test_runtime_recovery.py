@@ -43,6 +43,7 @@ from swarm_peer.runtime.state import joining, recovery, rescue, run_watch
 from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
+    CHECKPOINT_PATIENCE,
     HOLDER_PATIENCE,
     INTERVALS_FROM_SCRATCH,
     RIVAL_PATIENCE,
@@ -836,9 +837,38 @@ async def test_peers_that_were_cut_off_go_forward_rather_than_back(swarm):
         await peer.store_snapshot((0, 30), (1, 30), (2, 30))
     swarm.reached = 5000, 4990
     newcomer = await swarm.newcomer()
-    assert (await newcomer.recovery.find_start()).timeline == Timeline(33 + ROUNDS_BETWEEN_TIMELINES, 30, 30)
+    with pytest.raises(CallError, match="the run has made 4990 updates, and a coordinator may give a checkpoint"):
+        await newcomer.recovery.find_start()
     await give_checkpoint(swarm, 4000)
-    assert (await newcomer.recovery.find_start()).timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
+    start = await newcomer.recovery.find_start()
+    assert start.timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
+
+
+async def test_peers_that_were_cut_off_go_back_where_no_checkpoint_comes(swarm):
+    """Be it that no coordinator gives one, or that nobody can download what it gives."""
+    now = 1000.0
+    swarm.clock.read = lambda: now
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=33)
+        await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+    swarm.reached = 5000, 4990
+    back = Timeline(33 + ROUNDS_BETWEEN_TIMELINES, 30, 30)
+    newcomer = await swarm.newcomer()
+    with pytest.raises(CallError, match="a coordinator may give a checkpoint"):
+        await newcomer.recovery.find_start()
+    now += CHECKPOINT_PATIENCE * MANIFEST.limits.announcement_s
+    assert (await newcomer.recovery.find_start()).timeline == back
+    await give_checkpoint(swarm, 4000)
+    start = await newcomer.recovery.find_start()
+    assert start.timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
+    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+        await start.fetch(refuse)
+    now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
+    assert (await newcomer.recovery.find_start()).timeline == back
+
+
+async def refuse(state):
+    raise InvalidMessage("it does not fit")
 
 
 @pytest.mark.parametrize("checkpoint", [34, 40])
@@ -871,7 +901,7 @@ async def test_peers_that_have_hardly_begun_do_not_begin_a_run_anew_that_has_com
         await swarm.add(peer_id, stage, round_number=round_number)
     swarm.reached = 5000, 4990
     newcomer = await swarm.newcomer()
-    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
+    with pytest.raises(CallError, match="a coordinator may give a checkpoint"):
         await newcomer.recovery.find_start()
     await give_checkpoint(swarm, 4000)
     start = await newcomer.recovery.find_start()
@@ -1911,6 +1941,13 @@ async def test_of_what_a_peer_did_that_was_cut_off_for_very_long_nobody_knows_wh
     await split.take_over(forward.first_round, split.lineage(-1, 4000), forward)
     assert "samples_may_be_lost samples=9 " in caplog.text
     assert (split.lost, split.snapshots) == (0, []), "the run has other ones of these steps"
+
+
+async def test_of_a_peer_that_has_left_its_stage_properly_nothing_may_be_lost(split, caplog):
+    """It comes back after long."""
+    split.steps._own_work.leave()
+    await split.take_over(split.step + 4000, split.lineage(-1, 4000))
+    assert (split.lost, "samples_may_be_lost" in caplog.text) == (0, False)
 
 
 async def test_what_a_peer_brings_to_an_update_that_a_rewind_finds_under_way_is_lost_too(split, monkeypatch):

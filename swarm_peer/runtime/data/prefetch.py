@@ -194,11 +194,16 @@ class SamplePool:
         is_cut = not windows.has_counted_further and await self._can_read_others(slice_id)
         if self._unread.get(slice_id) is not windows:
             return
-        if is_cut:
-            log.error("slice_cut_short slice=%s windows=%d reason=%s", tuple(slice_id), windows.num_read, error)
-            self._end(slice_id, windows.num_read)
-        else:
+        if not is_cut:
             self._fail(error)
+            return
+        num_read = windows.num_read
+        try:
+            await self._read_some(slice_id)  # the hub may have come back meanwhile
+        except UserError as again:
+            if self._unread.get(slice_id) is windows and windows.num_read == num_read:
+                log.error("slice_cut_short slice=%s windows=%d reason=%s", tuple(slice_id), num_read, again)
+                self._end(slice_id, num_read)
 
     async def _can_read_others(self, slice_id: SliceId) -> bool:
         """Whether another slice can be read from its beginning; slices that are open have much in their buffers."""

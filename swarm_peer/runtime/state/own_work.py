@@ -36,6 +36,7 @@ class OwnWork:
         self._timeline: Timeline | None = None
         self._descent: Descent | None = None
         self._is_behind = False
+        self._has_left = False
         self._made: tuple[int, int] | None = None  # while behind: the update just made, and what this peer brought
 
     def note(self, ended: Round) -> None:
@@ -47,8 +48,13 @@ class OwnWork:
             else:
                 self._samples[step.optimizer_step] = ended.samples
 
+    def leave(self) -> None:
+        """Note that this peer has handed its work over, and leaves the stage."""
+        self._has_left = True
+
     def stand_at(self, step: StepState) -> None:
         """Note where this peer stands."""
+        self._has_left = False
         if self._is_behind:
             self.give_up(step)
             made, self._made = self._made, None
@@ -78,8 +84,8 @@ class OwnWork:
         self._is_behind = state.timeline == self._timeline and common == state.optimizer_step < end
         if self._is_behind:
             return
-        if common is None and state.optimizer_step - self._descent.optimizer_step > MOST_STEPS:
-            self._forget_parted(state)
+        if state.optimizer_step - self._descent.optimizer_step > MOST_STEPS and not self._has_left:
+            self._forget_parted(state, end)
             return
         parted = end if common is None else min(common, end)
         lost = sum(samples for made_at, samples in self._samples.items() if parted <= made_at < end)
@@ -93,10 +99,14 @@ class OwnWork:
             # The run may have gone back twice meanwhile, and this peer may have later snapshots from another stage.
             self.snapshots.give_up(last_common, self._descent.optimizer_step)
 
-    def _forget_parted(self, state: StageState | StepState) -> None:
-        """Give up weights of long ago: the state may have come from them, or this peer may have gone on alone."""
+    def _forget_parted(self, state: StageState | StepState, end: int) -> None:
+        """Give up weights of long ago: the state may have come from them, or this peer may have gone on alone.
+
+        Args:
+            end: the optimizer step after which samples are read again
+        """
         assert self._descent is not None
-        made, samples = self._descent.optimizer_step, sum(self._samples.values())
+        made, samples = self._descent.optimizer_step, sum(n for made_at, n in self._samples.items() if made_at < end)
         text = "samples_may_be_lost samples=%d round=%d reason=from optimizer step %d to %d this peer was cut off"
         log.warning(text, samples, state.round_number, made, state.optimizer_step)
         self._samples.clear()

@@ -16,6 +16,7 @@ import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
 from swarm_peer.policy.recovery import (
+    SNAPSHOTS_MISSED,
     Claim,
     Rewind,
     SnapshotRef,
@@ -51,6 +52,8 @@ ROUNDS_BETWEEN_TIMELINES = 4
 RIVAL_PATIENCE = 4
 # A peer that could not be reached has this long to announce itself again: it may still serve, behind a closed port.
 UNREACHED_PATIENCE = 4
+# A coordinator has this long to give a checkpoint of where the run has been, before peers that were cut off go back.
+CHECKPOINT_PATIENCE = 4
 # A snapshot that no holder gives is tried for so long before an earlier one is gone back to.
 HOLDER_PATIENCE = 4
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
@@ -136,6 +139,7 @@ class Recovery:
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
         self._not_given: dict[SnapshotRef, float] = {}  # when each snapshot first was asked for in vain
         self._holder_patience_s = HOLDER_PATIENCE * manifest.limits.announcement_s
+        self._for_checkpoint = _Wait(context.clock, CHECKPOINT_PATIENCE * manifest.limits.announcement_s)
         self._for_unreached = _Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
 
     async def find_start(self) -> Start:
@@ -159,9 +163,9 @@ class Recovery:
         standing = self._find_standing(first, claims, believed, replies, coordinators, reached)
         # Peers that do not serve claim nothing, and may have moved here with the snapshots that are left.
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
-        snapshots = self._snapshots_on(standing.timeline, honest)
-        if standing.timeline >= first:  # what was before the run was resumed is void
-            snapshots = _from_round(first.created_at_round, snapshots)
+        # A run that was resumed has given up what it had made before.
+        oldest = first.created_at_round if standing.timeline >= first else 0
+        snapshots = self._snapshots_on(standing.timeline, oldest, honest)
         if max(standing.round_number, reached[0]) <= standing.timeline.first_round:
             beginning = standing.timeline
             wanted = SnapshotRef(self._stage, beginning.created_at_round, beginning.first_optimizer_step)
@@ -178,10 +182,8 @@ class Recovery:
             from_scratch = -1
         rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
         checkpoints = {peer: snapshots.get(peer, ()) for peer in coordinators}
-        forward = self._choose_forward(checkpoints, reached)
-        if forward.optimizer_step is not None and (
-            rewind.optimizer_step is None or forward.optimizer_step > standing.optimizer_step
-        ):
+        passed_over = self._passed_over() if rewind.optimizer_step is not None else ()
+        if (forward := self._choose_forward(checkpoints, standing.optimizer_step, reached, passed_over)) is not None:
             rewind = forward
         if rewind.optimizer_step is None:
             raise CallError(rewind.reason)
@@ -225,9 +227,9 @@ class Recovery:
         return find_standing_by_snapshots(first, left, interval, max(rounds), max(optimizer_steps))
 
     def _snapshots_on(
-        self, timeline: Timeline, replies: Mapping[str, ListSnapshotsReply]
+        self, timeline: Timeline, oldest: int, replies: Mapping[str, ListSnapshotsReply]
     ) -> dict[str, list[SnapshotRef]]:
-        """The snapshots that the timeline has not given up, by the peer that holds them."""
+        """The snapshots of round `oldest` or later that the timeline has not given up, by the peer that holds them."""
         snapshots = {
             peer_id: [
                 SnapshotRef(*known)
@@ -240,7 +242,7 @@ class Recovery:
         snapshots[self._me] = [
             known for known, own in self._snapshots.snapshots() if is_on_timeline(own, known.created_at_round, timeline)
         ]
-        return snapshots
+        return {peer_id: [k for k in held if k.created_at_round >= oldest] for peer_id, held in snapshots.items()}
 
     async def _rewind(self, rewind: Rewind, standing: Standing, believed: Collection[str]) -> Start:
         """Begin a new timeline with a state that there is of all stages.
@@ -265,10 +267,7 @@ class Recovery:
     ) -> Rewind:
         """The newest snapshots of all stages, but for those that nobody has given for a while, if there are others."""
         choose = partial(choose_rewind, num_stages=self._context.resolved.num_stages, lost_stage=self._stage)
-        passed_over = set[SnapshotRef]()
-        # Once the time is over, each that fails is passed over at once: a liar may claim many.
-        if min(self._not_given.values(), default=inf) <= self._context.clock.monotonic_s() - self._holder_patience_s:
-            passed_over = set(self._not_given)
+        passed_over = self._passed_over()
         given = {peer: [known for known in held if known not in passed_over] for peer, held in snapshots.items()}
         rewind = choose(given, newest=optimizer_step, from_scratch=from_scratch)
         if passed_over and rewind.optimizer_step is not None:
@@ -276,21 +275,41 @@ class Recovery:
             return replace(rewind, reason=f"{rewind.reason}, and nobody gives that of {newest}")
         return rewind if not passed_over else choose(snapshots, newest=optimizer_step, from_scratch=from_scratch)
 
-    def _choose_forward(self, checkpoints: Mapping[str, Sequence[SnapshotRef]], reached: tuple[int, int]) -> Rewind:
-        """The newest checkpoint that the run has come to, by word of the run key.
+    def _passed_over(self) -> Collection[SnapshotRef]:
+        # Once the time is over, each that fails is passed over at once: a liar may claim many.
+        since_s = min(self._not_given.values(), default=inf)
+        return self._not_given if since_s + self._holder_patience_s <= self._context.clock.monotonic_s() else ()
+
+    def _choose_forward(
+        self,
+        checkpoints: Mapping[str, Sequence[SnapshotRef]],
+        optimizer_step: int,
+        reached: tuple[int, int],
+        passed_over: Collection[SnapshotRef],
+    ) -> Rewind | None:
+        """The newest checkpoint beyond the peers' optimizer step that the run has come to, by word of the run key.
 
         The peers that had come further may all have gone, and those that are left were cut off from them.
 
         Args:
             checkpoints: those that each coordinator gives
             reached: the latest round that a coordinator has seen the run in, and its optimizer step
+
+        Raises:
+            CallError: a coordinator may give one soon
         """
-        reached_round, reached_step = reached
         given = {
-            peer: [known for known in held if known.created_at_round <= reached_round]
+            peer: [k for k in held if k.created_at_round <= reached[0] and k.optimizer_step > optimizer_step]
             for peer, held in checkpoints.items()
         }
-        return self._choose_rewind(given, reached_step, from_scratch=-1)
+        known = {peer: [k for k in held if k not in passed_over] for peer, held in given.items()}
+        forward = choose_rewind(known, self._context.resolved.num_stages, self._stage, reached[1], from_scratch=-1)
+        if forward.optimizer_step is not None:
+            return forward
+        is_far = reached[1] > optimizer_step + SNAPSHOTS_MISSED * self._manifest.recovery.snapshot_every
+        text = f"the run has made {reached[1]} updates, and a coordinator may give a checkpoint of them"
+        self._for_checkpoint.check([text] if is_far and known == given else [])
+        return None
 
     async def _take_given(self, wanted: SnapshotRef, holders: Sequence[str], take: Take) -> None:
         """Take over a snapshot that others hold, and note one that none of them gives as it should be."""
@@ -377,7 +396,3 @@ class Recovery:
                 for peer_id in sorted(others):
                     tasks.start_soon(tell, peer_id)
             await anyio.sleep(PAUSE_S)
-
-
-def _from_round(created_at_round: int, snapshots: Mapping[str, Sequence[SnapshotRef]]) -> dict[str, list[SnapshotRef]]:
-    return {peer: [k for k in held if k.created_at_round >= created_at_round] for peer, held in snapshots.items()}
