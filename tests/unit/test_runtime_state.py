@@ -1459,3 +1459,18 @@ async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
         await donor.donor.store_snapshot(STAGE, donor.state_of(3, fill=fill))
     assert_equal((await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))).tensors, FakeTrainer(2, 3).state())
     assert donor.files() == ["stage-1-round-3"]
+
+
+async def test_who_gives_a_large_state_has_the_time_to_hash_it():
+    asked = []
+
+    class Transport:
+        async def call(self, donor, call, timeout_s):
+            asked.append((donor, timeout_s))
+            raise NotServing("it has none")
+
+    call = StateIndexCall(manifest=HASH, of_stage=STAGE)
+    for max_bytes in (0, 40 * 10**9):
+        with pytest.raises(CallError, match="it has none"):
+            await fetch_state(Transport(), ["a"], call, max_bytes=max_bytes, rng=random.Random(0))
+    assert asked == [("a", CALL_TIMEOUT_S), ("a", CALL_TIMEOUT_S + 160.0)], "a slow machine hashes a GB in four seconds"

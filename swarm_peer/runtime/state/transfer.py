@@ -35,6 +35,8 @@ CHUNKS_IN_FLIGHT = 4
 # A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
 # comes gives the others as long again.
 CALL_TIMEOUT_S = 30.0
+# A donor hashes the whole state before it gives its index.
+HASHED_BYTES_PER_S = 2.5e8
 
 
 class Room(Protocol):
@@ -152,7 +154,8 @@ async def fetch_state(
 
     while waiting:
         asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
-        found = await _ask_index(transport, asked, call, check, failed)
+        timeout_s = CALL_TIMEOUT_S + max_bytes / HASHED_BYTES_PER_S
+        found = await _ask_index(transport, asked, call, timeout_s, check, failed)
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
@@ -177,6 +180,7 @@ async def _ask_index(
     transport: Transport,
     donors: Sequence[str],
     call: StateIndexCall,
+    timeout_s: float,
     check: Callable[[StateIndex], None],
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
@@ -185,7 +189,7 @@ async def _ask_index(
 
     async def ask(donor: str) -> None:
         try:
-            reply = await transport.call(donor, call, timeout_s=CALL_TIMEOUT_S)
+            reply = await transport.call(donor, call, timeout_s=timeout_s)
             if len(reply.tensors) != 1:
                 raise InvalidMessage("the index is missing")
             packed = reply.tensors[0]
