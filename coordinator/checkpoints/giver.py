@@ -100,6 +100,7 @@ class CheckpointGiver:
         try:
             await self._give(checkpoint, timeline)
         except OSError as error:
+            self._give_nothing()
             raise UserError(
                 f"the states of {checkpoint.path} do not fit into the temporary folder ({one_line(error)}): make room "
                 f"there, or name another one in TMPDIR"
@@ -231,6 +232,7 @@ class CheckpointGiver:
         try:
             await self._give(checkpoint, timeline)
         except (UserError, OSError) as error:
+            self._give_nothing()  # some of its stages
             log.warning("checkpoint_not_given reason=%s", error)
             return False
         return True

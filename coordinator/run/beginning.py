@@ -59,7 +59,7 @@ class Beginning:
         self.is_known |= known is not None
         if known is not None and self._is_better(known.timeline(), known.begun):
             if known.timeline() != self.timeline:  # the run was resumed: what it had come to before is void
-                self._void, self.reached = max(self._void, self.reached), (0, 0)
+                self._void, self.reached, self.told = max(self._void, self.reached), (0, 0), (0, 0)
             self.timeline, self.begun_s = known.timeline(), known.begun
         if known is not None and known.timeline() == self.timeline:
             self.reached = max(self.reached, known.reached())

@@ -265,6 +265,31 @@ def choose_rewind(
     return Rewind(None, 0, (), reason)
 
 
+def checkpoints_beyond(
+    checkpoints: Mapping[str, Collection[SnapshotRef]],
+    optimizer_step: int,
+    reached: tuple[int, int],
+    passed_over: Collection[SnapshotRef],
+) -> dict[str, list[SnapshotRef]]:
+    """The checkpoints that the run has come to, by word of the run key, and the peers that are left have not.
+
+    All peers that had come further may be gone, and the others were cut off from them.
+
+    Args:
+        checkpoints: those that each coordinator gives
+        optimizer_step: the furthest of the peers
+        reached: the latest round that a coordinator has seen the run in, and its optimizer step
+        passed_over: those that nobody has given for a while
+    """
+    last_round, last_step = reached
+
+    def is_beyond(known: SnapshotRef) -> bool:
+        is_reached = known.created_at_round <= last_round and known.optimizer_step <= last_step
+        return is_reached and known.optimizer_step > optimizer_step and known not in passed_over
+
+    return {peer: list(filter(is_beyond, held)) for peer, held in checkpoints.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Mover:
     """The peer that moves to a lost stage, or None with the reason."""

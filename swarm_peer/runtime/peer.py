@@ -312,6 +312,7 @@ class Peer:
             return
         log.error("joining_anew stage=%d reason=%s", replica.stage, error)
         # On another timeline the run may be in an earlier round.
+        replica.is_left_behind = True
         has_left_timeline = isinstance(error, OtherTimeline)
         self._shunned = replica.step.timeline if has_left_timeline else None
         self._min_round = 0 if has_left_timeline else replica.step.round_number + 1
@@ -331,6 +332,8 @@ class Peer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)
             await replica.leave()
+        if not replica.is_left_behind:
+            self._parts.own_work[replica.stage].leave()
         self._lifecycle.enter(PeerState.LEFT)
         with anyio.move_on_after(GOODBYE_S):
             async with anyio.create_task_group() as tasks:

@@ -48,6 +48,7 @@ class StageReplica:
         incarnation: which life of the peer this is (see policy/view.py: Life)
         parts: what the replica is made of
         leaves_timeline: whether the run goes on without it on another timeline: stage-mates end no round with it
+        is_left_behind: whether it leaves because stage-mates went on without it, be it on the same timeline
     """
 
     def __init__(self, assembly: Assembly):
@@ -58,6 +59,7 @@ class StageReplica:
         self._trainer = assembly.trainer
         self._manifest = self._peer.context.resolved.manifest
         self.leaves_timeline = False
+        self.is_left_behind = False
 
     @classmethod
     async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> StageReplica:

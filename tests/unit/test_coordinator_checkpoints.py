@@ -1553,15 +1553,15 @@ async def test_a_checkpoint_that_the_run_has_gone_back_from_is_given_no_more(los
 
 
 def failing_to_give(lost, monkeypatch, failures):
-    """Have the coordinator fail to give as many checkpoints."""
-    give = lost.giver._give
+    """Have the coordinator fail to give as many checkpoints, after the first stage."""
+    store = lost.giver._snapshots.store_snapshot
 
-    async def give_late(*asked):
-        if failures:
+    async def store_some(stage, state):
+        if failures and stage == 1:
             raise failures.pop()
-        await give(*asked)
+        await store(stage, state)
 
-    monkeypatch.setattr(lost.giver, "_give", give_late)
+    monkeypatch.setattr(lost.giver._snapshots, "store_snapshot", store_some)
     return failures
 
 

@@ -782,14 +782,14 @@ async def test_a_run_that_went_on_from_a_checkpoint_does_not_begin_without_it(sw
         await peer.recovery.find_start()
 
 
-async def give_checkpoint(swarm, optimizer_step, created_at_round=None):
+async def give_checkpoint(swarm, optimizer_step, created_at_round=None, stages=range(3)):
     """Have the coordinator give a checkpoint, as it does while a stage has no peers."""
     coordinator = await swarm.add(RUN_ID, -1)
     del swarm.peers[RUN_ID]  # it is no peer
     coordinator.donor.forget_state()
     first_round = optimizer_step if created_at_round is None else created_at_round
     timeline = Timeline(first_round, optimizer_step, first_round)
-    for stage in range(3):
+    for stage in stages:
         state = StageState(first_round, f"history_hash of {optimizer_step}", weights(stage, optimizer_step), timeline)
         await coordinator.donor.store_snapshot(stage, state)
 
@@ -856,7 +856,7 @@ async def test_peers_that_were_cut_off_go_back_where_no_checkpoint_comes(swarm):
     newcomer = await swarm.newcomer()
     with pytest.raises(CallError, match="a coordinator may give a checkpoint"):
         await newcomer.recovery.find_start()
-    now += CHECKPOINT_PATIENCE * MANIFEST.limits.announcement_s
+    now += CHECKPOINT_PATIENCE * MANIFEST.limits.announcement_s + 1.0
     assert (await newcomer.recovery.find_start()).timeline == back
     await give_checkpoint(swarm, 4000)
     start = await newcomer.recovery.find_start()
@@ -895,13 +895,39 @@ async def test_a_run_begins_anew_above_all_rounds_that_it_has_been_in(swarm):
     assert start.timeline == Timeline(18 + ROUNDS_BETWEEN_TIMELINES, 0, 0)
 
 
+async def test_a_run_waits_for_a_newer_checkpoint_than_the_one_that_it_was_resumed_from(swarm):
+    """All peers are gone, and its coordinator gives that one for as long as it lives."""
+    swarm.timeline = Timeline(34, 30, created_at_round=34)
+    swarm.reached = 5000, 4990
+    await give_checkpoint(swarm, 30, created_at_round=34)
+    newcomer = await swarm.newcomer()
+    with pytest.raises(CallError, match="the run has made 4990 updates, and a coordinator may give a checkpoint"):
+        await newcomer.recovery.find_start()
+
+
+async def test_a_checkpoint_that_is_being_given_is_waited_for(swarm):
+    """The stages of a large model come one after the other."""
+    now = 1000.0
+    swarm.clock.read = lambda: now
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=33)
+        await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+    swarm.reached = 5000, 4990
+    await give_checkpoint(swarm, 4000, stages=[0])
+    newcomer = await swarm.newcomer()
+    for _ in range(3):
+        with pytest.raises(CallError, match="a coordinator is about to give a checkpoint"):
+            await newcomer.recovery.find_start()
+        now += CHECKPOINT_PATIENCE * MANIFEST.limits.announcement_s
+
+
 @pytest.mark.parametrize("round_number", [0, 5])
 async def test_peers_that_have_hardly_begun_do_not_begin_a_run_anew_that_has_come_far(swarm, round_number):
     for stage, peer_id in ((0, "a"), (2, "c")):
         await swarm.add(peer_id, stage, round_number=round_number)
     swarm.reached = 5000, 4990
     newcomer = await swarm.newcomer()
-    with pytest.raises(CallError, match="a coordinator may give a checkpoint"):
+    with pytest.raises(CallError, match="no snapshot of stage 1 exists that all other stages have too"):
         await newcomer.recovery.find_start()
     await give_checkpoint(swarm, 4000)
     start = await newcomer.recovery.find_start()

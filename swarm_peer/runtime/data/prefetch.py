@@ -200,8 +200,10 @@ class SamplePool:
         num_read = windows.num_read
         try:
             await self._read_some(slice_id)  # the hub may have come back meanwhile
-        except UserError as again:
-            if self._unread.get(slice_id) is windows and windows.num_read == num_read:
+        except Exception as again:
+            if not isinstance(again, UserError):
+                self._fail(again)
+            elif self._unread.get(slice_id) is windows and windows.num_read == num_read:
                 log.error("slice_cut_short slice=%s windows=%d reason=%s", tuple(slice_id), num_read, again)
                 self._end(slice_id, num_read)
 

@@ -49,7 +49,7 @@ class OwnWork:
                 self._samples[step.optimizer_step] = ended.samples
 
     def leave(self) -> None:
-        """Note that this peer has handed its work over, and leaves the stage."""
+        """Note that this peer has left the stage, where stage-mates go on with its work."""
         self._has_left = True
 
     def stand_at(self, step: StepState) -> None:
@@ -108,7 +108,8 @@ class OwnWork:
         assert self._descent is not None
         made, samples = self._descent.optimizer_step, sum(n for made_at, n in self._samples.items() if made_at < end)
         text = "samples_may_be_lost samples=%d round=%d reason=from optimizer step %d to %d this peer was cut off"
-        log.warning(text, samples, state.round_number, made, state.optimizer_step)
+        if samples:
+            log.warning(text, samples, state.round_number, made, state.optimizer_step)
         self._samples.clear()
         # Others hold the snapshots of these steps that the run has made, if they have not dropped them.
         self.snapshots.give_up(-1, made)

@@ -15,6 +15,7 @@ from math import inf
 import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
+from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import (
     SNAPSHOTS_MISSED,
     Claim,
@@ -22,6 +23,7 @@ from swarm_peer.policy.recovery import (
     SnapshotRef,
     Standing,
     Timeline,
+    checkpoints_beyond,
     choose_rewind,
     find_standing_by_snapshots,
     find_viable_standing,
@@ -36,6 +38,7 @@ from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timelin
 from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.joining import Fetch, Take, take_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.transfer import HASHED_BYTES_PER_S
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 
 log = logging.getLogger(__name__)
@@ -139,7 +142,10 @@ class Recovery:
         self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
         self._not_given: dict[SnapshotRef, float] = {}  # when each snapshot first was asked for in vain
         self._holder_patience_s = HOLDER_PATIENCE * manifest.limits.announcement_s
-        self._for_checkpoint = _Wait(context.clock, CHECKPOINT_PATIENCE * manifest.limits.announcement_s)
+        # A coordinator reads all of a checkpoint before it gives it.
+        num_bytes = sum(max_state_bytes(context.resolved, spec.index) for spec in context.resolved.specs)
+        patience_s = CHECKPOINT_PATIENCE * manifest.limits.announcement_s + num_bytes / HASHED_BYTES_PER_S
+        self._for_checkpoint = _Wait(context.clock, patience_s)
         self._for_unreached = _Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
 
     async def find_start(self) -> Start:
@@ -182,8 +188,7 @@ class Recovery:
             from_scratch = -1
         rewind = self._choose_rewind(snapshots, standing.optimizer_step, from_scratch)
         checkpoints = {peer: snapshots.get(peer, ()) for peer in coordinators}
-        passed_over = self._passed_over() if rewind.optimizer_step is not None else ()
-        if (forward := self._choose_forward(checkpoints, standing.optimizer_step, reached, passed_over)) is not None:
+        if (forward := self._choose_forward(checkpoints, rewind, standing.optimizer_step, reached)) is not None:
             rewind = forward
         if rewind.optimizer_step is None:
             raise CallError(rewind.reason)
@@ -283,32 +288,29 @@ class Recovery:
     def _choose_forward(
         self,
         checkpoints: Mapping[str, Sequence[SnapshotRef]],
+        back: Rewind,
         optimizer_step: int,
         reached: tuple[int, int],
-        passed_over: Collection[SnapshotRef],
     ) -> Rewind | None:
-        """The newest checkpoint beyond the peers' optimizer step that the run has come to, by word of the run key.
-
-        The peers that had come further may all have gone, and those that are left were cut off from them.
+        """The newest checkpoint beyond the peers' optimizer step that the run has come to; see checkpoints_beyond.
 
         Args:
-            checkpoints: those that each coordinator gives
-            reached: the latest round that a coordinator has seen the run in, and its optimizer step
+            back: what is gone back to without one
 
         Raises:
             CallError: a coordinator may give one soon
         """
-        given = {
-            peer: [k for k in held if k.created_at_round <= reached[0] and k.optimizer_step > optimizer_step]
-            for peer, held in checkpoints.items()
-        }
-        known = {peer: [k for k in held if k not in passed_over] for peer, held in given.items()}
-        forward = choose_rewind(known, self._context.resolved.num_stages, self._stage, reached[1], from_scratch=-1)
+        passed_over = () if back.optimizer_step is None else self._passed_over()
+        beyond = checkpoints_beyond(checkpoints, optimizer_step, reached, passed_over)
+        forward = choose_rewind(beyond, self._context.resolved.num_stages, self._stage, reached[1], from_scratch=-1)
         if forward.optimizer_step is not None:
             return forward
-        is_far = reached[1] > optimizer_step + SNAPSHOTS_MISSED * self._manifest.recovery.snapshot_every
+        if any(beyond.values()) and not passed_over:
+            raise CallError("a coordinator is about to give a checkpoint from beyond where the peers stand")
+        steps = SNAPSHOTS_MISSED * self._manifest.recovery.snapshot_every
+        is_far = back.optimizer_step is not None and 0 < steps < reached[1] - back.optimizer_step
         text = f"the run has made {reached[1]} updates, and a coordinator may give a checkpoint of them"
-        self._for_checkpoint.check([text] if is_far and known == given else [])
+        self._for_checkpoint.check([text] if is_far and not passed_over else [])
         return None
 
     async def _take_given(self, wanted: SnapshotRef, holders: Sequence[str], take: Take) -> None:

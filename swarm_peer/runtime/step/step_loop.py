@@ -231,7 +231,6 @@ class StepLoop:
                     gone()
                     return
                 if await self._handover.hand_over(on_gone=gone, may_end_round=may_end_round and not self._failures):
-                    self._own_work.leave()
                     return
             await self._changed.wait_for(partial(self._is_past, present))
 
