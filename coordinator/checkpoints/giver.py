@@ -202,10 +202,12 @@ class CheckpointGiver:
             last_round = max(newest.round_number, reached)
             self._given = _Given(newest.optimizer_step, newest.round_number, last_round + ROUNDS_BETWEEN_TIMELINES)
             return
-        if self._given is None:
+        if self._given is not None:
+            return
+        if self._resumed is None or not self._failed:
             self._failed.clear()
-            if self._resumed is not None and not self._snapshots.snapshots():  # what failed had taken its place
-                await self._can_give(*self._resumed)
+        elif not self._snapshots.snapshots():  # what failed had taken its place
+            await self._can_give(*self._resumed)
 
     async def _find_better(self, store: CheckpointStore, fits: Fits, standing: Standing | None) -> Checkpoint | None:
         """The newest checkpoint that could be given in the place of the present one, if there is one."""

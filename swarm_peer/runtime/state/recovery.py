@@ -305,12 +305,11 @@ class Recovery:
         forward = choose_rewind(beyond, self._context.resolved.num_stages, self._stage, reached[1], from_scratch=-1)
         if forward.optimizer_step is not None:
             return forward
-        if any(beyond.values()) and not passed_over:
-            raise CallError("a coordinator is about to give a checkpoint from beyond where the peers stand")
         steps = SNAPSHOTS_MISSED * self._manifest.recovery.snapshot_every
         is_far = back.optimizer_step is not None and 0 < steps < reached[1] - back.optimizer_step
         text = f"the run has made {reached[1]} updates, and a coordinator may give a checkpoint of them"
-        self._for_checkpoint.check([text] if is_far and not passed_over else [])
+        is_coming = any(beyond.values())  # some of its stages
+        self._for_checkpoint.check([text] if (is_far or is_coming) and not passed_over else [])
         return None
 
     async def _take_given(self, wanted: SnapshotRef, holders: Sequence[str], take: Take) -> None:
