@@ -199,6 +199,8 @@ class Invariants:
             if replica is None:
                 continue
             self.records.stayed.add((host.peer_id, replica.stage))
+            if not replica.has_weights:  # it has come as the run ended
+                continue
             step = replica.step
             place = (replica.stage, step.timeline.first_round, step.round_number, step.history_hash)
             self.records.ends[replica.stage] = max(place, self.records.ends.get(replica.stage, place))
