@@ -311,8 +311,8 @@ class Peer:
         if self._lifecycle.stop.is_set():  # it leaves already, perhaps for another reason
             return
         log.error("joining_anew stage=%d reason=%s", replica.stage, error)
-        # On another timeline the run may be in an earlier round.
         replica.is_left_behind = True
+        # On another timeline the run may be in an earlier round.
         has_left_timeline = isinstance(error, OtherTimeline)
         self._shunned = replica.step.timeline if has_left_timeline else None
         self._min_round = 0 if has_left_timeline else replica.step.round_number + 1

@@ -262,6 +262,7 @@ async def test_the_first_optimizer_step_is_told_until_the_dht_takes_it(tmp_path)
     run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
     run.watch.lines.append({"round": 0, "optimizer_step": 1})
     await published(run)
+    assert not failures
     assert board.held[timeline_key(board.identity.peer_id)].reached() == (1, 1)
 
 

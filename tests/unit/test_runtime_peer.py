@@ -335,9 +335,11 @@ async def test_who_was_left_behind_has_not_left_its_work_with_stage_mates():
     peer._directory = SimpleNamespace(announce=nothing, view=SwarmView(2, ()))
     peer._lifecycle = Lifecycle(peer._context.clock)
     peer._lifecycle.enter(PeerState.SERVING)
-    replica = leaving(["mate"], nothing)
+    replica, left = leaving(["mate"], nothing), []
+    peer._parts = SimpleNamespace(own_work={1: SimpleNamespace(leave=lambda: left.append(1))})
     peer._join_anew(replica, NotServing("stage-mates went on without this peer"))
-    await peer._leave(replica)  # it would fail at the work that this test does not give it
+    await peer._leave(replica)
+    assert left == []
 
 
 def leaving(mates, nothing):

@@ -830,11 +830,15 @@ async def test_where_only_peers_that_were_cut_off_are_left_the_run_goes_forward_
     await assert_state(start.fetch, 1, 40)
 
 
-async def test_peers_that_were_cut_off_go_forward_rather_than_back(swarm):
-    """They keep what they would go back to."""
+async def add_cut_off(swarm):
+    """Peers of all stages but one, in round 33, which keep what they would go back to."""
     for stage, peer_id in ((0, "a"), (2, "c")):
         peer = await swarm.add(peer_id, stage, round_number=33)
         await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+
+
+async def test_peers_that_were_cut_off_go_forward_rather_than_back(swarm):
+    await add_cut_off(swarm)
     swarm.reached = 5000, 4990
     newcomer = await swarm.newcomer()
     with pytest.raises(CallError, match="the run has made 4990 updates, and a coordinator may give a checkpoint"):
@@ -848,9 +852,7 @@ async def test_peers_that_were_cut_off_go_back_where_no_checkpoint_comes(swarm):
     """Be it that no coordinator gives one, or that nobody can download what it gives."""
     now = 1000.0
     swarm.clock.read = lambda: now
-    for stage, peer_id in ((0, "a"), (2, "c")):
-        peer = await swarm.add(peer_id, stage, round_number=33)
-        await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+    await add_cut_off(swarm)
     swarm.reached = 5000, 4990
     back = Timeline(33 + ROUNDS_BETWEEN_TIMELINES, 30, 30)
     newcomer = await swarm.newcomer()
@@ -909,9 +911,7 @@ async def test_a_checkpoint_that_is_being_given_is_waited_for(swarm):
     """The stages of a large model come one after the other; but not for ever."""
     now = 1000.0
     swarm.clock.read = lambda: now
-    for stage, peer_id in ((0, "a"), (2, "c")):
-        peer = await swarm.add(peer_id, stage, round_number=33)
-        await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+    await add_cut_off(swarm)
     swarm.reached = 41, 41
     await give_checkpoint(swarm, 40, stages=[0])
     newcomer = await swarm.newcomer()
@@ -2166,7 +2166,7 @@ async def test_later_snapshots_that_a_peer_has_taken_elsewhere_stay(split):
 
 @pytest.mark.parametrize("optimizer_step", [2, 4])
 async def test_coordinators_are_asked_for_the_state_that_a_timeline_begins_with(follower, monkeypatch, optimizer_step):
-    """They are the first that are asked, and alone, if the run goes forward: no peer should have that state."""
+    """If the run goes forward, they are asked first: no peer should have that state."""
     asked, running = [], asyncio.ensure_future(follower.steps.run())
 
     async def fetch(transport, donors, call, **options):

@@ -170,8 +170,6 @@ class StateDownloads:
         wanted = SnapshotRef(self._stage, timeline.created_at_round, timeline.first_optimizer_step)
         if await take_own_snapshot(wanted, self._snapshots, take):
             return
-        # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
-        # that have moved elsewhere since, or coordinators in checkpoints: so ask all.
         take_from = partial(
             take_snapshot,
             wanted,
@@ -189,6 +187,8 @@ class StateDownloads:
                 log.warning("checkpoint_not_taken optimizer_step=%d reason=%s", wanted.optimizer_step, error)
             else:
                 return
+        # This peer joined after the snapshot was taken. Peers of this stage and of the one before have it, or peers
+        # that have moved elsewhere since, or coordinators in checkpoints: so ask all.
         view = await self._swarm.look(range(self._context.resolved.num_stages))
         others = {*(peer.peer_id for peer in view.peers), *coordinators}
         await take_from(sorted(others - {self._swarm.transport.peer_id}))
