@@ -1,8 +1,8 @@
 """How fast is each codec, how many bytes does it make, and how large is its error? One thread, as a busy peer has.
 
 Speeds are in MB of fp32 a second, the best of some tries; codecs alternate, so that others on the machine hurt all
-alike. `stochastic` is how gradients go, which makes a difference to int4_hadamard alone. Errors are relative L2 errors
-of a round trip of normally distributed numbers.
+alike. `stochastic` is how gradients go, which makes a difference to int4_hadamard and int5_hadamard alone. Errors are
+relative L2 errors of a round trip of normally distributed numbers.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ from cyclopts import Group, Parameter
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import assert_never
 
-Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int4_hadamard"]
+Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int5_hadamard", "int4_hadamard"]
+AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
-# Values that share a Hadamard transform and a scale of two bytes in int4_hadamard.
-INT4_BLOCK_SIZE = 64
+# Values that share a Hadamard transform and a scale of two bytes.
+HADAMARD_BLOCK_SIZE = 64
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
 Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 # The headings of --help, in their order.
@@ -46,8 +47,9 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
             return 2 * num_values
         case "blockwise_8bit":
             return num_values + 4 * math.ceil(num_values / CODEC_BLOCK_SIZE)
-        case "int4_hadamard":
-            return (INT4_BLOCK_SIZE // 2 + 2) * math.ceil(num_values / INT4_BLOCK_SIZE)
+        case "int5_hadamard" | "int4_hadamard":
+            block_bytes = (5 if codec == "int5_hadamard" else 4) * HADAMARD_BLOCK_SIZE // 8 + 2
+            return block_bytes * math.ceil(num_values / HADAMARD_BLOCK_SIZE)
         case _:
             assert_never(codec)
 
@@ -198,10 +200,7 @@ class WireSection(Section):
     activations: Codec = "none"
     """codec of activations between stages; rounds to nearest"""
     gradients: Codec = "none"
-    """codec of activation gradients between stages; int4_hadamard rounds stochastically"""
-
-
-AveragingMode = Literal["synchronous", "delayed", "periodic"]
+    """codec of activation gradients between stages; int4_hadamard and int5_hadamard round stochastically"""
 
 
 class AveragingSection(Section):
@@ -221,7 +220,7 @@ class AveragingSection(Section):
     """for delayed: until the average of a step is there, each peer goes on from an update by its own gradient; costs
     three more values of host memory for each parameter, and saves most of the loss that the delay costs"""
     compression: Codec = "none"
-    """codec of weight gradients within a stage; int4_hadamard rounds stochastically"""
+    """codec of weight gradients within a stage; int4_hadamard and int5_hadamard round stochastically"""
     round_timeout_s: float = Field(60.0, gt=0)
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)

@@ -26,8 +26,10 @@ CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # Activations, gradients.
 WIRES: tuple[tuple[Codec, Codec], ...] = (
     ("blockwise_8bit", "blockwise_8bit"),
+    ("int5_hadamard", "none"),
     ("int4_hadamard", "none"),
     ("none", "int4_hadamard"),
+    ("int5_hadamard", "int4_hadamard"),
     ("int4_hadamard", "int4_hadamard"),
 )
 AVERAGING: tuple[Codec, ...] = ("fp16", "blockwise_8bit", "int4_hadamard")

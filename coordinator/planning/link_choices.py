@@ -15,6 +15,7 @@ from swarm_peer.policy.planning.resources import StepSettings
 WIRES: tuple[tuple[Codec, Codec], ...] = (
     ("blockwise_8bit", "blockwise_8bit"),
     ("blockwise_8bit", "int4_hadamard"),
+    ("int5_hadamard", "int4_hadamard"),
     ("int4_hadamard", "int4_hadamard"),
 )
 AVERAGING: tuple[Codec, ...] = ("blockwise_8bit",)

@@ -17,8 +17,10 @@ import torch
 
 from swarm_peer.config import CODEC_BLOCK_SIZE, Codec, codec_bytes
 from swarm_peer.errors import InvalidMessage
-from swarm_peer.wire.int4_hadamard import decode_int4, encode_int4
+from swarm_peer.wire.hadamard import decode_hadamard, encode_hadamard
 
+# Of the codecs that transform blocks of numbers; see hadamard.py.
+_BITS: dict[Codec, int] = {"int4_hadamard": 4, "int5_hadamard": 5}
 _DTYPE: dict[Codec, torch.dtype] = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -42,8 +44,8 @@ def encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memor
     Values beyond the codec's range (fp16 ends at 65504) are clipped to it, so that a rare outlier costs no microbatch.
 
     Args:
-        seed: rounding_seed of a gradient, which int4_hadamard rounds stochastically with it, without a bias; None for
-            activations, which are rounded to nearest. Other codecs always do that.
+        seed: rounding_seed of a gradient, which int4_hadamard and int5_hadamard round stochastically with it, without
+            a bias; None for activations, which are rounded to nearest. Other codecs always do that.
 
     Raises:
         OverflowError: the values are not finite
@@ -51,8 +53,8 @@ def encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memor
     tensor = tensor.detach()
     if codec == "blockwise_8bit":
         return _encode_8bit(tensor)
-    if codec == "int4_hadamard":
-        return bytes_of(encode_int4(tensor, seed))
+    if codec in _BITS:
+        return bytes_of(encode_hadamard(tensor, _BITS[codec], seed))
     encoded = tensor.to(_DTYPE[codec])
     if not _is_finite(encoded):
         if not _is_finite(tensor):
@@ -78,8 +80,8 @@ def decode(data: memoryview, shape: Sequence[int], codec: Codec, device: torch.d
     raw = torch.frombuffer(data, dtype=torch.uint8).to(device)
     if codec == "blockwise_8bit":
         tensor = _decode_8bit(raw, shape)
-    elif codec == "int4_hadamard":
-        tensor = decode_int4(raw, math.prod(shape)).view(tuple(shape))
+    elif codec in _BITS:
+        tensor = decode_hadamard(raw, _BITS[codec], math.prod(shape)).view(tuple(shape))
     else:
         tensor = raw.view(_DTYPE[codec]).view(tuple(shape)).float()
     if not _is_finite(tensor):

@@ -97,7 +97,7 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("seed=[", "--set 'seed=[': the value is no valid YAML"),
         (
             "wire.activations=int4",
-            "wire.activations: Input should be 'none', 'fp16', 'bf16', 'blockwise_8bit' or 'int4_h",
+            "wire.activations: Input should be 'none', 'fp16', 'bf16', 'blockwise_8bit', 'int5_h",
         ),
         ("name=Not A Name", "name: String should match pattern"),
         ("seed=-1", "seed: Input should be greater than or equal to 0 (got -1)"),

@@ -1,19 +1,20 @@
 import math
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.config import CODEC_BLOCK_SIZE, INT4_BLOCK_SIZE, Codec, codec_bytes
+from swarm_peer.config import CODEC_BLOCK_SIZE, HADAMARD_BLOCK_SIZE, Codec, codec_bytes
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.gradient_norm import ROUNDING
-from swarm_peer.wire import int4_hadamard
+from swarm_peer.wire import hadamard
 from swarm_peer.wire.codecs import decode, decode_tokens, encode, encode_tokens, encoded_bytes, rounding_seed
 
 # Largest relative L2 error of a round trip of normally distributed values.
-ERRORS = {"none": 0.0, "fp16": 4e-4, "bf16": 3e-3, "blockwise_8bit": 0.02, "int4_hadamard": 0.1}
+ERRORS = {"none": 0.0, "fp16": 4e-4, "bf16": 3e-3, "blockwise_8bit": 0.02, "int5_hadamard": 0.06, "int4_hadamard": 0.1}
 CODECS = pytest.mark.parametrize("codec", get_args(Codec))
 SHAPES = [(1,), (255,), (256,), (257,), (2, 3, 5), (1, 7, 41), (3, 16, 24), (2, 13, 96)]
 
@@ -45,6 +46,7 @@ def test_round_trip(codec, shape):
         ("fp16", 2 * 513),
         ("bf16", 2 * 513),
         ("blockwise_8bit", 513 + 4 * 3),
+        ("int5_hadamard", 9 * (40 + 2)),
         ("int4_hadamard", 9 * (32 + 2)),
     ],
 )
@@ -107,7 +109,7 @@ def test_what_is_not_finite_is_not_sent(codec, bad, position):
 def test_what_leaves_the_range_of_fp16_is_cut_to_it():
     tensor = torch.full((3,), 70000.0)
     assert decode(encode(torch.tensor([7e4, -7e4, 1.0]), "fp16"), (3,), "fp16").tolist() == [65504.0, -65504.0, 1.0]
-    for codec in ("none", "bf16", "blockwise_8bit", "int4_hadamard"):
+    for codec in ("none", "bf16", "blockwise_8bit", "int5_hadamard", "int4_hadamard"):
         assert relative_error(decode(encode(tensor, codec), (3,), codec), tensor) <= ERRORS[codec]
 
 
@@ -155,21 +157,24 @@ def test_whatever_has_the_right_length_is_refused_or_finite(codec, data):
     assert tensor.isfinite().all()
 
 
-# --- int4_hadamard ----------------------------------------------------------------------------------------------------
+# --- int4_hadamard and int5_hadamard ----------------------------------------------------------------------------------
 
 # Normal, Laplace, Student's t of 3 degrees, and one number of each block 50 times as large: the errors in the
-# docstring of wire/int4_hadamard.py, rounded to nearest and stochastically.
+# docstring of wire/hadamard.py, rounded to nearest and stochastically.
 LAWS = {
-    "normal": (0.093, 0.136),
-    "laplace": (0.091, 0.134),
-    "student": (0.085, 0.125),
-    "outliers": (0.049, 0.072),
+    "normal": {"int4_hadamard": (0.093, 0.136), "int5_hadamard": (0.047, 0.067)},
+    "laplace": {"int4_hadamard": (0.091, 0.134), "int5_hadamard": (0.046, 0.066)},
+    "student": {"int4_hadamard": (0.085, 0.125), "int5_hadamard": (0.044, 0.062)},
+    "outliers": {"int4_hadamard": (0.049, 0.072), "int5_hadamard": (0.024, 0.034)},
 }
+# The bits of a number.
+HADAMARD = {"int4_hadamard": 4, "int5_hadamard": 5}
+HADAMARDS = pytest.mark.parametrize("codec", HADAMARD)
 
 
 def drawn(law, num_blocks=4000):
     generator = torch.Generator().manual_seed(1)
-    normal = torch.randn(num_blocks, INT4_BLOCK_SIZE, generator=generator)
+    normal = torch.randn(num_blocks, HADAMARD_BLOCK_SIZE, generator=generator)
     if law == "laplace":
         uniform = torch.rand(normal.shape, generator=generator) - 0.5
         return -uniform.sign() * torch.log1p(-2 * uniform.abs())
@@ -180,62 +185,77 @@ def drawn(law, num_blocks=4000):
     return normal
 
 
-def as_int4(tensor, seed=None):
-    return decode(encode(tensor, "int4_hadamard", seed), tensor.shape, "int4_hadamard")
+def sent(tensor, codec, seed=None):
+    return decode(encode(tensor, codec, seed), tensor.shape, codec)
 
 
+@HADAMARDS
 @pytest.mark.parametrize("law", LAWS)
-def test_4_bits_cost_the_error_that_is_written_down(law):
-    tensor, (nearest, stochastic) = drawn(law), LAWS[law]
-    assert relative_error(as_int4(tensor), tensor) == pytest.approx(nearest, rel=0.03)
-    assert relative_error(as_int4(tensor, 3), tensor) == pytest.approx(stochastic, rel=0.03)
+def test_few_bits_cost_the_error_that_is_written_down(law, codec):
+    tensor, (nearest, stochastic) = drawn(law), LAWS[law][codec]
+    assert relative_error(sent(tensor, codec), tensor) == pytest.approx(nearest, rel=0.03)
+    assert relative_error(sent(tensor, codec, 3), tensor) == pytest.approx(stochastic, rel=0.03)
 
 
-def test_the_error_is_that_of_theory_and_some_times_that_of_8_bits():
+@HADAMARDS
+def test_the_error_is_that_of_theory_and_some_times_that_of_8_bits(codec):
     """An even quantiser's error is a step / sqrt(12) to nearest, a step / sqrt(6) stochastically."""
-    tensor = drawn("normal")
-    # The largest of 64 normal numbers is 2.64 standard deviations (root mean square), and takes 7 to 8 steps.
-    assert 2.64 / 8 < relative_error(as_int4(tensor, 1), tensor) * math.sqrt(6) < 2.64 / 7
-    assert 0.95 * 2.64 / 8 < relative_error(as_int4(tensor), tensor) * math.sqrt(12) < 0.95 * 2.64 / 7
-    of_8_bits = relative_error(decode(encode(tensor, "blockwise_8bit"), tensor.shape, "blockwise_8bit"), tensor)
-    assert 5 < relative_error(as_int4(tensor), tensor) / of_8_bits < 12
+    tensor, bits = drawn("normal"), HADAMARD[codec]
+    # The largest of 64 normal numbers is 2.62 standard deviations (root mean square), and takes this many steps.
+    most = 2 ** (bits - 1)
+    low, high = 2.62 / most, 2.62 / (most - 1)
+    assert low < relative_error(sent(tensor, codec, 1), tensor) * math.sqrt(6) < high
+    assert 0.95 * low < relative_error(sent(tensor, codec), tensor) * math.sqrt(12) < high
+    of_8_bits = relative_error(sent(tensor, "blockwise_8bit"), tensor)
+    assert 5 < relative_error(sent(tensor, codec), tensor) / of_8_bits * 2 ** (bits - 4) < 12
 
 
+@HADAMARDS
 @pytest.mark.parametrize("law", LAWS)
-def test_stochastic_rounding_has_no_bias(law):
+def test_stochastic_rounding_has_no_bias(law, codec):
     tensor, tries = drawn(law, 20), 100
-    mean = torch.stack([as_int4(tensor, seed) for seed in range(tries)]).mean(0)
-    assert relative_error(mean, tensor) == pytest.approx(LAWS[law][1] / math.sqrt(tries), rel=0.15)
+    mean = torch.stack([sent(tensor, codec, seed) for seed in range(tries)]).mean(0)
+    assert relative_error(mean, tensor) == pytest.approx(LAWS[law][codec][1] / math.sqrt(tries), rel=0.15)
     # To nearest the error stays, however often.
-    assert relative_error(as_int4(tensor), tensor) > 5 * relative_error(mean, tensor)
+    assert relative_error(sent(tensor, codec), tensor) > 5 * relative_error(mean, tensor)
 
 
-def test_a_seed_names_the_bytes():
+@HADAMARDS
+def test_a_seed_names_the_bytes(codec):
     tensor = drawn("normal", 9000)  # more than are worked on at a time
-    data = bytes(encode(tensor, "int4_hadamard", 7))
-    assert data == bytes(encode(tensor.clone(), "int4_hadamard", 7))
-    assert data != bytes(encode(tensor, "int4_hadamard", 8))
-    assert bytes(encode(tensor, "int4_hadamard")) == bytes(encode(tensor, "int4_hadamard"))
+    data = bytes(encode(tensor, codec, 7))
+    assert data == bytes(encode(tensor.clone(), codec, 7))
+    assert data != bytes(encode(tensor, codec, 8))
+    assert bytes(encode(tensor, codec)) == bytes(encode(tensor, codec))
     # The first piece of a long tensor is encoded like a short one; the random bits are those of numpy's SFC64.
-    short = as_int4(tensor[:4096], 7)
-    assert torch.equal(as_int4(tensor, 7)[:4096], short)
-    assert encode(torch.arange(64.0) - 20, "int4_hadamard", 5).tobytes().hex() == GOLDEN
+    short = sent(tensor[:4096], codec, 7)
+    assert torch.equal(sent(tensor, codec, 7)[:4096], short)
+    assert encode(torch.arange(64.0) - 20, codec, 5).tobytes().hex() == GOLDEN[codec]
 
 
 # Other bytes than these are another codec: peers of one run may have several versions of numpy and torch.
-GOLDEN = "d6c02e3dd13ce31449d2b3f0e096e21fce3f113d4cc22e5b94f348e02bf03fc6ee3f"
+GOLDEN = {
+    "int4_hadamard": "d6c02e3dd13ce31449d2b3f0e096e21fce3f113d4cc22e5b94f348e02bf03fc6ee3f",
+    "int5_hadamard": "56c04c5aa167c71782b355dfc03bc51d9b7e215b89835c9728e580df46f06e8cdc5d29af3ce13c86eb5a",
+}
 
 
-def test_decoding_is_exact_so_all_processors_agree():
+@HADAMARDS
+def test_decoding_is_exact_so_all_processors_agree(codec):
     """Members of an averaging round decode the same bytes, and vote on what they got."""
     tensor = drawn("student", 300)
-    data = encode(tensor, "int4_hadamard", 1)
+    data = encode(tensor, codec, 1)
     steps = torch.frombuffer(data, dtype=torch.bfloat16, count=300).double()
-    codes = torch.frombuffer(data, dtype=torch.int8, offset=600).view(32, 300)
-    whole = torch.cat([(codes << 4) >> 4, codes >> 4]).double()
-    rotation = int4_hadamard._rotation(torch.device("cpu")).double()
-    exact = (whole * steps / 8).T @ rotation.T
-    assert torch.equal(decode(data, tensor.shape, "int4_hadamard").double(), exact)
+    codes = np.frombuffer(data, dtype=np.uint8, offset=600).reshape(-1, 300)
+    whole = np.concatenate([codes[:32] & 15, codes[:32] >> 4]).astype(np.float64)
+    if codec == "int4_hadamard":
+        whole -= 16 * (whole >= 8)
+    else:
+        signs = np.unpackbits(codes[32:, None, :], axis=1, bitorder="little")  # (8 rows, 8 places, 300)
+        whole -= 16 * signs.transpose(1, 0, 2).reshape(64, 300)
+    rotation = hadamard._rotation(torch.device("cpu")).double()
+    exact = (torch.from_numpy(whole) * steps / 8).T @ rotation.T
+    assert torch.equal(decode(data, tensor.shape, codec).double(), exact)
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "bf16", "blockwise_8bit"])
@@ -251,55 +271,63 @@ def test_seeds_differ_by_name_and_are_the_same_everywhere():
     assert all(0 <= rounding_seed(*name) < 2**64 for name in names)
 
 
+@HADAMARDS
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("values", [[3.0], [0.0, 0.0, -5.0], [1.0] * 64, [-2.0] * 65, [1e36, -1e36], [1e-30, 2e-30]])
-def test_odd_blocks_survive(values, seed):
+def test_odd_blocks_survive(values, seed, codec):
     tensor = torch.tensor(values)
-    assert relative_error(as_int4(tensor, seed).double(), tensor.double()) < 0.25
+    assert relative_error(sent(tensor, codec, seed).double(), tensor.double()) < 0.25
 
 
+@HADAMARDS
 @pytest.mark.parametrize("seed", [None, 1])
-def test_what_is_beyond_all_use_is_clipped_or_zero(seed):
+def test_what_is_beyond_all_use_is_clipped_or_zero(seed, codec):
     largest = torch.tensor([3.4e38, -3.4e38, 1.0])
-    assert as_int4(largest, seed).abs().max() == pytest.approx(2.0**120, rel=0.2)
-    assert as_int4(torch.full((70,), 3.4e38), seed).isfinite().all()
-    assert not as_int4(torch.full((3,), 1e-40), seed).any()
-    assert as_int4(torch.tensor([1e300, -1e300], dtype=torch.float64), seed).isfinite().all()
+    assert sent(largest, codec, seed).abs().max() == pytest.approx(2.0**120, rel=0.2)
+    assert sent(torch.full((70,), 3.4e38), codec, seed).isfinite().all()
+    assert not sent(torch.full((3,), 1e-40), codec, seed).any()
+    assert sent(torch.tensor([1e300, -1e300], dtype=torch.float64), codec, seed).isfinite().all()
 
 
+@HADAMARDS
 @pytest.mark.parametrize("seed", [None, 1])
-def test_no_gradient_grows_by_more_than_receivers_accept(seed):
-    """The worst one: after the transform a number of 8 steps, and others of just over half a step, 0.953."""
-    rotated = torch.full((1, INT4_BLOCK_SIZE), 0.48)
-    rotated[0, 0] = -8.0
-    block = rotated @ int4_hadamard._rotation(torch.device("cpu")).T / 8
-    growth = float(as_int4(block, seed).norm() / block.norm())
-    assert (1.2 if seed is None else 1.0) < growth < ROUNDING
+def test_no_gradient_grows_by_more_than_receivers_accept(seed, codec):
+    """The worst one: after the transform a number of 8 or 16 steps, and others of just over half a step."""
+    most = 2 ** (HADAMARD[codec] - 1)
+    rotated = torch.full((1, HADAMARD_BLOCK_SIZE), 0.48 if most == 8 else 0.495)
+    rotated[0, 0] = -most
+    block = rotated @ hadamard._rotation(torch.device("cpu")).T / 8
+    growth = float(sent(block, codec, seed).norm() / block.norm())
+    least = 1.0 if seed is not None else 1.2 if most == 8 else 1.05
+    assert least < growth < ROUNDING
 
 
-def test_a_row_of_nothing_goes():
-    assert len(encode(torch.empty(2, 0), "int4_hadamard")) == 0
-    assert decode(memoryview(bytearray()), (2, 0), "int4_hadamard").shape == (2, 0)
+@HADAMARDS
+def test_a_row_of_nothing_goes(codec):
+    assert len(encode(torch.empty(2, 0), codec)) == 0
+    assert decode(memoryview(bytearray()), (2, 0), codec).shape == (2, 0)
 
 
+@HADAMARDS
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("block", [0, 1, 4])
-def test_steps_that_are_not_finite_are_not_taken(bad, block):
-    data = encode(values((300,)), "int4_hadamard")
+def test_steps_that_are_not_finite_are_not_taken(bad, block, codec):
+    data = encode(values((300,)), codec)
     torch.frombuffer(data, dtype=torch.bfloat16, count=5)[block] = bad
     with pytest.raises(InvalidMessage, match="non-finite"):
-        decode(data, (300,), "int4_hadamard")
+        decode(data, (300,), codec)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@HADAMARDS
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_gpu_rounds_as_a_cpu_does(seed):
+def test_a_gpu_rounds_as_a_cpu_does(seed, codec):
     tensor = drawn("normal", 9000)
-    on_gpu = encode(tensor.cuda(), "int4_hadamard", seed)
-    again = decode(on_gpu, tensor.shape, "int4_hadamard")
+    on_gpu = encode(tensor.cuda(), codec, seed)
+    again = decode(on_gpu, tensor.shape, codec)
     # Sums differ by their last digit, so a few numbers of a million are rounded to the next step.
-    assert relative_error(again, as_int4(tensor, seed)) < 5e-3
+    assert relative_error(again, sent(tensor, codec, seed)) < 5e-3
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
