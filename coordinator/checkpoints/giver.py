@@ -99,6 +99,9 @@ class CheckpointGiver:
         self._resumed = checkpoint, timeline
         try:
             await self._give(checkpoint, timeline)
+        except UserError:  # a file is not as it was written
+            self._give_nothing()
+            raise
         except OSError as error:
             self._give_nothing()
             raise UserError(

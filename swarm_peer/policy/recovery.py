@@ -204,19 +204,21 @@ def find_standing_by_snapshots(
     return Standing(timeline, min(newest, MAX_ROUND - MIN_ROUNDS_LEFT), optimizer_step)
 
 
-def timeline_offset(stage: int, serving: Collection[str]) -> int:
-    """By how many rounds a new timeline begins later, so that no other one begins in the same round.
+def timeline_offset(state: SnapshotRef, serving: Collection[str]) -> int:
+    """By how many rounds a new timeline begins later, so that no other one is likely to begin in the same round.
 
     Microbatches name a timeline by that round. While the run is cut in two, both parts may lose a stage; or two stages
-    are lost at once. Rivals for the same stage know the same peers, and find the same timeline.
+    are lost at once. Rivals for the same stage know the same peers, and find the same timeline, unless one has found
+    another state to begin with: what there is may change while the first one downloads.
 
     Args:
-        stage: the lost one
-        serving: the peers that serve the others; if there are none, all that begin have to find the same timeline
+        state: that the lost stage begins with
+        serving: the peers that serve the others; if there are none, all that begin with snapshots of the same weights
+            have to find the same timeline
     """
-    if not serving:
-        return 0
-    return int(hashlib.sha256(f"{stage} {min(serving)}".encode()).hexdigest(), 16) % TIMELINE_OFFSETS
+    place = (state.stage, min(serving)) if serving else ()
+    named = repr((*place, state.created_at_round, state.optimizer_step))
+    return int(hashlib.sha256(named.encode()).hexdigest(), 16) % TIMELINE_OFFSETS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1352,6 +1352,10 @@ class Lost:
         self.store.save(optimizer_step, self.manifest, states_of(round_number))
         self.lines.add((optimizer_step, round_number - 1))
 
+    def damage(self, checkpoint):
+        (damaged,) = Path(checkpoint.path).glob("*1.safetensors")
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+
     def is_of_run(self, optimizer_step, round_number):
         return round_number > self.beginning.first_round and (optimizer_step, round_number - 1) in self.lines
 
@@ -1707,6 +1711,16 @@ async def test_a_coordinator_whose_disk_is_full_runs_on_without_giving_again(los
     await lost.giver.give_again(tmp_path, Timeline(53, 3, 53), None, lost.is_of_run)
     assert "checkpoint_not_given" in caplog.text
     assert "do not fit into the temporary folder" in caplog.text
+
+
+async def test_of_a_checkpoint_of_which_a_file_is_damaged_nothing_is_given(lost):
+    """Half of it would be waited for."""
+    lost.save(3, 3)
+    checkpoint = lost.store.newest(lost.manifest)
+    lost.damage(checkpoint)
+    with pytest.raises(UserError):
+        await lost.giver.give(checkpoint, Timeline(53, 3, 53))
+    await lost.gives()
 
 
 async def test_what_a_resumed_run_begins_with_stays_while_the_store_does_not_answer(lost, monkeypatch):

@@ -20,6 +20,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.policy import recovery as policy
 from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
@@ -247,7 +248,7 @@ class Swarm:
 @pytest.fixture
 async def swarm(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "PAUSE_S", 0.0)
-    monkeypatch.setattr(recovery, "timeline_offset", lambda stage, serving: 0)
+    monkeypatch.setattr(recovery, "timeline_offset", lambda state, serving: 0)
     swarm = Swarm(tmp_path)
     async with swarm.network:
         yield swarm
@@ -699,13 +700,52 @@ async def test_a_snapshot_that_nobody_gives_is_passed_over_after_a_while(swarm):
         raise InvalidMessage("does not fit")
 
     patience_s = HOLDER_PATIENCE * MANIFEST.limits.announcement_s
-    for seconds in (0.0, patience_s - 1, 1.0, 0.0):
+    for seconds in (0.0, patience_s - 1, 1.0, 0.0, patience_s - 1, 1.0):
         now += seconds
         start = await peer.recovery.find_start()
         with pytest.raises(CallError, match="no donor gave the state of stage 1"):
             await start.fetch(refuse)
-    assert asked == [40, 40, 30, 40], "the newest again, when no other is left"
-    assert start.reason == "all stages' snapshots of 40 updates exist"
+    assert asked == [40, 40, 30, 40, 40, 30], "the newest again, when no other is left"
+    assert start.reason == "all stages' snapshots of 30 updates exist, and nobody gives that of 40"
+
+
+async def test_the_first_state_of_a_timeline_that_nobody_gives_is_passed_over(swarm):
+    """Two stages were lost, and one of them has begun again; the only copy of the other one's state does not fit."""
+    now = 100.0
+    swarm.clock.read = lambda: now
+    timeline = Timeline(51, 40, 40)
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=51, timeline=timeline)
+        await peer.store_snapshot(*((number, step) for number in range(3) for step in (30, 40)))
+    newcomer = await swarm.newcomer()
+    start = await newcomer.recovery.find_start()
+    assert (start.timeline, start.rewound) == (timeline, False)
+    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+        await start.fetch(refuse)
+    now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
+    start = await newcomer.recovery.find_start()
+    assert (start.timeline, start.rewound) == (Timeline(51 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.SERVING])
+async def test_snapshots_of_a_round_that_has_not_been_are_left(swarm, state):
+    """All would refuse a timeline that began with them, and nobody could take the stage over."""
+    await lost_stage(swarm)
+    liar = swarm.peers["z"] = Peer(swarm, "z", 0, state=state)
+    reply = ListSnapshotsReply(
+        round_number=10**9,
+        timeline_first_round=10**9,
+        timeline_first_optimizer_step=0,
+        timeline_created_at_round=10**9,
+        snapshots=tuple((stage, 10**9, 33) for stage in range(3)),
+    )
+
+    async def lie(caller, op, body, tensors):
+        return Reply(reply.model_dump())
+
+    await liar.transport.serve(lie)
+    start = await (await swarm.newcomer()).recovery.find_start()
+    assert start.timeline == Timeline(34 + ROUNDS_BETWEEN_TIMELINES, 30, 30)
 
 
 async def test_a_refusal_without_a_reason_is_a_refusal(swarm):
@@ -792,6 +832,7 @@ async def give_checkpoint(swarm, optimizer_step, created_at_round=None, stages=r
     for stage in stages:
         state = StageState(first_round, f"history_hash of {optimizer_step}", weights(stage, optimizer_step), timeline)
         await coordinator.donor.store_snapshot(stage, state)
+    return coordinator
 
 
 @pytest.mark.parametrize("reached", [(47, 45), (0, 0)])
@@ -866,7 +907,35 @@ async def test_peers_that_were_cut_off_go_back_where_no_checkpoint_comes(swarm):
     with pytest.raises(CallError, match="no donor gave the state of stage 1"):
         await start.fetch(refuse)
     now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
-    assert (await newcomer.recovery.find_start()).timeline == back
+    start = await newcomer.recovery.find_start()
+    assert start.timeline == back
+    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+        await start.fetch(refuse)
+    start = await newcomer.recovery.find_start()
+    assert start.timeline.first_optimizer_step == 4000, "it is tried again where the way back fails, too"
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "gives a newer one"])
+async def test_where_a_long_download_of_a_checkpoint_fails_it_is_waited_for_again(swarm, is_silent):
+    now = 1000.0
+    swarm.clock.read = lambda: now
+    await add_cut_off(swarm)
+    swarm.reached = 5000, 4990
+    newcomer = await swarm.newcomer()
+    with pytest.raises(CallError, match="a coordinator may give a checkpoint"):
+        await newcomer.recovery.find_start()
+    coordinator = await give_checkpoint(swarm, 4000)
+    start = await newcomer.recovery.find_start()
+    now += 20 * CHECKPOINT_PATIENCE * MANIFEST.limits.announcement_s
+    if is_silent:
+        swarm.network.fault(to=RUN_ID, fail=PeerUnreachable("its line is down"), times=100)
+    else:  # of which it gives the first stage so far
+        for stage in (1, 2):
+            coordinator.donor.forget(SnapshotRef(stage, 4000, 4000))
+    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+        await taken(start.fetch)
+    with pytest.raises(CallError, match="a coordinator may give a checkpoint"):
+        await newcomer.recovery.find_start()
 
 
 async def refuse(state):
@@ -987,11 +1056,31 @@ async def test_a_snapshot_that_not_all_stages_have_is_passed_over(swarm):
 
 async def test_a_timeline_begins_where_no_other_one_does(swarm, monkeypatch):
     asked = []
-    monkeypatch.setattr(recovery, "timeline_offset", lambda stage, serving: asked.append((stage, set(serving))) or 7)
+    monkeypatch.setattr(recovery, "timeline_offset", lambda state, serving: asked.append((state, set(serving))) or 7)
     await lost_stage(swarm)
     start = await (await swarm.newcomer()).recovery.find_start()
     assert start.timeline == Timeline(34 + ROUNDS_BETWEEN_TIMELINES + 7, 30, 30)
-    assert asked == [(1, {"a", "b"})]
+    assert asked == [(SnapshotRef(1, 30, 30), {"a", "b"})]
+
+
+async def test_who_finds_another_state_to_begin_with_begins_another_timeline(swarm, monkeypatch):
+    """Nobody serves. A coordinator begins to give a checkpoint while the first one downloads an older state."""
+    monkeypatch.setattr(recovery, "timeline_offset", policy.timeline_offset)  # the real one
+    now = 1000.0
+    swarm.clock.read = lambda: now
+    swarm.reached = 47, 47
+    joining = await swarm.add("a", 0, round_number=47, state=PeerState.JOINING)
+    await joining.store_snapshot((0, 30), (1, 30), (2, 30))
+    joining.donor.forget_state()
+    first, second = await swarm.newcomer(1, "M"), await swarm.newcomer(2, "N")
+    downloaded = (await first.recovery.find_start()).timeline
+    with pytest.raises(CallError, match="peer M is taking stage 1 over"):
+        await second.recovery.find_start()
+    await give_checkpoint(swarm, 40)
+    now += RIVAL_PATIENCE * MANIFEST.limits.announcement_s + 1
+    found = (await second.recovery.find_start()).timeline
+    assert (downloaded.first_optimizer_step, found.first_optimizer_step) == (30, 40)
+    assert downloaded.first_round != found.first_round, "microbatches name a timeline by its first round"
 
 
 async def test_a_run_that_went_back_before_goes_back_again(swarm):

@@ -31,14 +31,14 @@ from swarm_peer.policy.recovery import (
     timeline_offset,
 )
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.context import Clock, PeerContext
+from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.joining import Fetch, Take, take_snapshot
 from swarm_peer.runtime.state.store import SnapshotStore
-from swarm_peer.runtime.state.transfer import HASHED_BYTES_PER_S
+from swarm_peer.runtime.state.wait import Wait
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,9 @@ ROUNDS_BETWEEN_TIMELINES = 4
 RIVAL_PATIENCE = 4
 # A peer that could not be reached has this long to announce itself again: it may still serve, behind a closed port.
 UNREACHED_PATIENCE = 4
-# A coordinator has this long to give a checkpoint of where the run has been, before peers that were cut off go back.
-CHECKPOINT_PATIENCE = 4
+# A coordinator has this long to give a checkpoint of where the run has been, before peers that were cut off go back;
+# and the time to read all of it at this rate, in bytes a second, of a slow disk or a store far away.
+CHECKPOINT_PATIENCE, CHECKPOINT_BYTES_PER_S = 4, 1e8
 # A snapshot that no holder gives is tried for so long before an earlier one is gone back to.
 HOLDER_PATIENCE = 4
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
@@ -76,30 +77,6 @@ class Start:
     fetch: Fetch | None
     rewound: bool
     reason: str
-
-
-class _Wait:
-    """A wait for other peers that ends after `patience_s`, and begins anew once there was no reason to wait."""
-
-    def __init__(self, clock: Clock, patience_s: float):
-        self._clock = clock
-        self._patience_s = patience_s
-        self._since: float | None = None
-
-    def check(self, reasons: Sequence[str]) -> None:
-        """Refuse to go on while there are reasons to wait and the time is not over.
-
-        Raises:
-            CallError: with the first of the reasons
-        """
-        if not reasons:
-            self._since = None
-            return
-        now = self._clock.monotonic_s()
-        if self._since is None:
-            self._since = now
-        if now < self._since + self._patience_s:
-            raise CallError(reasons[0])
 
 
 class Recovery:
@@ -139,14 +116,13 @@ class Recovery:
         )
         self._unreached = unreached
         self._furthest = furthest
-        self._for_rivals = _Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
+        self._for_rivals = Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
         self._not_given: dict[SnapshotRef, float] = {}  # when each snapshot first was asked for in vain
         self._holder_patience_s = HOLDER_PATIENCE * manifest.limits.announcement_s
-        # A coordinator reads all of a checkpoint before it gives it.
         num_bytes = sum(max_state_bytes(context.resolved, spec.index) for spec in context.resolved.specs)
-        patience_s = CHECKPOINT_PATIENCE * manifest.limits.announcement_s + num_bytes / HASHED_BYTES_PER_S
-        self._for_checkpoint = _Wait(context.clock, patience_s)
-        self._for_unreached = _Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
+        patience_s = CHECKPOINT_PATIENCE * manifest.limits.announcement_s + num_bytes / CHECKPOINT_BYTES_PER_S
+        self._for_checkpoint = Wait(context.clock, patience_s)
+        self._for_unreached = Wait(context.clock, UNREACHED_PATIENCE * manifest.limits.announcement_s)
 
     async def find_start(self) -> Start:
         """Find where to begin, now that no peer serves this peer's stage.
@@ -171,13 +147,14 @@ class Recovery:
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         # A run that was resumed has given up what it had made before.
         oldest = first.created_at_round if standing.timeline >= first else 0
-        snapshots = self._snapshots_on(standing.timeline, oldest, honest)
-        if max(standing.round_number, reached[0]) <= standing.timeline.first_round:
+        newest = max(standing.round_number, reached[0])  # others would refuse a timeline of weights from after that
+        snapshots = self._snapshots_on(standing.timeline, range(oldest, newest + 1), honest)
+        if newest <= standing.timeline.first_round:
             beginning = standing.timeline
             wanted = SnapshotRef(self._stage, beginning.created_at_round, beginning.first_optimizer_step)
             holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
             # The coordinator gives the state that the run's first timeline begins with, and may come back.
-            if holders or beginning == first:
+            if beginning == first or (holders and wanted not in self._passed_over()):
                 fetch = partial(self._take_given, wanted, holders) if beginning.first_optimizer_step else None
                 return Start(beginning, fetch, False, "nothing was computed since the run's beginning")
         self._wait_for_rivals(view, anybody_serves=bool(claims))
@@ -194,7 +171,7 @@ class Recovery:
             raise CallError(rewind.reason)
         # Where the run begins anew, nobody must take what it had made before for this.
         if rewind is forward or not rewind.optimizer_step or rewind.created_at_round > standing.round_number:
-            standing = replace(standing, round_number=max(standing.round_number, reached[0]))
+            standing = replace(standing, round_number=newest)
         return await self._rewind(rewind, standing, believed)
 
     def _wait_for_rivals(self, view: SwarmView, *, anybody_serves: bool) -> None:
@@ -232,9 +209,9 @@ class Recovery:
         return find_standing_by_snapshots(first, left, interval, max(rounds), max(optimizer_steps))
 
     def _snapshots_on(
-        self, timeline: Timeline, oldest: int, replies: Mapping[str, ListSnapshotsReply]
+        self, timeline: Timeline, rounds: range, replies: Mapping[str, ListSnapshotsReply]
     ) -> dict[str, list[SnapshotRef]]:
-        """The snapshots of round `oldest` or later that the timeline has not given up, by the peer that holds them."""
+        """The snapshots of these rounds that the timeline has not given up, by the peer that holds them."""
         snapshots = {
             peer_id: [
                 SnapshotRef(*known)
@@ -247,7 +224,7 @@ class Recovery:
         snapshots[self._me] = [
             known for known, own in self._snapshots.snapshots() if is_on_timeline(own, known.created_at_round, timeline)
         ]
-        return {peer_id: [k for k in held if k.created_at_round >= oldest] for peer_id, held in snapshots.items()}
+        return {peer_id: [k for k in held if k.created_at_round in rounds] for peer_id, held in snapshots.items()}
 
     async def _rewind(self, rewind: Rewind, standing: Standing, believed: Collection[str]) -> Start:
         """Begin a new timeline with a state that there is of all stages.
@@ -259,10 +236,10 @@ class Recovery:
             CallError: others see stage-mates
         """
         assert rewind.optimizer_step is not None
-        first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES + timeline_offset(self._stage, believed)
+        wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
+        first_round = standing.round_number + ROUNDS_BETWEEN_TIMELINES + timeline_offset(wanted, believed)
         timeline = Timeline(first_round, rewind.optimizer_step, rewind.created_at_round)
         await self._check_loss(timeline)
-        wanted = SnapshotRef(self._stage, rewind.created_at_round, rewind.optimizer_step)
         holders = [holder for holder in rewind.holders if holder != self._me]
         fetch = partial(self._take_given, wanted, holders) if rewind.optimizer_step else None
         return Start(timeline, fetch, True, rewind.reason)
@@ -270,7 +247,10 @@ class Recovery:
     def _choose_rewind(
         self, snapshots: Mapping[str, Sequence[SnapshotRef]], optimizer_step: int, from_scratch: int
     ) -> Rewind:
-        """The newest snapshots of all stages, but for those that nobody has given for a while, if there are others."""
+        """The newest snapshots of all stages, but for those that nobody has given for a while, if there are others.
+
+        If there are none, each is tried anew, checkpoints as well: who gives them may be there again.
+        """
         choose = partial(choose_rewind, num_stages=self._context.resolved.num_stages, lost_stage=self._stage)
         passed_over = self._passed_over()
         given = {peer: [known for known in held if known not in passed_over] for peer, held in snapshots.items()}
@@ -278,7 +258,10 @@ class Recovery:
         if passed_over and rewind.optimizer_step is not None:
             newest = max(known.optimizer_step for known in passed_over)
             return replace(rewind, reason=f"{rewind.reason}, and nobody gives that of {newest}")
-        return rewind if not passed_over else choose(snapshots, newest=optimizer_step, from_scratch=from_scratch)
+        if passed_over:
+            self._not_given.clear()
+            rewind = choose(snapshots, newest=optimizer_step, from_scratch=from_scratch)
+        return rewind
 
     def _passed_over(self) -> Collection[SnapshotRef]:
         # Once the time is over, each that fails is passed over at once: a liar may claim many.
@@ -300,10 +283,11 @@ class Recovery:
         Raises:
             CallError: a coordinator may give one soon
         """
-        passed_over = () if back.optimizer_step is None else self._passed_over()
+        passed_over = self._passed_over()
         beyond = checkpoints_beyond(checkpoints, optimizer_step, reached, passed_over)
         forward = choose_rewind(beyond, self._context.resolved.num_stages, self._stage, reached[1], from_scratch=-1)
         if forward.optimizer_step is not None:
+            self._for_checkpoint.check([])
             return forward
         steps = SNAPSHOTS_MISSED * self._manifest.recovery.snapshot_every
         is_far = back.optimizer_step is not None and 0 < steps < reached[1] - back.optimizer_step
