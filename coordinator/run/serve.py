@@ -32,7 +32,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.view import PeerState
-from swarm_peer.runtime.host.metrics import serve_metrics
+from swarm_peer.runtime.host.metrics import count_logged_errors, serve_metrics
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
@@ -131,6 +131,7 @@ async def _serve_on(
         write_run_file(options.output, run_key.peer_id, manifest)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
         if node.metrics_port is not None:
+            count_logged_errors(service.metrics.registry)
             port = serve_metrics(
                 service.metrics.registry, node.metrics_host, node.metrics_port, lambda: service.metrics.targets
             )

@@ -21,7 +21,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
-from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics, show_disk
+from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
 from swarm_peer.runtime.host.preparation import believed_limit, check_device, claimed_device, in_words, stages_too_large
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
@@ -57,6 +57,7 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
     """
     metrics = PeerMetrics()
     if options.metrics_port is not None:
+        count_logged_errors(metrics.registry)
         port = serve_metrics(metrics.registry, options.metrics_host, options.metrics_port)
         log.info("metrics_served host=%s port=%d", options.metrics_host, port)
         options = options.model_copy(update={"metrics_port": port})

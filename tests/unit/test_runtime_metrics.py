@@ -20,7 +20,7 @@ from swarm_peer.cli import app as peer_app
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.host import metrics
-from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
+from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics
 
 DOCKER = Path(__file__).parents[2] / "docker"
 
@@ -55,6 +55,22 @@ def test_metrics_are_for_this_machine_alone_by_default(
     assert bound == [("127.0.0.1", port)]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         assert b"swarm_test 7.0" in answer.read()
+
+
+def test_errors_of_this_program_are_counted() -> None:
+    registry = CollectorRegistry()
+    packages = [logging.getLogger(name) for name in ("swarm_peer", "coordinator")]
+    before = [list(package.handlers) for package in packages]
+    try:
+        count_logged_errors(registry)
+        assert registry.get_sample_value("swarm_logged_errors_total") == 0.0, "else the first one would be no increase"
+        for name in ("swarm_peer.runtime.data.prefetch", "coordinator.watch", "hivemind"):
+            logging.getLogger(name).error("slice_cut_short slice=%s", (0, 1))
+            logging.getLogger(name).warning("slice_not_read")
+        assert registry.get_sample_value("swarm_logged_errors_total") == 2.0
+    finally:
+        for package, handlers in zip(packages, before, strict=True):
+            package.handlers[:] = handlers
 
 
 def test_an_address_that_cannot_be_served_is_named() -> None:

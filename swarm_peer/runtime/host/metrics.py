@@ -113,6 +113,25 @@ def show_disk(registry: CollectorRegistry, prefix: str, folder: Path) -> None:
         gauge.set_function(partial(of_disk, name))
 
 
+class _ErrorCounter(logging.Handler):
+    """Counts the errors that are logged. Its level is that of errors."""
+
+    def __init__(self, counter: Counter):
+        super().__init__(logging.ERROR)
+        self._counter = counter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count one, whatever it is."""
+        self._counter.inc()
+
+
+def count_logged_errors(registry: CollectorRegistry) -> None:
+    """Have a registry count the errors that this process logs from now on, but for those of other libraries."""
+    handler = _ErrorCounter(Counter("swarm_logged_errors", "Errors in this program's log", registry=registry))
+    for package in ("swarm_peer", "coordinator"):
+        logging.getLogger(package).addHandler(handler)
+
+
 def serve_metrics(registry: CollectorRegistry, host: str, port: int, targets: Callable[[], str] | None = None) -> int:
     """Serve a registry over HTTP to everybody who reaches `host`, and return the port.
 
