@@ -42,32 +42,28 @@ def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> l
     assert made.best is not None
     counts = [stage.peers for stage in prediction.stages]
     rows = []
-    for wires, averaging, changed in _manifests(manifest):
+    for changed in _manifests(manifest):
         works = stage_works(changed, made.best.num_stages)
         samples_per_s = {}
         for mode in get_args(AveragingMode):
             settings = step_settings(_with(changed, "averaging", mode=mode))
             samples_per_s[mode] = Predictor(works=works, groups=made.groups, settings=settings).score(counts)[0]
         ratios = {mode: value / prediction.samples_per_s for mode, value in samples_per_s.items()}
-        rows.append({"wires": wires, "averaging": averaging, **ratios})
+        codecs = {**changed.wire.model_dump(), "averaging": changed.averaging.compression}
+        rows.append(codecs | ratios)
     return rows
 
 
-def _manifests(manifest: RunManifest) -> Iterator[tuple[str, str, RunManifest]]:
+def _manifests(manifest: RunManifest) -> Iterator[RunManifest]:
     own = manifest.wire.activations, manifest.wire.gradients
     averaged: list[Codec] = [manifest.averaging.compression]
     averaged += [codec for codec in AVERAGING if codec not in averaged]
     for averaging in averaged:
         changed = _with(manifest, "averaging", compression=averaging)
-        yield _name(*own), averaging, changed
+        yield changed
         for activations, gradients in WIRES:
             if own != (activations, gradients):
-                wires = _with(changed, "wire", activations=activations, gradients=gradients)
-                yield _name(activations, gradients), averaging, wires
-
-
-def _name(activations: Codec, gradients: Codec) -> str:
-    return activations if activations == gradients else f"{activations}, {gradients}"
+                yield _with(changed, "wire", activations=activations, gradients=gradients)
 
 
 def _with(manifest: RunManifest, section: str, **values: str) -> RunManifest:

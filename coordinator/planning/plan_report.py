@@ -182,12 +182,13 @@ def _links(report: dict[str, Any]) -> Table | None:
     if all(abs(row[mode] - 1) < LITTLE for row in rows for mode in modes):
         return None
     caption = (
-        "times the throughput planned above, for the same peers; wires: activations, gradients; 8 and 4 bit cost "
+        "times the throughput planned above, for the same peers; wires: activations, gradients; 8 bit and fewer cost "
         "accuracy, delayed and periodic too"
     )
     table = _table("Codecs and modes of averaging", "wires", "averaging", *modes, caption=caption)
     for row in rows:
-        table.add_row(row["wires"].replace(", ", ",\n"), row["averaging"], *(f"{row[mode]:.2f}" for mode in modes))
+        wires = dict.fromkeys((row["activations"], row["gradients"]))  # one word if both are the same
+        table.add_row(",\n".join(wires), row["averaging"], *(f"{row[mode]:.2f}" for mode in modes))
     return table
 
 
