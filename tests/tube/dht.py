@@ -1,7 +1,7 @@
 """A simulated DHT node, under the real SwarmDHT: signed records on the nodes nearest to their key, each with its view.
 
-A record is kept by the nodes that its author could reach when it was stored; it is found if one of the nodes that are
-asked keeps it, can be reached and answers. So views differ, and are late.
+A record is kept by its author's node and those that it could reach when it was stored; it is found if one of the nodes
+that are asked keeps it, can be reached and answers. So views differ, and are late.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ class TubeNode:
         self._world.note("store", self._host.name, key.rpartition(".")[2])
         if "store" in self.failing:
             await anyio.sleep(WAIT_S)
-            return False
-        await self._ask(self._nearest(key_bytes, REPLICAS), store_at)
+        else:
+            await self._ask(self._nearest(key_bytes, REPLICAS), store_at)
+        self.keep(key_bytes, subkey, value, expiration)  # as KeepingNode does
         return stored > 0
 
     def keep(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 import msgpack
 import pytest
 from hivemind.dht import DHTID
-from hivemind.dht.node import _SearchState
+from hivemind.dht.node import DHTNode, _SearchState
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
@@ -21,7 +21,13 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network import record_storage, record_validator
 from swarm_peer.runtime.network.guarded_p2p import MOST_KEYS, check_size
-from swarm_peer.runtime.network.record_storage import ASKED_WITHIN_S, MAX_ASKED, RecordSerializer, keep_records
+from swarm_peer.runtime.network.record_storage import (
+    ASKED_WITHIN_S,
+    MAX_ASKED,
+    KeepingNode,
+    RecordSerializer,
+    keep_records,
+)
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator
 
 KEY_ID = DHTID.from_bytes(KEY)
@@ -35,6 +41,22 @@ async def make_node() -> DHTProtocol:
     protocol.record_validator = validator
     keep_records(protocol, validator)
     return protocol
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_a_node_keeps_what_it_stores_though_others_are_nearer(monkeypatch, is_taken):
+    """They may go all at once."""
+
+    async def store_on_others(self, key, value, expiration_time, subkey=None, **kwargs):
+        return is_taken
+
+    monkeypatch.setattr(DHTNode, "store", store_on_others)
+    node = KeepingNode(_initialized_with_create=True)
+    node.protocol = await make_node()
+    expiration = get_dht_time() + 60
+    assert await node.store("a key", [b"record", b"pass"], expiration, subkey="author") is is_taken
+    kept = node.protocol.storage.get(DHTID.generate(source="a key"))
+    assert kept.value.data["author"] == (MSGPackSerializer.dumps([b"record", b"pass"]), expiration)
 
 
 def dictionary(*records, maxsize=math.inf, latest=None) -> bytes:

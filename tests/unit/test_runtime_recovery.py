@@ -700,12 +700,12 @@ async def test_a_snapshot_that_nobody_gives_is_passed_over_after_a_while(swarm):
         raise InvalidMessage("does not fit")
 
     patience_s = HOLDER_PATIENCE * MANIFEST.limits.announcement_s
-    for seconds in (0.0, patience_s - 1, 1.0, 0.0, patience_s - 1, 1.0):
+    for seconds in (0.0, patience_s - 1, 1.0, 0.0, 0.0, patience_s, 0.0):
         now += seconds
         start = await peer.recovery.find_start()
         with pytest.raises(CallError, match="no donor gave the state of stage 1"):
             await start.fetch(refuse)
-    assert asked == [40, 40, 30, 40, 40, 30], "the newest again, when no other is left"
+    assert asked == [40, 40, 40, 30, 40, 40, 30], "the newest again, when no other is left"
     assert start.reason == "all stages' snapshots of 30 updates exist, and nobody gives that of 40"
 
 
@@ -718,13 +718,37 @@ async def test_the_first_state_of_a_timeline_that_nobody_gives_is_passed_over(sw
         peer = await swarm.add(peer_id, stage, round_number=51, timeline=timeline)
         await peer.store_snapshot(*((number, step) for number in range(3) for step in (30, 40)))
     newcomer = await swarm.newcomer()
-    start = await newcomer.recovery.find_start()
-    assert (start.timeline, start.rewound) == (timeline, False)
-    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
-        await start.fetch(refuse)
-    now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
+    for _ in range(2):
+        start = await newcomer.recovery.find_start()
+        assert (start.timeline, start.rewound) == (timeline, False)
+        with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+            await start.fetch(refuse)
+        now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
     start = await newcomer.recovery.find_start()
     assert (start.timeline, start.rewound) == (Timeline(51 + ROUNDS_BETWEEN_TIMELINES, 30, 30), True)
+
+
+async def test_a_state_that_was_not_given_once_long_ago_is_asked_for_again(swarm):
+    """Its holder was busy; then this peer waited for another one, which has begun the timeline with it."""
+    now = 1000.0
+    swarm.clock.read = lambda: now
+    holder = await swarm.add("z", 0, state=PeerState.JOINING)
+    await holder.store_snapshot(*((stage, step) for stage in range(3) for step in (30, 40)))
+    holder.donor.forget_state()
+    newcomer = await swarm.newcomer(1, "n")
+    start = await newcomer.recovery.find_start()
+    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+        await start.fetch(refuse)
+    other = await swarm.newcomer(2, "M")
+    with pytest.raises(CallError, match="peer M is taking stage 2 over"):
+        await newcomer.recovery.find_start()
+    begun = (await other.recovery.find_start()).timeline
+    now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s + 1
+    other.state = PeerState.SERVING
+    other.enter(begun.first_round, begun)
+    start = await newcomer.recovery.find_start()
+    assert (start.timeline, start.rewound) == (begun, False)
+    await assert_state(start.fetch, 1, 40)
 
 
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.SERVING])
@@ -800,6 +824,18 @@ async def test_a_run_goes_on_from_the_coordinators_checkpoint(swarm):
     coordinator.state = PeerState.DRAINING  # it is no peer of any stage
     peer = await swarm.newcomer()
     start = await peer.recovery.find_start()
+    assert (start.timeline, start.rewound) == (swarm.timeline, False)
+    await assert_state(start.fetch, 1, 30)
+
+
+@pytest.mark.parametrize("reached", [(0, 0), (33, 33)])
+async def test_a_run_is_resumed_though_peers_of_before_still_serve(swarm, reached):
+    for stage, peer_id in ((0, "a"), (2, "c")):
+        peer = await swarm.add(peer_id, stage, round_number=33)
+        await peer.store_snapshot((0, 30), (1, 30), (2, 30))
+    swarm.timeline, swarm.reached = Timeline(37, 30, created_at_round=37), reached
+    await give_checkpoint(swarm, 30, created_at_round=37)
+    start = await (await swarm.newcomer()).recovery.find_start()
     assert (start.timeline, start.rewound) == (swarm.timeline, False)
     await assert_state(start.fetch, 1, 30)
 
@@ -902,11 +938,12 @@ async def test_peers_that_were_cut_off_go_back_where_no_checkpoint_comes(swarm):
     now += CHECKPOINT_PATIENCE * MANIFEST.limits.announcement_s + 1.0
     assert (await newcomer.recovery.find_start()).timeline == back
     await give_checkpoint(swarm, 4000)
-    start = await newcomer.recovery.find_start()
-    assert start.timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
-    with pytest.raises(CallError, match="no donor gave the state of stage 1"):
-        await start.fetch(refuse)
-    now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
+    for _ in range(2):
+        start = await newcomer.recovery.find_start()
+        assert start.timeline == Timeline(5000 + ROUNDS_BETWEEN_TIMELINES, 4000, 4000)
+        with pytest.raises(CallError, match="no donor gave the state of stage 1"):
+            await start.fetch(refuse)
+        now += HOLDER_PATIENCE * MANIFEST.limits.announcement_s
     start = await newcomer.recovery.find_start()
     assert start.timeline == back
     with pytest.raises(CallError, match="no donor gave the state of stage 1"):

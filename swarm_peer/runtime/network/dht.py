@@ -31,7 +31,7 @@ from swarm_peer.runtime.network.guarded_p2p import (
 )
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Reachability, Ways
-from swarm_peer.runtime.network.record_storage import keep_records
+from swarm_peer.runtime.network.record_storage import KeepingNode, keep_records
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite, RevocationsRecord, revocations_key
@@ -352,7 +352,7 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
     """
     try:
         with anyio.fail_after(START_TIMEOUT_S):
-            node = await DHTNode.create(
+            node = await KeepingNode.create(
                 p2p=p2p,
                 initial_peers=list(initial_peers) or None,
                 record_validator=validator,

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import msgpack
 from hivemind.dht import DHTID
+from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.p2p import PeerID
@@ -132,6 +133,23 @@ class NoCache(DHTLocalStorage):  # type: ignore[misc]
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         """Keep nothing."""
         return False
+
+
+class KeepingNode(DHTNode):  # type: ignore[misc]
+    """A node that keeps what it stores itself, too.
+
+    Otherwise the nodes nearest to the key alone would: where these go all at once, no newcomer found the run of a
+    coordinator that lives on, until it stores its records again.
+    """
+
+    async def store(
+        self, key: str, value: Any, expiration_time: float, subkey: str | None = None, **kwargs: object
+    ) -> bool:
+        """Store a record on the nearest nodes, and here. Returns whether one of the nearest ones has taken it."""
+        stored = bool(await super().store(key, value, expiration_time, subkey, **kwargs))
+        packed = self.protocol.serializer.dumps(value)
+        self.protocol.storage.store_subkey(DHTID.generate(source=key), subkey, packed, expiration_time)
+        return stored
 
 
 def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> None:

@@ -117,7 +117,7 @@ class Recovery:
         self._unreached = unreached
         self._furthest = furthest
         self._for_rivals = Wait(context.clock, RIVAL_PATIENCE * manifest.limits.announcement_s)
-        self._not_given: dict[SnapshotRef, float] = {}  # when each snapshot first was asked for in vain
+        self._not_given: dict[SnapshotRef, tuple[float, float]] = {}  # when each first and last was asked for in vain
         self._holder_patience_s = HOLDER_PATIENCE * manifest.limits.announcement_s
         num_bytes = sum(max_state_bytes(context.resolved, spec.index) for spec in context.resolved.specs)
         patience_s = CHECKPOINT_PATIENCE * manifest.limits.announcement_s + num_bytes / CHECKPOINT_BYTES_PER_S
@@ -147,10 +147,11 @@ class Recovery:
         honest = {peer: reply for peer, reply in replies.items() if peer in believed or peer not in claims}
         # A run that was resumed has given up what it had made before.
         oldest = first.created_at_round if standing.timeline >= first else 0
-        newest = max(standing.round_number, reached[0])  # others would refuse a timeline of weights from after that
-        snapshots = self._snapshots_on(standing.timeline, range(oldest, newest + 1), honest)
-        if newest <= standing.timeline.first_round:
-            beginning = standing.timeline
+        beginning = standing.timeline
+        newest = max(standing.round_number, reached[0], beginning.first_round)
+        # Others would refuse a timeline of weights from after that.
+        snapshots = self._snapshots_on(beginning, range(oldest, newest + 1), honest)
+        if newest == beginning.first_round:
             wanted = SnapshotRef(self._stage, beginning.created_at_round, beginning.first_optimizer_step)
             holders = sorted(peer for peer, held in snapshots.items() if wanted in held)
             # The coordinator gives the state that the run's first timeline begins with, and may come back.
@@ -264,9 +265,11 @@ class Recovery:
         return rewind
 
     def _passed_over(self) -> Collection[SnapshotRef]:
-        # Once the time is over, each that fails is passed over at once: a liar may claim many.
-        since_s = min(self._not_given.values(), default=inf)
-        return self._not_given if since_s + self._holder_patience_s <= self._context.clock.monotonic_s() else ()
+        # Once the time is over, each that fails is passed over at once: a liar may claim many. One that has not been
+        # asked for since may be given by now.
+        first_s = min((first_s for first_s, _ in self._not_given.values()), default=inf)
+        last_s = max((last_s for _, last_s in self._not_given.values()), default=0.0)
+        return self._not_given if first_s + self._holder_patience_s <= last_s else ()
 
     def _choose_forward(
         self,
@@ -301,7 +304,9 @@ class Recovery:
         try:
             await self._take(wanted, holders, take)
         except CallError:
-            self._not_given.setdefault(wanted, self._context.clock.monotonic_s())
+            now_s = self._context.clock.monotonic_s()
+            first_s, _ = self._not_given.get(wanted, (now_s, now_s))
+            self._not_given[wanted] = first_s, now_s
             raise
 
     def _rewind_call(self, timeline: Timeline, *, asks_only: bool) -> RewindCall:
