@@ -1718,7 +1718,7 @@ async def test_of_a_checkpoint_of_which_a_file_is_damaged_nothing_is_given(lost)
     lost.save(3, 3)
     checkpoint = lost.store.newest(lost.manifest)
     lost.damage(checkpoint)
-    with pytest.raises(UserError):
+    with pytest.raises(checkpoint_folder.CheckpointDamaged):
         await lost.giver.give(checkpoint, Timeline(53, 3, 53))
     await lost.gives()
 

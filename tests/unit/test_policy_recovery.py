@@ -22,10 +22,24 @@ from swarm_peer.policy.recovery import (
     find_standing_by_snapshots,
     find_viable_standing,
     last_credible_round,
+    timeline_offset,
 )
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 from swarm_peer.wire.fields import RoundNumber
+
+# --- where a new timeline begins --------------------------------------------------------------------------------------
+
+
+def test_rivals_find_the_same_timeline_and_others_another_one():
+    state, other_stage, older = SnapshotRef(1, 44, 40), SnapshotRef(2, 44, 40), SnapshotRef(1, 34, 30)
+    assert timeline_offset(state, {"b", "a"}) == timeline_offset(state, ["a"])
+    assert timeline_offset(state, ()) == timeline_offset(other_stage, ()), "where nobody serves, all stages are lost"
+    others = [timeline_offset(state, ["b"]), timeline_offset(other_stage, ["a"]), timeline_offset(older, ["a"])]
+    assert timeline_offset(state, ["a"]) not in others
+    assert timeline_offset(state, ()) != timeline_offset(older, ())
+    assert all(0 <= offset < TIMELINE_OFFSETS for offset in others)
+
 
 # --- origins ----------------------------------------------------------------------------------------------------------
 

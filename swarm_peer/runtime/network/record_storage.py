@@ -142,10 +142,8 @@ class KeepingNode(DHTNode):  # type: ignore[misc]
     coordinator that lives on, until it stores its records again.
     """
 
-    async def store(
-        self, key: str, value: Any, expiration_time: float, subkey: str | None = None, **kwargs: object
-    ) -> bool:
-        """Store a record on the nearest nodes, and here. Returns whether one of the nearest ones has taken it."""
+    async def store(self, key: str, value: Any, expiration_time: float, *, subkey: str, **kwargs: object) -> bool:
+        """Store a valid record on the nearest nodes, and here. Returns whether one of the nearest ones has taken it."""
         stored = bool(await super().store(key, value, expiration_time, subkey, **kwargs))
         packed = self.protocol.serializer.dumps(value)
         self.protocol.storage.store_subkey(DHTID.generate(source=key), subkey, packed, expiration_time)

@@ -55,11 +55,12 @@ ROUNDS_BETWEEN_TIMELINES = 4
 RIVAL_PATIENCE = 4
 # A peer that could not be reached has this long to announce itself again: it may still serve, behind a closed port.
 UNREACHED_PATIENCE = 4
-# A coordinator has this long to give a checkpoint of where the run has been, before peers that were cut off go back;
-# and the time to read all of it at this rate, in bytes a second, of a slow disk or a store far away.
-CHECKPOINT_PATIENCE, CHECKPOINT_BYTES_PER_S = 4, 1e8
+# A coordinator has this long to give a checkpoint of where the run has been, before peers that were cut off go back.
+CHECKPOINT_PATIENCE = 4
 # A snapshot that no holder gives is tried for so long before an earlier one is gone back to.
 HOLDER_PATIENCE = 4
+# A coordinator reads all of a checkpoint before it gives it: from a slow disk, or a store far away.
+CHECKPOINT_BYTES_PER_S = 1e8
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 INTERVALS_FROM_SCRATCH = 2
 
