@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -49,8 +50,10 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of this file's repository, short; empty where there is none."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    """The commit of this file's repository, short; empty where there is none, or no git."""
+    if (git := shutil.which("git")) is None:
+        return ""
+    command = [git, "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -1,6 +1,7 @@
 """Time, chance, threads and files reach the runtime through its context alone; the machine's own are as promised."""
 
 import ast
+import asyncio
 import threading
 from pathlib import Path
 
@@ -133,6 +134,13 @@ async def test_a_function_that_may_be_abandoned_is_run_like_any_other():
     assert await threads.run(work, 7, abandon_on_cancel=True) == (7, True)
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 / 0, abandon_on_cancel=True)
+
+
+async def test_other_tasks_have_a_turn_while_functions_are_run_that_end_at_once(monkeypatch):
+    threads, others = SystemThreads(), []
+    monkeypatch.setattr(threads, "start", lambda work, name: work())  # it has ended before anybody waits
+    asyncio.get_running_loop().call_soon(others.append, "had its turn")
+    assert await threads.run(lambda: list(others), abandon_on_cancel=True) == ["had its turn"]
 
 
 def test_a_thread_for_good_can_be_joined():

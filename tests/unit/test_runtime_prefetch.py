@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
-from contexts import FixedRandom, make_context, unparsed
+from contexts import FixedRandom, ReadClock, make_context, unparsed
 from made_up_slices import FakeReader
 
 from swarm_peer.config import RunManifest
@@ -57,7 +57,13 @@ class HeldThreads(SystemThreads):
 async def pool_of(
     reader: FakeReader | SliceReader, threads: SystemThreads | None = None, seed: int = 0
 ) -> AsyncIterator[SamplePool]:
-    context = make_context(unparsed("0" * 32), random=FixedRandom(seed), threads=threads or SystemThreads())
+    each_failure_a_second_later = ReadClock(itertools.count().__next__)
+    context = make_context(
+        unparsed("0" * 32),
+        clock=each_failure_a_second_later,
+        random=FixedRandom(seed),
+        threads=threads or SystemThreads(),
+    )
     pool = SamplePool(context=context, reader=reader)  # type: ignore[arg-type]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(pool.run)
@@ -359,9 +365,9 @@ async def test_a_slice_that_is_read_further_has_its_time_anew(monkeypatch: pytes
 
 def broken_slice(monkeypatch: pytest.MonkeyPatch, error: UserError) -> FakeReader:
     """A reader of long slices, the first of which cannot be read after five windows."""
-    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.001)
-    monkeypatch.setattr(samples, "HUB_PATIENCE_S", 0.003)
-    monkeypatch.setattr(samples, "FILE_PATIENCE_S", 0.003)
+    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.0)
+    monkeypatch.setattr(samples, "HUB_PATIENCE_S", 3.0)
+    monkeypatch.setattr(samples, "FILE_PATIENCE_S", 3.0)
     reader = FakeReader(*[90] * 20)
     reader.errors[SampleId(0, 0, 5)] = error
     return reader
@@ -412,8 +418,8 @@ async def test_later_passes_are_read_while_the_hub_fails_at_this_one() -> None:
 
 
 async def test_a_hub_that_fails_for_long_ends_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.001)
-    monkeypatch.setattr(samples, "HUB_PATIENCE_S", 0.003)
+    monkeypatch.setattr(samples, "HUB_PAUSE_S", 0.0)
+    monkeypatch.setattr(samples, "HUB_PATIENCE_S", 3.0)
     reader = FakeReader(20)
     reader.errors[SampleId(0, 0, 0)] = HubFailed("there is no such data set")
     async with pool_of(reader) as pool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,8 @@ class SystemThreads:
         """Run a function in a worker thread and return its result."""
         if not abandon_on_cancel:
             return await anyio.to_thread.run_sync(lambda: function(*args))
+        # Python 3.14 hands a result that is there already over at once: without this, other tasks had no turn.
+        await anyio.lowlevel.checkpoint()
         # The process does not end before anyio's worker threads do, so what may hang has a daemon thread.
         result = Future[Result]()
         result.set_running_or_notify_cancel()  # so that it may be set even if nobody waits for it any more

@@ -110,7 +110,8 @@ async def resolved(address: str) -> list[str]:
             except (OSError, UnicodeError):  # nobody has it, or it is none
                 return []
             hosts = [ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-            return ["/".join(["", f"ip{host.version}", str(host), *rest]) for host in hosts]
+            # A name may have an IP address more than once.
+            return ["/".join(["", f"ip{host.version}", str(host), *rest]) for host in dict.fromkeys(hosts)]
     return [address]
 
 
