@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from made_up_run import made_up_page
-from programs import COORDINATOR, Processes, children_of, wait_for
+from programs import COORDINATOR, Processes, children_of, cmdline_of, wait_for
 from swarm import tiny_manifest
 from visits import Visit, link_in, needs_chromium, visit
 
@@ -21,10 +21,6 @@ from swarm_peer.policy.view import SwarmView
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 HOSTILE = "<img src=x onerror=alert(1)><b>x</b>"
-
-
-def cmdline_of(pid: int) -> bytes:
-    return (Path("/proc") / str(pid) / "cmdline").read_bytes()
 
 
 async def test_a_real_run_is_shown_and_a_death_in_it(tmp_path: Path, processes: Processes) -> None:

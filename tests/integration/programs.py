@@ -74,6 +74,11 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def cmdline_of(pid: int) -> bytes:
+    """The program that a process runs and its arguments, with a null byte after each."""
+    return (Path("/proc") / str(pid) / "cmdline").read_bytes()
+
+
 def is_running(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
