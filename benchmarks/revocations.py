@@ -36,6 +36,7 @@ from swarm import LiveSwarm, SwarmStopped, run_swarm, tiny_manifest
 
 from coordinator.run.invites import InviteBook
 from coordinator.run.local_peers import Launch
+from coordinator.run.run_key import run_key_of
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.network.directory import Directory
 
@@ -114,7 +115,7 @@ class RevocationMeasurement:
         ids = {name: re.findall(r"peer_started peer=(\S+)", swarm.log(name))[0] for name in names}
         for peer_id in ids.values():
             await swarm.until(lambda who=peer_id: all(who in path.read_text() for path in views), "all views", 60)
-        book = InviteBook(self._folder)
+        book, run_key = InviteBook(self._folder), run_key_of(self._folder)
         begun: dict[str, float] = {}
         ended: dict[str, float] = {}
 
@@ -126,7 +127,7 @@ class RevocationMeasurement:
 
         for name in names:
             begun[name] = time.time()
-            book.revoke(book.run_key(), ids[name])
+            book.revoke(run_key, ids[name])
             with anyio.move_on_after(self._rng.uniform(0, LONGEST_PAUSE_S)):
                 await swarm.until(look, "never mind", PATIENCE_S)
         await swarm.until(look, f"the end of {names}", PATIENCE_S)

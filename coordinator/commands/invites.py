@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import Json, RunFolder
+from coordinator.commands.options import Json, RunFolder, RunKey
 from swarm_peer.config import RUN
 from swarm_peer.errors import UserError
 
@@ -31,6 +31,7 @@ def invite(
     label: Annotated[str, RUN],
     expires: Annotated[str, RUN] = "30d",
     at_once: Annotated[int, RUN, Parameter(validator=Number(gt=0, lte=MAX_AT_ONCE))] = 8,
+    identity_path: RunKey = None,
 ) -> None:
     """Print an invite to a run, which whoever has it joins with. Keep it as secret as a password.
 
@@ -42,6 +43,7 @@ def invite(
     from coordinator.run.found_runs import ending_of, folder_of_run
     from coordinator.run.invites import InviteBook
     from coordinator.run.lasting_peers import addresses_to_name
+    from coordinator.run.run_key import run_key_of
 
     folder = folder_of_run(run)
     if ending := ending_of(folder):
@@ -49,8 +51,8 @@ def invite(
     addresses = addresses_to_name(folder)
     if not addresses:
         raise UserError(f"{folder}: no address of its run is kept there yet; serve the run first")
-    book = InviteBook(folder)
-    made = book.issue(book.run_key(), addresses, label=label, seconds=_seconds(expires), at_once=at_once)
+    seconds, run_key = _seconds(expires), run_key_of(folder, identity_path)
+    made = InviteBook(folder).issue(run_key, addresses, label=label, seconds=seconds, at_once=at_once)
     print(f"swarm-peer --stage auto --initial-peers {made.text()}")
 
 
@@ -61,12 +63,14 @@ def _seconds(text: str) -> int:
     return int(match[1]) * SECONDS[match[2]]
 
 
-def invites(run: RunFolder = None, /, *, json_: Json = False) -> None:
+def invites(run: RunFolder = None, /, *, identity_path: RunKey = None, json_: Json = False) -> None:
     """List the invites to a run, and which peers have come by each."""
     from coordinator.run.found_runs import folder_of_run
     from coordinator.run.invites import ANY_NUMBER, InviteBook
+    from coordinator.run.run_key import run_key_of
 
-    listed = InviteBook(folder_of_run(run)).listed(int(time.time()))
+    folder = folder_of_run(run)
+    listed = InviteBook(folder).listed(run_key_of(folder, identity_path).peer_id, int(time.time()))
     if json_:
         print(json.dumps([asdict(each) for each in listed]))
         return
@@ -91,10 +95,14 @@ def revoke(
     ],
     run: RunFolder = None,
     /,
+    *,
+    identity_path: RunKey = None,
 ) -> None:
     """Revoke an invite, or let one peer take part no more."""
     from coordinator.run.found_runs import folder_of_run
     from coordinator.run.invites import InviteBook
+    from coordinator.run.run_key import run_key_of
 
-    book = InviteBook(folder_of_run(run))
-    print(f"Revoked: {book.revoke(book.run_key(), whom)}.")
+    folder = folder_of_run(run)
+    revoked = InviteBook(folder).revoke(run_key_of(folder, identity_path), whom)
+    print(f"Revoked: {revoked}.")

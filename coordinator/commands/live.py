@@ -22,6 +22,7 @@ from coordinator.commands.options import (
     Positive,
     RunFolder,
     RunId,
+    RunKey,
     RunPeers,
 )
 from coordinator.dashboard.place import parse_place
@@ -87,40 +88,30 @@ def end(
     ] = None,
     /,
     *,
-    identity_path: Annotated[Path | None, RUN] = None,
+    identity_path: RunKey = None,
     initial_peers: Annotated[Addresses, NETWORK] = (),
 ) -> None:
     """End a live run before its steps. Its peers and coordinators leave; export its model first if you want to keep it.
 
     Args:
-        identity_path: The run's key; the one in the run's folder if not given.
         initial_peers: Addresses of any peers of the run; those in its folder, or beside its key, if not given.
     """
     configure_logging("warning")
     check_peer_addresses(initial_peers)
-    if run is not None:
-        folder, key = run, identity_path or run / "identity"
-    elif identity_path is not None:
-        folder, key = identity_path.parent, identity_path
-    else:
+    folder = run or (identity_path and identity_path.parent)
+    if folder is None:
         raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name that of a run")
-    if not key.is_file():
-        raise UserError(f"{key} is not there: only the run's key ends it, OUTPUT/identity of serve")
 
     from coordinator.run.found_runs import addresses_of_run
     from coordinator.run.run_files import note_end
+    from coordinator.run.run_key import run_key_of
     from coordinator.watch.observer import end_run
-    from coordinator.watch.run_file import read_run_file
-    from swarm_peer.wire.identity import Identity
 
-    if read_run_file(folder).get("run_id") not in (None, Identity.from_file(key).peer_id):
-        raise UserError(
-            f"{key} is not the key of the run in {folder}: name the folder of its own run, or the right key"
-        )
+    run_key = run_key_of(folder, identity_path)
     addresses = addresses_of_run(None if initial_peers else folder, initial_peers)
-    end_run(addresses, key, lambda left: print(f"{left} peers left", flush=True))
+    end_run(addresses, run_key, lambda left: print(f"{left} peers left", flush=True))
     note_end(folder)
     print("The run has ended.")
 

@@ -47,6 +47,11 @@ RunFolder = Annotated[
         help="Folder of a live run, such as runs/demo; without it and addresses, the newest live one in ./runs.",
     ),
 ]
+RunKey = Annotated[
+    Path | None,
+    RUN,
+    Parameter(name="--identity-path", help="The run's key; the one in the run's folder if not given."),
+]
 RunPeers = Annotated[Addresses, NETWORK, Parameter(help="Addresses of any peers of the run, instead of its folder.")]
 RunId = Annotated[str | None, NETWORK, Parameter(help="Which run, where the addresses lead to several.")]
 CacheDir = Annotated[

@@ -85,31 +85,17 @@ class InviteBook:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def run_key(self) -> Identity:
-        """The run's key.
-
-        Raises:
-            UserError: it is not in the folder
-        """
-        path = self._folder / "identity"
-        if not path.is_file():
-            raise UserError(
-                f"{self._folder}: the run's key is not there (identity); name the folder of serve, and put the key "
-                f"into it if serve has it from --identity-path (a run of local is for this machine, and has no invites)"
-            )
-        return Identity.from_file(path)
-
     def issue(self, run_key: Identity, addresses: Sequence[str], *, label: str, seconds: int, at_once: int) -> Invite:
         """Make an invite, and note to whom it was given.
 
         Raises:
             UserError: the label cannot be one, or an invite that still holds has it
         """
-        expires = int(time.time()) + seconds
-        if any(known.label == label and known.state == "holds" for known in self.listed(int(time.time()))):
+        now = int(time.time())
+        if any(known.label == label and known.state == "holds" for known in self.listed(run_key.peer_id, now)):
             raise UserError(f"--label {label}: an invite has this label already; name another one")
         try:
-            invite = Invite.issue(run_key, addresses, label=label, expires=expires, at_once=at_once)
+            invite = Invite.issue(run_key, addresses, label=label, expires=now + seconds, at_once=at_once)
         except ValueError as error:
             raise UserError(f"--label {label!r}: at most 64 letters, digits and . _ @ + -, and at least one") from error
         self._note(invite)
@@ -189,9 +175,9 @@ class InviteBook:
         issued = (each for each in self.issued() if each.label != STANDING_LABEL)
         return {peer: each.label for each in issued for peer in members.get(each.key, ())}
 
-    def listed(self, now: int) -> list[Listed]:
+    def listed(self, run_id: str, now: int) -> list[Listed]:
         """All invites with their state at some Unix time, the oldest first."""
-        revoked, members = self.revocations(self.run_key().peer_id), self.members()
+        revoked, members = self.revocations(run_id), self.members()
         listed = []
         for issued in self.issued():
             state = "revoked" if issued.key in revoked.tickets else "expired" if issued.expires < now else "holds"

@@ -164,17 +164,15 @@ async def look_once(run: LiveRun) -> RunWatch:
     return watch
 
 
-def end_run(initial_peers: Sequence[str], identity_path: Path, on_left: Callable[[int], None]) -> None:
+def end_run(initial_peers: Sequence[str], run_key: Identity, on_left: Callable[[int], None]) -> None:
     """End a live run before its steps: its peers and coordinators go, each as it would upon a signal.
 
     Args:
-        identity_path: of the run's key, which is there
         on_left: called with the number of peers that are left, each time that it changes
 
     Raises:
         UserError: nobody answers, there is no such run, or some of its peers do not go
     """
-    run_key = Identity.load_or_create(identity_path)
     entrance = replace(read_entrance(initial_peers), invite=coordinator_invite(run_key))
     _observe(entrance, run_key.peer_id, lambda run: _end(run, run_key, on_left))
 

@@ -101,4 +101,4 @@ def invite_in(log: str) -> str:
 def alices_peers(output: Path) -> list[str]:
     from coordinator.run.invites import InviteBook
 
-    return [peer for listed in InviteBook(output).listed(0) if listed.label == "alice" for peer in listed.peers]
+    return [peer for peer, label in InviteBook(output).labels().items() if label == "alice"]

@@ -1,6 +1,7 @@
 """The command lines as newcomers type them: what --help shows, and one line for each mistake, before anything heavy."""
 
 import io
+import json
 import logging
 import re
 import sys
@@ -19,6 +20,7 @@ from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.runtime.network.transport import check_body, error_from_body
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import GreetCall
+from swarm_peer.wire.passes import Invite
 
 log = logging.getLogger(__name__)
 
@@ -244,8 +246,8 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ),
         ("end", "name the folder of the run to end, such as runs/demo, or its key with --identity-path"),
         ("end /nowhere", "there is no folder /nowhere: name that of a run"),
-        ("end /usr", "/usr/identity is not there: only the run's key ends it"),
-        ("end /usr --identity-path /nowhere", "/nowhere is not there: only the run's key ends it"),
+        ("end /usr", "/usr/identity is not there: only the run's key does this"),
+        ("end /usr --identity-path /nowhere", "/nowhere is not there: only the run's key does this"),
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
         ("invite x --label a --at-once 0", 'Invalid value "0" for --at-once. Must be > 0'),
         ("invite x --label a --at-once 1048576", 'Invalid value "1048576" for --at-once. Must be <= 1048575'),
@@ -317,6 +319,23 @@ def test_a_short_run_warms_up_for_as_long_as_it_lasts(caplog):
     caplog.clear()
     manifest = load_and_resolve(RUNS / "demo.yaml", (), None, steps=50).manifest
     assert (manifest.training.steps, manifest.schedule.warmup_steps, caplog.records) == (50, 20, [])
+
+
+def test_invites_are_made_listed_and_revoked_with_a_key_that_is_elsewhere(run, tmp_path):
+    key, folder = tmp_path / "key", tmp_path / "run"
+    run_id = Identity.load_or_create(key).peer_id
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"run_id": run_id}))
+    (folder / "coordinator").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{run_id}\n")
+    code, _, said = run("swarm-coordinator", "invite", str(folder), "--label", "alice")
+    assert (code, "identity is not there: only the run's key does this" in said) == (2, True)
+    named = (str(folder), "--identity-path", str(key))
+    code, made, _ = run("swarm-coordinator", "invite", *named, "--label", "alice")
+    assert code == 0
+    assert Invite.parse(made.split()[-1]).run_id == run_id
+    assert run("swarm-coordinator", "revoke", "alice", *named)[0] == 0
+    code, listed, _ = run("swarm-coordinator", "invites", *named, "--json")
+    assert [(each["label"], each["state"]) for each in json.loads(listed)] == [("alice", "revoked")]
 
 
 def test_a_key_ends_no_other_run(run, tmp_path):

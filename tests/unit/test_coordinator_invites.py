@@ -34,10 +34,10 @@ def test_the_standing_invite_stays_the_same_until_it_is_revoked(book, run_key, t
     assert book.members() == {}
     book.revoke(run_key, "serve")
     assert book.standing(run_key, ADDRESSES).key.peer_id != first.key.peer_id
-    assert [listed.state for listed in book.listed(int(time.time()))] == ["revoked", "holds"]
+    assert [listed.state for listed in book.listed(run_key.peer_id, int(time.time()))] == ["revoked", "holds"]
     (tmp_path / "invite").write_text("swarm-invite-half")
     book.standing(run_key, ADDRESSES)
-    assert len(book.listed(0)) == 3
+    assert len(book.listed(run_key.peer_id, 0)) == 3
 
 
 def test_invites_are_listed_with_their_peers_and_revoked_by_label_or_peer(book, run_key):
@@ -55,11 +55,11 @@ def test_invites_are_listed_with_their_peers_and_revoked_by_label_or_peer(book, 
     assert book.revoke(run_key, bob[-8:]) == f"the peer {bob}"
     assert book.revocations(run_key.peer_id).serial == 2
     now = int(time.time())
-    assert [(each.label, each.state, each.peers, each.revoked_peers) for each in book.listed(now)] == [
+    assert [(each.label, each.state, each.peers, each.revoked_peers) for each in book.listed(run_key.peer_id, now)] == [
         ("alice", "revoked", (alice,), ()),
         ("bob", "holds", (bob,), (bob,)),
     ]
-    assert book.listed(now + 7200)[1].state == "expired"
+    assert book.listed(run_key.peer_id, now + 7200)[1].state == "expired"
     book.issue(run_key, ADDRESSES, label="alice", seconds=3600, at_once=2)
 
 
@@ -129,11 +129,6 @@ def test_few_of_many_members_are_written_down(book):
 def test_a_coordinator_invites_itself(run_key):
     peer = Identity.generate().peer_id
     assert open_pass(coordinator_invite(run_key).pass_for(peer), run_key.peer_id).peer_id == peer
-
-
-def test_a_folder_without_the_runs_key_invites_nobody(book):
-    with pytest.raises(UserError, match="the run's key is not there"):
-        book.run_key()
 
 
 def test_peers_have_the_label_of_the_invite_that_they_came_by(book, run_key):
