@@ -55,6 +55,8 @@ QWEN2: Config = LARGE_WEIGHTS | {
     "max_window_layers": 2,
 }
 QWEN3: Config = LARGE_WEIGHTS | {"model_type": "qwen3", "head_dim": 8}
+# To load a model with: by default, transformers before 5.21 leaves the soft capping of Gemma 2 out.
+EXACT = {"attn_implementation": "eager"}
 GEMMA2: Config = LARGE_WEIGHTS | {
     "model_type": "gemma2",
     "head_dim": 8,
