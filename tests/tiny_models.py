@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
 VOCABULARY = 61
 LENGTH = 12  # of samples; longer than the sliding windows below
 WINDOW = 5
@@ -55,8 +57,6 @@ QWEN2: Config = LARGE_WEIGHTS | {
     "max_window_layers": 2,
 }
 QWEN3: Config = LARGE_WEIGHTS | {"model_type": "qwen3", "head_dim": 8}
-# To load a model with: by default, transformers before 5.21 leaves the soft capping of Gemma 2 out.
-EXACT = {"attn_implementation": "eager"}
 GEMMA2: Config = LARGE_WEIGHTS | {
     "model_type": "gemma2",
     "head_dim": 8,
@@ -78,3 +78,10 @@ GEMMA3: Config = LARGE_WEIGHTS | {
 CONFIGS = {config["model_type"]: config for config in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)}
 # Those whose layers are all of one kind.
 ALIKE = {name: CONFIGS[name] for name in ("gpt2", "llama", "mistral", "qwen3")}
+
+
+def exactly(config: Config) -> Config:
+    """How to load a model so that it computes all that its config says: transformers before 5.21 leaves capping out."""
+    is_capped = config.get("attn_logit_softcapping") is not None
+    leaves_it_out = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
+    return {"attn_implementation": "eager"} if is_capped and leaves_it_out else {}

@@ -8,6 +8,7 @@ from coordinator.watch.run_file import read_run_file
 from swarm_peer.errors import UserError
 from swarm_peer.wire.identity import Identity
 
+# In the run's folder.
 KEY = "identity"
 
 
@@ -23,8 +24,8 @@ def run_key_of(folder: Path, path: Path | None = None) -> Identity:
     path = path or folder / KEY
     if not path.is_file():
         raise UserError(
-            f"{path} is not there: only the run's key does this, OUTPUT/identity of serve; name it with "
-            f"--identity-path where it is elsewhere (a run of local, which is for this machine, has none)"
+            f"{path} is not there: only the run's key allows this, which serve keeps in OUTPUT/identity; name it with "
+            f"--identity-path if it is elsewhere (a run of local, which is for this machine, has none)"
         )
     key = Identity.from_file(path)
     if read_run_file(folder).get("run_id") not in (None, key.peer_id):

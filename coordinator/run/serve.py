@@ -18,6 +18,7 @@ from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.log_file import logged_to
 from coordinator.run.options import NodeOptions
+from coordinator.run.run_key import KEY
 from coordinator.run.run_options import RunOptions, check_output, has_begun, lock_folder
 from coordinator.run.service import LINGER_S, RunService
 from coordinator.run.show import shown
@@ -58,7 +59,7 @@ def run_serve(
     """
     options.check_output(resolved.manifest)
     with closing(lock_folder(options.output)), logged_to(options.output):
-        key_path = node.identity_path or options.output / "identity"
+        key_path = node.identity_path or options.output / KEY
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
         addresses = read_entrance(node.initial_peers).addresses

@@ -246,8 +246,8 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ),
         ("end", "name the folder of the run to end, such as runs/demo, or its key with --identity-path"),
         ("end /nowhere", "there is no folder /nowhere: name that of a run"),
-        ("end /usr", "/usr/identity is not there: only the run's key does this"),
-        ("end /usr --identity-path /nowhere", "/nowhere is not there: only the run's key does this"),
+        ("end /usr", "/usr/identity is not there: only the run's key allows this"),
+        ("end /usr --identity-path /nowhere", "/nowhere is not there: only the run's key allows this"),
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
         ("invite x --label a --at-once 0", 'Invalid value "0" for --at-once. Must be > 0'),
         ("invite x --label a --at-once 1048576", 'Invalid value "1048576" for --at-once. Must be <= 1048575'),
@@ -328,7 +328,7 @@ def test_invites_are_made_listed_and_revoked_with_a_key_that_is_elsewhere(run, t
     (folder / "run.json").write_text(json.dumps({"run_id": run_id}))
     (folder / "coordinator").write_text(f"/ip4/127.0.0.1/tcp/1/p2p/{run_id}\n")
     code, _, said = run("swarm-coordinator", "invite", str(folder), "--label", "alice")
-    assert (code, "identity is not there: only the run's key does this" in said) == (2, True)
+    assert (code, "identity is not there: only the run's key allows this" in said) == (2, True)
     named = (str(folder), "--identity-path", str(key))
     code, made, _ = run("swarm-coordinator", "invite", *named, "--label", "alice")
     assert code == 0

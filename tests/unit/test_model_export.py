@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 from safetensors import SafetensorError
-from tiny_models import ALIKE, CONFIGS, EXACT, LENGTH, LLAMA, VOCABULARY
+from tiny_models import ALIKE, CONFIGS, LENGTH, LLAMA, VOCABULARY, exactly
 from transformers import AutoModelForCausalLM
 
 from swarm_peer.config import RunManifest
@@ -66,7 +66,7 @@ def test_the_folder_loads_and_computes_the_same(config, share_layers, tmp_path):
     written = json.loads((folder / "config.json").read_text())
     assert written["architectures"] == [family_class(config["model_type"]).model_class.__name__]
 
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EXACT)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **exactly(config))
     assert not any(report.values())
     assert model.dtype == torch.float32
     with torch.no_grad():

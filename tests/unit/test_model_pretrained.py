@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from tiny_models import CONFIGS, EXACT, GPT2, LENGTH, VOCABULARY
+from tiny_models import CONFIGS, GPT2, LENGTH, VOCABULARY, exactly
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm_peer.config import ModelSection, RunManifest
@@ -35,7 +35,7 @@ def save_model(folder, family="gpt2", tied=False, **options):
     """A tiny model with random weights, saved as transformers does it."""
     config = AutoConfig.for_model(**CONFIGS[family] | {"tie_word_embeddings": tied})
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, **EXACT).eval()
+    model = AutoModelForCausalLM.from_config(config, **exactly(CONFIGS[family])).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)  # biases and norms, too, so that each must be read
@@ -115,7 +115,8 @@ def test_an_imported_model_is_exported_as_it_was(family, tied, tmp_path):
     trainers = import_stages(tmp_path / "model")
     tensors = {name: value for trainer in trainers for name, value in trainer.state().items()}
     export_model(trainers[0].resolved, tensors, tmp_path / "exported")
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True, **EXACT)
+    options = {"output_loading_info": True} | exactly(CONFIGS[family])
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", **options)
     assert not any(report.values())
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-5)
 

@@ -188,7 +188,7 @@ def test_addresses_that_are_dialled(host, elsewhere, on_loopback):
 async def test_a_name_is_resolved_before_it_is_dialled(monkeypatch):
     async def getaddrinfo(name, port, *, family, type):
         assert name == "peer.example.org"
-        hosts = {socket.AF_INET: ["1.2.3.4"], socket.AF_INET6: ["fe80::1%eth0"]}
+        hosts = {socket.AF_INET: ["1.2.3.4", "1.2.3.4"], socket.AF_INET6: ["fe80::1%eth0"]}
         found = [host for kind, of_kind in hosts.items() if family in (kind, socket.AF_UNSPEC) for host in of_kind]
         return [(None, type, 0, "", (host, 0)) for host in found]
 

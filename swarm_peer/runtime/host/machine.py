@@ -56,7 +56,7 @@ class SystemThreads:
         """Run a function in a worker thread and return its result."""
         if not abandon_on_cancel:
             return await anyio.to_thread.run_sync(lambda: function(*args))
-        # Python 3.14 hands a result that is there already over at once: without this, other tasks had no turn.
+        # Python 3.14 returns a result that is there already without a turn of the event loop, which others wait for.
         await anyio.lowlevel.checkpoint()
         # The process does not end before anyio's worker threads do, so what may hang has a daemon thread.
         result = Future[Result]()
