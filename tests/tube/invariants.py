@@ -534,10 +534,13 @@ class Invariants:
 
     async def _kept(self, call: Any, store: Any, stage: int, state: Any) -> None:
         """A peer's snapshot holds the weights that its stage had at the beginning of the snapshot's round."""
+        seen = list(store._snapshots.values())
         await call(stage, state)
         if HOST.get().peer is None:
             return  # a coordinator gives a checkpoint away, which `check_checkpoint` looks at
         for ref, stored in store._snapshots.items():
+            if any(stored is each for each in seen):
+                continue
             kept = _read_stored(stored)
             if kept is None:
                 if not HOST.get().storage.has_failed:

@@ -68,8 +68,12 @@ class TubeThreads:
     longer_s: float = 0.0
 
     async def run(self, function: Callable[..., Any], *args: object, abandon_on_cancel: bool = False) -> Any:
-        with anyio.CancelScope(shield=not abandon_on_cancel):
-            await anyio.sleep(self.rng.uniform(0.0001, 0.003) + self.longer_s)
+        seconds = self.rng.uniform(0.0001, 0.003) + self.longer_s
+        if abandon_on_cancel:
+            await anyio.sleep(seconds)
+        else:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(seconds)
         return function(*args)
 
     def start(self, target: Callable[[], None], name: str) -> Callable[[float], None]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from faults import KINDS
 
-# Faults begin when the swarm has begun to train, and so long they go on.
+# Faults begin when the swarm has begun to train, and so long they go on; in a share of the schedules, longer.
 FIRST_S = 12.0
-FAULTS_S = 110.0
+FAULTS_S = 60.0
+LONG_SHARE, LONG_S = 0.125, 150.0
 # A kind that a seed names (97+lag) is drawn so many times as often as else.
 OFTEN = 12.0
 # Where stages are lost (`lost`), a kind is drawn so many times as often as elsewhere.
@@ -48,12 +49,14 @@ class Schedule:
         seed: a number, for another mode than synchronous averaging with the mode before it: periodic-7. A kind of fault
             may stand after it, which is drawn far more often then: periodic-7+lag
         peers: peers at the beginning
+        faults_s: how long new faults begin
     """
 
     seed: str
     stages: int
     peers: int
     standbys: int
+    faults_s: float
     events: tuple[Event, ...]
 
     @property
@@ -85,11 +88,12 @@ class Schedule:
         stages = rng.choice([1, 2, 2, 3, 3, 4])
         peers = rng.randint(max(2, stages), min(2 * stages + 2, 8))
         standbys = rng.choice([0, 1, 1])
-        count = rng.randint(10, 24)
-        times = sorted(rng.uniform(FIRST_S, FIRST_S + FAULTS_S) for _ in range(count))
+        faults_s = LONG_S if rng.random() < LONG_SHARE else FAULTS_S
+        count = round(rng.randint(8, 18) * faults_s / FAULTS_S)
+        times = sorted(rng.uniform(FIRST_S, FIRST_S + faults_s) for _ in range(count))
         events = tuple(Event(number, at_s, _draw_kind(seed, number)) for number, at_s in enumerate(times))
         kept = tuple(event for event in events if only is None or event.number in only)
-        return cls(seed, stages, peers, standbys, kept)
+        return cls(seed, stages, peers, standbys, faults_s, kept)
 
 
 def _draw_kind(seed: str, number: int) -> str:

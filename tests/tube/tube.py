@@ -31,7 +31,7 @@ from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
 from periodic import PeriodicInvariants
-from schedule import FAULTS_S, FIRST_S, Event, Schedule
+from schedule import FIRST_S, Event, Schedule
 from short import ShortInvariants
 from world import LogToWorld, World
 
@@ -45,7 +45,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.step_state import StepState
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
-STEPS_AFTER = 10
+STEPS_AFTER = 5
 BOUND_S = 400.0
 # Of two stage-mates, one may have ended so many rounds that the other has still to end.
 ROUNDS_APART = 2
@@ -56,7 +56,7 @@ COLLECT_S = 30.0
 # A fault that has not ended so long after the last ones began is cut off.
 MOST_LONGER_S = 60.0
 # What faults have led to may show late: in this share of schedules the swarm is left alone as it is for a while.
-QUIET_SHARE, QUIET_S = 0.25, 60.0
+QUIET_SHARE, QUIET_S = 0.125, 60.0
 
 CONFIG: dict[str, Any] = {
     "model_type": "gpt2",
@@ -398,7 +398,7 @@ class Tube:
             self._faults = faults.cancel_scope
             for event in self.schedule.events:
                 faults.start_soon(self._strike, event)
-            await anyio.sleep(FIRST_S + FAULTS_S - self.world.loop.time())
+            await anyio.sleep(FIRST_S + self.schedule.faults_s - self.world.loop.time())
             for _, future in self._callees:
                 if not future.done():
                     future.set_exception(Unstruck())
