@@ -15,9 +15,9 @@ from swarm_peer.runtime.replica import StageReplica
 
 # Updates of a stage whose samples are looked at: where stage-mates average periodically, one of these is of a period.
 NUM_UPDATES = 5
-# Rounds from when all peers are together: where parts of a stage come together late, each round holds little until the
-# one behind has made up for the other, and so does the period in which it has.
-ROUNDS_TOGETHER = 2 * NUM_UPDATES + 1
+# Rounds from when all peers are together. Where parts of a stage come together late, each round holds little until the
+# one behind has made up for the other, and so does the period in which it has; and after so many, all keep snapshots.
+ROUNDS_TOGETHER = 3 * NUM_UPDATES + 1
 # What they may hold, by what they should: a peer that is the first in a round may launch more than its share.
 LEAST, MOST = 0.8, 1.6
 # By so many rounds, or fewer, the ledger of a state is ahead of the updates that have led to it.
@@ -30,6 +30,8 @@ def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
     Args:
         peers: those that are left
     """
+    watch.check_snapshots()
+    watch.check_shares()
     replicas = [(host, host.peer._replica) for host in peers if host.peer is not None]
     serving = [(host, replica) for host, replica in replicas if replica is not None]
     _check_sizes(watch)

@@ -133,7 +133,7 @@ class DelayedInvariants(Invariants):
             self._averages.setdefault((stage, step.round_number), []).append((average, ids))
             await super()._committed(call, loop, settlement)
             return
-        await call(settlement)
+        await self.commit(call, loop, settlement)
         beginning = self.records.beginnings[place]
         if beginning.ids is None:
             # Not by the state that the parent was recorded with: two halves of a stage may have waited for averages of

@@ -414,9 +414,11 @@ async def kill_coordinator(tube: Tube, rng: random.Random) -> None:
 @kind(1.5)
 async def order(tube: Tube, rng: random.Random) -> None:
     """The coordinator that acts orders a peer to another stage for no reason, be it the last one of its own."""
-    if (victim := tube.any_peer(rng)) and tube.num_stages > 1:
-        to_stage = rng.randrange(tube.num_stages)
-        for coordinator in tube.coordinators():
+    victim, coordinators = tube.any_peer(rng), tube.coordinators()
+    stage = None if victim is None else tube.stage_of(victim)
+    if victim is not None and stage is not None and tube.num_stages > 1 and coordinators:
+        to_stage = rng.choice([other for other in range(tube.num_stages) if other != stage])
+        for coordinator in coordinators:
             coordinator.order(victim, to_stage)
         tube.struck("order", victim, to_stage)
 
@@ -461,7 +463,7 @@ async def end_run(tube: Tube, rng: random.Random) -> None:
 
 @kind(0.5)
 async def fail_checkpoints(tube: Tube, rng: random.Random) -> None:
-    """Checkpoints cannot be written for a while; one of them stays half-written."""
+    """Checkpoints cannot be written for a while, or each that is written stays half-written."""
     tube.struck("fail_checkpoints")
     tube.checkpoint_failure = rng.choice(["full", "torn"])
     await anyio.sleep(rng.uniform(5.0, 30.0))

@@ -27,7 +27,7 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.recovery import SnapshotRef, Timeline
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
@@ -35,7 +35,7 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
-from swarm_peer.runtime.state.store import SnapshotStore, _read_stored
+from swarm_peer.runtime.state.store import SnapshotStore, StoredState, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.round_reports import RoundReports, is_read_again
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -88,7 +88,7 @@ class Records:
         made: whose shares are in an update, by its place
         averagings: the newest averaging round of a peer and its members, by (stage, timeline, round, peer)
         votes: a peer's votes, by (stage, timeline, round, peer)
-        unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, peer)
+        unheard: members that gave a peer no vote though it asked, by (stage, timeline, round, try, peer)
         histories: the history hash with which an averaging round began, by its stage, round, try, members and lives
         given: gradients of leaving peers that were added, by (stage, timeline, round, giver, hash)
         without: rounds of stages in which some peer did without another that has held it up
@@ -112,7 +112,7 @@ class Records:
     beginnings: dict[Place, Beginning] = field(default_factory=dict)
     averagings: dict[tuple[int, int, int, str], tuple[int, set[str]]] = field(default_factory=dict)
     votes: dict[tuple[int, int, int, str], list[Vote]] = field(default_factory=dict)
-    unheard: dict[tuple[int, int, int, str], set[str]] = field(default_factory=dict)
+    unheard: dict[tuple[int, int, int, int, str], set[str]] = field(default_factory=dict)
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
     without: set[tuple[int, int]] = field(default_factory=set)
@@ -152,6 +152,7 @@ class Invariants:
         self.finished_s: float | None = None
         self.at_finish: list[Host] = []
         self._tokens: dict[SampleId, torch.Tensor] = {}
+        self._terms: dict[str, dict[Term, Any]] = {}  # that a process has heard of, by its host
         self._both: list[bytes] = []  # counted by the giver and the receiver of the gradient that is being added
         # By the ledger's id: with the ledger, so that the id stays its own, the samples counted on its grounds.
         self._of_ledger: dict[int, tuple[Any, set[SampleId]]] = {}
@@ -270,12 +271,12 @@ class Invariants:
         HOST.get().coordination = coordination
 
     def _watching_orders(self) -> Any:
-        """A peer obeys the newest term that it has heard of."""
+        """A peer obeys the newest term that it has heard of, in whatever stage it was then."""
         original = wait_for_assignment
 
         @functools.wraps(original)
         async def wrapped(*, fetch: Any, **options: Any) -> Any:
-            heard: dict[Term, Any] = {}
+            heard = self._terms.setdefault(HOST.get().name, {})
 
             async def fetch_and_note() -> Any:
                 found = await fetch()
@@ -335,14 +336,14 @@ class Invariants:
             await call(peer_id, round_number, attempt, votes)
         finally:
             if peer_id not in votes:
-                mine = (group._stage, group._rounds.step.timeline.first_round, round_number, group._me)
+                mine = (group._stage, group._rounds.step.timeline.first_round, round_number, attempt, group._me)
                 self.records.unheard.setdefault(mine, set()).add(peer_id)
 
     def _check_votes(self, mine: tuple[int, int, int, str], checksum: str) -> None:
         """A result is committed when all members have voted for it; after the last try, when all have voted."""
         attempt, members = self.records.averagings[mine]
         is_last = attempt >= self._resolved.manifest.averaging.max_tries
-        for other in members - self.records.unheard.get(mine, set()):
+        for other in members - self.records.unheard.get((*mine[:3], attempt, mine[3]), set()):
             votes = [vote for vote in self.records.votes.get((*mine[:3], other), []) if vote.attempt >= attempt]
             if not votes or not (is_last or any(vote.checksum == checksum or vote.abstains for vote in votes)):
                 self.tube.violation(f"{HOST.get()} commits round {mine[2]} of stage {mine[0]} against another's vote")
@@ -355,7 +356,9 @@ class Invariants:
         with _taking_over(loop._stage):
             await call(state, **options)
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
-        if type(strategy) is not RoundStrategy:
+        told = metrics.lost_samples._value.get() - before
+        if type(strategy) is not RoundStrategy:  # it may go on with some of what it had accumulated
+            self._check_told(pending - strategy.pending_samples, told, "other weights")
             return
         held = {each for _, ids in self.history(place) for each in ids}
         # What a rewind has given up is read again; a peer that served another stage meanwhile may have missed several.
@@ -367,7 +370,6 @@ class Invariants:
         ahead = {each for made_at, ids in own.items() if made_at >= state.optimizer_step for each in ids}
         is_behind = not passed and early - ahead <= held
         lacking = early - held - (ahead if is_behind else set())
-        told = metrics.lost_samples._value.get() - before
         if self.size(lacking) + pending > told:
             self.tube.violation(
                 f"{HOST.get()} goes on from weights that lack {self.size(lacking) + pending} samples of its own, and "
@@ -382,10 +384,22 @@ class Invariants:
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         with _taking_over(loop._stage):
             result = await call(*args)
-        told, lost = metrics.lost_samples._value.get() - before, pending - strategy.pending_samples
-        if lost > told:
-            self.tube.violation(f"{HOST.get()} drops {lost} samples for the updates of others, and reports {told:.0f}")
+        told = metrics.lost_samples._value.get() - before
+        self._check_told(pending - strategy.pending_samples, told, "the updates of others")
         return result
+
+    def _check_told(self, lost: int, told: float, instead: str) -> None:
+        if lost > told:
+            self.tube.violation(f"{HOST.get()} drops {lost} samples for {instead}, and reports {told:.0f}")
+
+    async def commit(self, call: Any, loop: Any, settlement: Any) -> None:
+        """Have a peer commit a round, and count how many it has ended with its stage-mates in a row."""
+        step = loop.step
+        row = (HOST.get().name, loop._stage, step.timeline.first_round)
+        settled = self.records.settled[row]
+        await call(settlement)
+        if loop.step.round_number == step.round_number + 1:  # and it has not taken over a state at once
+            self.records.settled[row] = settled + 1
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
         step, stage = loop.step, loop._stage
@@ -396,11 +410,7 @@ class Invariants:
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
         if any(map(loop._group._barrier._mates.is_left_out, loop._group._barrier._mates._announced)):
             self.records.without.add((stage, step.round_number))
-        row = (HOST.get().name, stage, step.timeline.first_round)
-        settled = self.records.settled[row]
-        await call(settlement)
-        if loop.step.round_number == step.round_number + 1:  # and it has not taken over a state at once
-            self.records.settled[row] = settled + 1
+        await self.commit(call, loop, settlement)
         own = self.records.own_work[HOST.get().name, stage]
         own[step.optimizer_step] = set(self.records.shares[mine])
         self.records.own_timelines[HOST.get().name, stage] = step.timeline.first_round
@@ -468,7 +478,7 @@ class Invariants:
         if moved:
             self.records.moves += 1
             self.tube.world.note("move", HOST.get(), replica.stage, stage)
-            self.tube.check_not_emptied(replica.stage, LOOKED_S)
+            self.tube.check_not_emptied(HOST.get(), replica.stage, LOOKED_S)
         return bool(moved)
 
     # --- what must hold
@@ -539,21 +549,23 @@ class Invariants:
         if HOST.get().peer is None:
             return  # a coordinator gives a checkpoint away, which `check_checkpoint` looks at
         for ref, stored in store._snapshots.items():
-            if any(stored is each for each in seen):
-                continue
-            kept = _read_stored(stored)
-            if kept is None:
-                if not HOST.get().storage.has_failed:
-                    self.tube.violation(f"{HOST.get()} takes {ref} for damaged, and no fault has changed its file")
-                continue
-            begun = self.records.beginnings.get(
-                (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
+            if not any(stored is each for each in seen):
+                self._check_snapshot(HOST.get(), ref, stored)
+
+    def _check_snapshot(self, host: Host, ref: SnapshotRef, stored: StoredState) -> None:
+        kept = _read_stored(stored)
+        if kept is None:
+            if not host.storage.has_failed:
+                self.tube.violation(f"{host} takes {ref} for damaged, and no fault has changed its file")
+            return
+        begun = self.records.beginnings.get(
+            (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
+        )
+        if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(kept.tensors))):
+            self.tube.violation(
+                f"{host} keeps a snapshot of round {kept.round_number} with weights that stage {ref.stage} did not "
+                f"have then"
             )
-            if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(kept.tensors))):
-                self.tube.violation(
-                    f"{HOST.get()} keeps a snapshot of round {kept.round_number} with weights that stage {ref.stage} "
-                    f"did not have then"
-                )
 
     def check_checkpoint(self, store: CheckpointStore) -> None:
         """The newest checkpoint that is called good can be read, and holds what the run has had."""
@@ -668,11 +680,15 @@ class Invariants:
         return int(sum(host.metrics.lost_samples._value.get() for host in self.tube.world.hosts))
 
     def check_snapshots(self) -> None:
-        """Who has made so many updates in a row that there was a snapshot among them has one."""
+        """Who has made so many updates in a row that there was a snapshot among them has one; and it still is one."""
         least = 2 * self._resolved.manifest.recovery.snapshot_every
         for host in self.tube.peers():
             replica = None if host.peer is None else host.peer._replica
-            if host.peer is None or replica is None or host.storage.has_failed:
+            if host.peer is None:
+                continue
+            for ref, stored in host.peer._parts.snapshots._snapshots.items():
+                self._check_snapshot(host, ref, stored)
+            if replica is None or host.storage.has_failed:
                 continue
             settled = self.records.settled[(host.name, replica.stage, replica.step.timeline.first_round)]
             if settled >= least and not host.peer._parts.snapshots.snapshots():

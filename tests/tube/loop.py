@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer, and in which everything happens in the same order each time.
 
 Sets are the trap: their order follows from hashes, and those of tasks, futures and scopes from their addresses. So all
-of them get serial numbers for hashes here. Strings need PYTHONHASHSEED, which run.py sets.
+of them get serial numbers for hashes here. Strings need PYTHONHASHSEED, which __main__.py sets.
 """
 
 from __future__ import annotations

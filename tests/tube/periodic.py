@@ -136,7 +136,7 @@ class PeriodicInvariants(Invariants):
             await super()._committed(call, loop, settlement)
             return
         parent = (stage, step.timeline.first_round, step.round_number, step.history_hash)
-        await call(settlement)
+        await self.commit(call, loop, settlement)
         place = (stage, step.timeline.first_round, step.round_number + 1, settlement.history_hash)
         beginning = self.records.beginnings[place]
         if beginning.ids is None:

@@ -11,9 +11,9 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,10 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.step_state import StepState
+from swarm_peer.runtime.state.recovery import INTERVALS_FROM_SCRATCH
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
-STEPS_AFTER = 5
+STEPS_AFTER = 3
 BOUND_S = 400.0
 # Of two stage-mates, one may have ended so many rounds that the other has still to end.
 ROUNDS_APART = 2
@@ -152,6 +153,20 @@ class Outcome:
     log: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Absence:
+    """Hosts that were gone or out of reach, so that others may have counted upon them, or not seen them.
+
+    Attributes:
+        at_s: when it began or ended, in virtual time
+        stages: which they served then
+    """
+
+    at_s: float
+    hosts: tuple[Host, ...]
+    stages: frozenset[int]
+
+
 class Unstruck(Exception):
     """A fault that waited for something has found nothing."""
 
@@ -180,9 +195,8 @@ class Tube:
         self._revoked: set[str] = set()
         self.world.on_violation = self._cut_short
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
-        # When a peer of a stage was gone, or of any stage (None) out of reach.
-        self._departures: list[tuple[float, int | None]] = []
-        self._cut_until = 0.0  # until then some host did not reach another
+        self._absences: list[Absence] = []
+        self._cut_until: dict[Host, float] = {}  # until then it did not reach some other host
         self._is_over = False
 
     # --- what faults and invariants ask
@@ -235,21 +249,31 @@ class Tube:
         replica = None if host.peer is None else host.peer._replica
         return None if replica is None else replica.stage
 
-    def check_not_emptied(self, stage: int, looked_s: float) -> None:
-        """A peer that moves leaves others in its stage, unless one of them has gone a short time ago.
+    def check_not_emptied(self, mover: Host, stage: int, looked_s: float) -> None:
+        """A peer that moves leaves others in its stage, unless it or one of them was absent a short time ago.
 
         It may not have heard yet that another one was revoked.
         """
         alive = (*self.peers(), *self._revoked_peers())
         others = [host for host in alive if self.stage_of(host) == stage and may_stay(host)]
-        now = self.world.loop.time()
-        gone = any(at_s > now - looked_s and of_stage in (None, stage) for at_s, of_stage in self._departures)
-        if not others and not gone and not self._is_over:
+        since = self.world.loop.time() - looked_s
+        excused = any(
+            absence.at_s > since
+            and (
+                stage in absence.stages or any(host is mover or self.stage_of(host) == stage for host in absence.hosts)
+            )
+            for absence in self._absences
+        )
+        if not others and not excused and not self._is_over:
             self.violation(f"a move has emptied stage {stage}")
 
-    def gone(self, host: Host) -> None:
-        """Note that others may count upon a host that is not there."""
-        self._departures.append((self.world.loop.time(), self.stage_of(host)))
+    def gone(self, *hosts: Host, in_s: float = 0.0) -> None:
+        """Note that others may count upon hosts that are not there, or do not see them."""
+        stages = frozenset(stage for host in hosts if (stage := self.stage_of(host)) is not None)
+        self._absences.append(Absence(self.world.loop.time() + in_s, hosts, stages))
+
+    def _cut(self, host: Host, seconds: float) -> None:
+        self._cut_until[host] = max(self._cut_until.get(host, 0.0), self.world.loop.time() + seconds)
 
     async def next_callee(self, op: str | None) -> Host:
         """Wait for the next call of an operation. Returns the peer that it has come to."""
@@ -321,7 +345,7 @@ class Tube:
 
     async def stall(self, host: Host, seconds: float) -> None:
         self.gone(host)
-        self._cut_until = max(self._cut_until, self.world.loop.time() + seconds)
+        self._cut(host, seconds)
         host.is_stalled = True
         await anyio.sleep(seconds)
         host.is_stalled = False
@@ -329,16 +353,18 @@ class Tube:
 
     def out_of_sight(self, host: Host, seconds: float) -> None:
         """Note that others may take a host for gone from now on, for so long."""
-        now = self.world.loop.time()
-        self._departures += [(now, self.stage_of(host)), (now + seconds, None)]
-        self._cut_until = max(self._cut_until, now + seconds)
+        self.gone(host)
+        self.gone(host, in_s=seconds)
+        self._cut(host, seconds)
 
-    async def block(self, pairs: Iterable[tuple[Host, Host]], seconds: float) -> None:
+    async def block(self, pairs: Sequence[tuple[Host, Host]], seconds: float) -> None:
         links = [self.world.network.link(source, target) for source, target in pairs]
         for link in links:
             link.blocked += 1
-        self._cut_until = max(self._cut_until, self.world.loop.time() + seconds)
-        self._departures.append((self.world.loop.time() + seconds, None))
+        hosts = tuple(dict.fromkeys(host for pair in pairs for host in pair))
+        self.gone(*hosts, in_s=seconds)
+        for host in hosts:
+            self._cut(host, seconds)
         await anyio.sleep(seconds)
         for link in links:
             link.blocked -= 1
@@ -415,7 +441,9 @@ class Tube:
     def _calm(self) -> None:
         """Faults cease."""
         self.world.note("calm")
-        self._cut_until = min(self._cut_until, self.world.loop.time())
+        now = self.world.loop.time()
+        self._cut_until = {host: min(until_s, now) for host, until_s in self._cut_until.items()}
+        self._absences = [replace(absence, at_s=min(absence.at_s, now)) for absence in self._absences]
         self.world.network.tampering.clear()
         self.checkpoint_failure = None
         for _, store in self.stores:
@@ -485,9 +513,10 @@ class Tube:
         """The model is saved: who was there goes without an operator, unless it could not hear that the run is over."""
         finished_s = self.invariants.finished_s
         assert finished_s is not None
-        while left := [host for host in self.invariants.at_finish if host.is_alive]:
-            if self._cut_until > finished_s:
-                return
+        cut_since = {host for host, until_s in self._cut_until.items() if until_s > finished_s}
+        if any(host.name.startswith("c") for host in cut_since):
+            return
+        while left := [host for host in self.invariants.at_finish if host.is_alive and host not in cut_since]:
             await anyio.sleep(1.0)
             if self.world.loop.time() > finished_s + ENDING_S:
                 self.violation(f"{left} have not gone though the model was saved {ENDING_S:.0f} s ago")
@@ -560,7 +589,16 @@ class Tube:
         return len(set(wanted) - {"auto"}) + wanted.count("auto") >= self.num_stages
 
     def _is_lost(self) -> bool:
-        """Whether the peers that are left hold no state of all stages: only a checkpoint could help."""
+        """Whether a stage has no peer, those that are left hold no snapshots of all, and the run has come too far.
+
+        It begins anew by itself after few updates; then only a checkpoint could help.
+        """
+        furthest = max((begun.optimizer_step for begun in self.invariants.records.beginnings.values()), default=0)
+        interval = self.resolved.manifest.recovery.snapshot_every
+        replicas = [host.peer._replica for host in self.peers() if host.peer is not None]
+        served = {replica.stage for replica in replicas if replica is not None and replica.has_weights}
+        if len(served) == self.num_stages or furthest <= INTERVALS_FROM_SCRATCH * interval:
+            return False
         stages: dict[int, set[int]] = {}
         for host in self.peers():
             assert host.peer is not None

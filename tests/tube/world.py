@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from hosts import Host
 
 
-class Violated(Exception):
-    """An invariant does not hold: the schedule ends here."""
-
-
 class World:
     """Everything of one schedule.
 
