@@ -1,6 +1,7 @@
 #!/bin/sh
 # Builds /opt/swarm, the virtual environment of the images; run by the Dockerfile in two steps, for its cache.
-#   install.sh dependencies    from /src/pyproject.toml alone; torch from TORCH_INDEX, if that is set
+#   install.sh dependencies    from /src/pyproject.toml alone, with what `report` needs; torch from TORCH_INDEX, if that is
+#                              set
 #   install.sh project         from the source in /src
 set -eu
 
@@ -9,7 +10,8 @@ dependencies)
     python3 -m venv /opt/swarm
     python3 -c "import tomllib
 with open('/src/pyproject.toml', 'rb') as file:
-    print(*tomllib.load(file)['project']['dependencies'], sep='\n')" >/tmp/requirements.txt
+    project = tomllib.load(file)['project']
+print(*project['dependencies'], *project['optional-dependencies']['figures'], sep='\n')" >/tmp/requirements.txt
     if [ -n "${TORCH_INDEX:-}" ]; then
         grep '^torch' /tmp/requirements.txt >/tmp/torch.txt
         /opt/swarm/bin/pip install --index-url "$TORCH_INDEX" -r /tmp/torch.txt
