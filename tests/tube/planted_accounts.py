@@ -262,6 +262,17 @@ def replay_loss_not_told() -> Any:
 
 
 @defect
+def takeover_loss_not_told() -> Any:
+    """A peer that takes over a state does not report what it had accumulated, or held back, as lost."""
+
+    async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
+        with patch.object(loop.reports, "lose", lambda *args, **options: None):
+            await original(loop, state, **options)
+
+    return _wrapped(StepLoop, "_take_over", take_over)
+
+
+@defect
 def counts_not_with_the_gradient() -> Any:
     """Who takes over a leaving peer's gradient does not take in the counts that come with it."""
 
