@@ -626,7 +626,9 @@ class Invariants:
                 if other is not None and other.ids is not None and first.ids is not None:
                     lacking.update(set(first.ids).difference(other.ids))
             # Rewinds have given some of these up before anybody knew that they lacked there.
-            self._check_lacking(stage, lacking, self.reported_lost())
+            given_up = sum(samples for (of, _, _), samples in self.records.gone_back.items() if of == stage)
+            told = self.records.told_lost[stage] + self.records.told_lost[None] + given_up
+            self._check_lacking(stage, lacking, told)
 
     def _check_lacking(self, stage: int, lacking: set[bytes], told: int) -> None:
         missing, died = self.size(lacking - self.brought_by_gone(stage)), self.records.died[stage]
