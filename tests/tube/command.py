@@ -53,6 +53,7 @@ def run_one(seed: str, *, only: str | None = None, log: Path | None = None, shri
     print(
         f"seed {seed}: {outcome.steps} steps, {sum(outcome.strikes.values())} faults, {outcome.moves} moves, "
         f"{outcome.rewinds} rewinds, {outcome.checked} updates checked ({outcome.forks} not), "
+        f"{'the run is lost, ' if outcome.lost else ''}"
         f"{outcome.virtual_s:.0f} virtual s, {outcome.cpu_s:.1f} CPU s, {outcome.events} events, {outcome.trace_hash}"
     )
     for violation in outcome.violations:

@@ -22,7 +22,6 @@ from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run.coordination import Coordination
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import RoundStrategy
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
@@ -357,9 +356,7 @@ class Invariants:
             await call(state, **options)
         place = (loop._stage, state.timeline.first_round, state.round_number, state.history_hash)
         told = metrics.lost_samples._value.get() - before
-        if type(strategy) is not RoundStrategy:  # it may go on with some of what it had accumulated
-            self._check_told(pending - strategy.pending_samples, told, "other weights")
-            return
+        pending -= strategy.pending_samples  # it may go on with some of what it had accumulated
         held = {each for _, ids in self.history(place) for each in ids}
         # What a rewind has given up is read again; a peer that served another stage meanwhile may have missed several.
         since = self.records.own_timelines.get((HOST.get().name, loop._stage), 0)
