@@ -69,6 +69,42 @@ async def test_members_tell_each_other_how_they_are_reached_and_strangers_nothin
             await asker._ask(callee)
 
 
+async def test_a_look_finds_what_was_stored_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_key = Identity.load_or_create(tmp_path / "run")
+    run_id, key = run_key.peer_id, end_key(run_key.peer_id)
+    invite = Invite.issue(run_key, (), label="a", expires=2**31, at_once=9)
+    async with (
+        open_node(tmp_path / "run", Entrance((), invite), LOOPBACK) as run,
+        open_node(tmp_path / "peer", Entrance(tuple(run.addresses), invite), LOOPBACK) as peer,
+    ):
+        monkeypatch.setattr(peer._node.protocol.storage, "get", lambda key: None)  # it finds what other nodes have
+        ask, asked = peer._node.protocol.call_find, list[Any]()
+        has_answer, may_end, is_second, may_ask = anyio.Event(), anyio.Event(), anyio.Event(), anyio.Event()
+
+        async def ask_in_turn(*args: Any) -> Any:
+            asked.append(args)
+            if len(asked) > 1:
+                is_second.set()
+                await may_ask.wait()
+            answer = await ask(*args)
+            has_answer.set()
+            if len(asked) == 1:
+                await may_end.wait()
+            return answer
+
+        assert await run.store(key, EndRecord(reason="old", begun=1), run_id, LIFETIME_S, signer=run_key)
+        monkeypatch.setattr(peer._node.protocol, "call_find", ask_in_turn)
+        first = asyncio.create_task(peer.fetch(key, EndRecord, run_id))
+        await has_answer.wait()
+        assert await run.store(key, EndRecord(reason="new", begun=1), run_id, LIFETIME_S, signer=run_key)
+        second = asyncio.create_task(peer.fetch(key, EndRecord, run_id))
+        await is_second.wait()
+        may_end.set()
+        assert (await first)[run_id].reason == "old"
+        may_ask.set()
+        assert (await second)[run_id].reason == "new"
+
+
 async def test_a_revoked_peer_is_told_though_nobody_answers_it(tmp_path: Path) -> None:
     run_key = Identity.load_or_create(tmp_path / "run")
     invite = Invite.issue(run_key, (), label="a", expires=2**31, at_once=9)

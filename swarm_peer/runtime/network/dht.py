@@ -191,7 +191,7 @@ class SwarmDHT:
             tries = {peer: tries[peer] + 1 for peer in lost} | dict.fromkeys(present, 0)
             # If nobody is there, it is this node that is cut off, for however long.
             called = [
-                peer for peer in lost if not present or tries[peer] < REJOIN_TRIES or tries[peer] % REJOIN_TRIES == 0
+                peer for peer in lost if not present or tries[peer] < REJOIN_TRIES or not tries[peer] % REJOIN_TRIES
             ]
             # With hivemind's deadline of three seconds. It raises for an answer that is none.
             await asyncio.gather(*map(self._node.protocol.call_ping, called), return_exceptions=True)
@@ -315,7 +315,7 @@ class SwarmDHT:
             return  # it is logged already
 
     async def _request(self, name: str, key: str, request: Coroutine[Any, Any, Any]) -> Any:
-        # In a task of its own: hivemind shares a search among all that ask for one key, so its asker must not end it.
+        # In a task of its own, which goes on without its asker: hivemind's requests are not made to be cancelled.
         task = asyncio.get_running_loop().create_task(request)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -358,10 +358,11 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
                 record_validator=validator,
                 authorizer=PassBearer(p2p.passes),
                 wait_timeout=FIRST_CALL_TIMEOUT_S,
-                # This node asks for the latest records alone, so it has no use for what others have found.
+                # Each search is for the latest records, and what others or an earlier search have found may be older: of
+                # two peers that leave a stage at once, one has to see the other.
                 cache_nearest=0,
-                # It would follow each store with a search for what has just been stored.
                 cache_on_store=False,
+                reuse_get_requests=False,
             )
             node.protocol.wait_timeout = CALL_TIMEOUT_S
             keep_records(node.protocol, validator)
