@@ -358,8 +358,7 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
                 record_validator=validator,
                 authorizer=PassBearer(p2p.passes),
                 wait_timeout=FIRST_CALL_TIMEOUT_S,
-                # Each search is for the latest records, and what others or an earlier search have found may be older: of
-                # two peers that leave a stage at once, one has to see the other.
+                # This node asks for the latest records: what others or its earlier searches have found may be older.
                 cache_nearest=0,
                 cache_on_store=False,
                 reuse_get_requests=False,
