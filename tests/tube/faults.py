@@ -219,8 +219,10 @@ async def slow(tube: Tube, rng: random.Random) -> None:
         tube.struck("slow", victim)
         factor = rng.choice([4.0, 10.0])
         victim.device.seconds_per_sample *= factor
+        victim.device.step_s *= factor
         await anyio.sleep(rng.uniform(5.0, 40.0))
         victim.device.seconds_per_sample /= factor
+        victim.device.step_s /= factor
 
 
 @kind(1.5)
@@ -278,12 +280,15 @@ async def lag(tube: Tube, rng: random.Random) -> None:
 
 @kind(2.0)
 async def lose_connection(tube: Tube, rng: random.Random) -> None:
-    """A connection breaks, with all calls on it."""
+    """A connection breaks, with all calls on it, perhaps in both directions; the callee may see that later."""
     connections = [known for known in tube.world.network.open_connections() if known.is_up and known.calls]
     if connections:
         broken = rng.choice(connections)
         tube.struck("lose_connection", broken.caller, broken.callee)
-        tube.world.network.cut(broken, "connection lost")
+        seen_after_s = rng.choice([0.0, 0.0, 0.5, 5.0, 40.0])
+        both = [broken, tube.world.network.opposite(broken)] if rng.random() < 0.5 else [broken]
+        for connection in filter(None, both):
+            tube.world.network.cut(connection, "connection lost", seen_after_s)
 
 
 async def _tamper(tube: Tube, rng: random.Random, name: str, times: int, op: str | None = "") -> None:
@@ -409,6 +414,13 @@ async def kill_coordinator(tube: Tube, rng: random.Random) -> None:
         victim.die()
         await anyio.sleep(rng.uniform(1.0, 40.0))
         tube.start_coordinator_again(victim)
+
+
+@kind(1.0)
+async def out_of_memory(tube: Tube, rng: random.Random) -> None:
+    """A device has too little memory for the next passes, perhaps after it has added a gradient."""
+    if victim := tube.any_peer(rng):
+        victim.device.short_of_memory += rng.choice([1, 2, 5])
 
 
 @kind(1.5)

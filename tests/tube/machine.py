@@ -7,15 +7,18 @@ import errno
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import anyio
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.stage.device_thread import Priority, SpeedMeter
 
 if TYPE_CHECKING:
@@ -123,11 +126,15 @@ class TubeDevice:
 
     Attributes:
         seconds_per_sample: of a forward and a backward pass together
+        step_s: of a job that ends a round: to apply an update, to load or to copy a state
+        short_of_memory: passes that fail from now on
     """
 
     def __init__(self, host: Host, seconds_per_sample: float):
         self._host = host
         self.seconds_per_sample = seconds_per_sample
+        self.short_of_memory = 0
+        self.step_s = host.rng("step").choice([0.002, 0.002, 0.1, 0.4])
         self._rng = host.rng("device")
         self._jobs: list[tuple[int, int, _Job]] = []
         self._order = itertools.count()
@@ -193,13 +200,38 @@ class TubeDevice:
     def _seconds(self, entry: _Job) -> float:
         factor = {Priority.FORWARD: 0.33, Priority.BACKWARD: 0.67, Priority.EVALUATE: 0.33}.get(entry.priority, 0.0)
         samples = entry.num_samples or 1
-        return (factor * samples * self.seconds_per_sample + 0.002) * self._rng.uniform(0.9, 1.2)
+        fixed = self.step_s if entry.priority is Priority.STEP else 0.002
+        return (factor * samples * self.seconds_per_sample + fixed) * self._rng.uniform(0.9, 1.2)
 
     def _compute(self, entry: _Job) -> tuple[Any, Exception | None]:
         try:
+            if self.short_of_memory and entry.priority in (Priority.FORWARD, Priority.BACKWARD):
+                self.short_of_memory -= 1
+                with self._failing_passes():
+                    return entry.function(), None
             return entry.function(), None
         except Exception as error:
             return None, error
+
+    @contextmanager
+    def _failing_passes(self) -> Iterator[None]:
+        """While the context is open, passes fail: at once, or at their end, when a gradient has been added."""
+        is_late = self._rng.random() < 0.5
+
+        def failing(name: str) -> Any:
+            original = getattr(StageTrainer, name)
+
+            def fail(*args: Any, **options: Any) -> Any:
+                self._host.world.note("out of memory", self._host, name, is_late)
+                self._host.world.struck("out_of_memory")
+                if is_late:
+                    original(*args, **options)
+                raise torch.OutOfMemoryError("out of memory")
+
+            return patch.object(StageTrainer, name, fail)
+
+        with failing("forward"), failing("backward"):
+            yield
 
     def _end(self, entry: _Job, seconds: float, outcome: tuple[Any, Exception | None] | None) -> None:
         if self._running is not entry:

@@ -197,12 +197,26 @@ class TubeNetwork:
             if not call.future.done():
                 call.future.set_exception(type(error)(str(error)))
 
-    def cut(self, connection: Connection, reason: str) -> None:
-        """Have a connection break, seen at once at both ends."""
+    def opposite(self, connection: Connection) -> Connection | None:
+        """The connection for calls in the other direction, which breaks at the same time, if there is one."""
+        found = (
+            None if connection.callee is None else self._connections.get((connection.callee, connection.caller.peer_id))
+        )
+        return None if found is None or found.is_over or not found.is_up else found
+
+    def cut(self, connection: Connection, reason: str, seen_after_s: float = 0.0) -> None:
+        """Have a connection break, which its caller sees at once.
+
+        Args:
+            seen_after_s: when its callee sees it; until then, what handles its calls goes on
+        """
         calls = list(connection.calls.values())
         self.fail(connection, PeerUnreachable(f"{connection.peer_id}: {reason}"))
         for call in calls:
-            self._cancel_handler(call)
+            if seen_after_s:
+                self._world.loop.call_later(seen_after_s, self._cancel_handler, call)
+            else:
+                self._cancel_handler(call)
 
     def open_connections(self) -> list[Connection]:
         self._all = [known for known in self._all if not known.is_over]
@@ -239,10 +253,15 @@ class TubeNetwork:
             answer = await call.future
         finally:
             connection.calls.pop(call.id, None)
-            if not call.future.done() or call.future.cancelled():
-                call.is_cancelled = True
-                if call.is_sent and caller.is_alive and connection.callee is not None and not connection.is_over:
-                    self.transmit(caller, connection.callee, 30, lambda: self._cancel_handler(call))
+            gave_up = not call.future.done() or call.future.cancelled()
+            if (
+                gave_up
+                and call.is_sent
+                and caller.is_alive
+                and connection.callee is not None
+                and not connection.is_over
+            ):
+                self.transmit(caller, connection.callee, 30, lambda: self._cancel_handler(call))
         if answer.type is FrameType.ERROR:
             raise error_from_body(answer.body)
         return Reply(answer.body or {}, answer.tensors)

@@ -33,6 +33,7 @@ from loop import TubeLoop, run
 from periodic import PeriodicInvariants
 from schedule import FIRST_S, Event, Schedule
 from short import ShortInvariants
+from small import max_in_flight, pieces_of
 from world import LogToWorld, World
 
 from coordinator.checkpoints.store import CheckpointStore
@@ -110,7 +111,7 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
                 "validation_samples": 6,
             },
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
-            "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0},
+            "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0, "max_in_flight": max_in_flight(seed)},
             "averaging": {
                 "mode": averaging,
                 "eager_updates": mode == "eager",
@@ -452,6 +453,7 @@ class Tube:
             host.is_stalled = False
             host.refuses = False
             host.threads.longer_s = 0.0
+            host.device.short_of_memory = 0
             if host.node is not None:
                 host.node.failing.clear()
             host.storage.is_full = False
@@ -723,6 +725,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="tube-") as folder, ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.enter_context(pieces_of(schedule.seed))
         tube = run(main)
     world, records = tube.world, tube.invariants.records
     outcome.violations, outcome.trace_hash, outcome.log = world.violations, world.trace_hash, world.log
