@@ -702,6 +702,17 @@ async def test_a_member_that_stalls_is_left_out(group):
     assert_committed(settled.values(), mean(members[:2], [2, 2]), 4)
 
 
+async def test_a_connection_that_breaks_in_the_barrier_leaves_nobody_out(group):
+    members = await group.add("ab")
+    broken = [
+        group.network.fault(op="ready", to=member.peer_id, fail=PeerUnreachable("the stream broke"))
+        for member in members
+    ]
+    settled = await group.settle(a=2, b=2)
+    assert [fault.fired for fault in broken] == [1, 1]
+    assert_committed(settled.values(), mean(members, [2, 2]), 4)
+
+
 async def test_a_member_that_talks_nonsense_is_left_out(group):
     members = await group.add("abc")
 
@@ -864,12 +875,12 @@ async def test_a_member_that_is_asked_about_a_later_try_settles_in_that(group):
 async def test_a_newcomer_enters_the_attempt_that_the_others_are_in(group):
     members = await group.add("abc")
     newcomer = members[2]
-    absent = group.network.fault(op="ready", to=newcomer.peer_id, fail=PeerUnreachable("gone"), times=2)
+    absent = group.network.fault(op="ready", to=newcomer.peer_id, fail=PeerUnreachable("gone"), times=4)
     group.rounds.script = {(0, None): "fail"}
     early = [members[0].settle(2), members[1].settle(2)]
-    while group.network.num_calls("ready", newcomer.peer_id) < 4:  # two of them in the second attempt
+    while group.network.num_calls("ready", newcomer.peer_id) < 6:  # two of them in the second attempt
         await anyio.lowlevel.checkpoint()
-    assert absent.fired == 2
+    assert absent.fired == 4
     assert not any(task.done() for task in early), "in the second attempt they wait for it"
     settled = await asyncio.gather(*early, newcomer.settle(4))
     assert_committed(settled, mean(members, [2, 2, 4]), 8)

@@ -190,6 +190,7 @@ class Barrier:
         self, peer_id: str, ending: Round, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
     ) -> None:
         on_trial = self._mates.begin_trial(peer_id, ending.number)
+        has_dialled_again = False
         while True:
             begin = anyio.current_time()
             body = ReadyCall(
@@ -209,6 +210,10 @@ class Barrier:
                 ahead.append(peer_id)
                 return
             except CallError as error:
+                if isinstance(error, PeerUnreachable) and not has_dialled_again:
+                    # The connection may have broken, and not the stage-mate: each would go on without the other.
+                    has_dialled_again = True
+                    continue
                 log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
                 if isinstance(error, OtherTimeline):
                     self._on_other_timeline()
