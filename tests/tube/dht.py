@@ -17,7 +17,6 @@ from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
 
-from swarm_peer.errors import CallError
 from swarm_peer.runtime.network.dht import NODES_ASKED
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator
 
@@ -42,7 +41,6 @@ class TubeNode:
         self._host = host
         self._rng = host.rng("dht")
         self._validator = SignedRecordValidator(host.clock, host.passes)
-        self._seen_valid = set[tuple[Any, ...]]()
         self.places = self._validator.places
         self._records: dict[bytes, dict[str, tuple[list[bytes], float]]] = {}
         self._banned_until: dict[str, float] = {}
@@ -147,27 +145,8 @@ class TubeNode:
         return True
 
     def _is_valid(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:
-        record = (key, author, *value, expiration)
-        if record in self._seen_valid:
-            return self._is_still_valid(key, author, value, expiration)
         packed = MSGPackSerializer.dumps
-        is_valid = self._validator.validate(DHTRecord(key, packed(author), packed(value), expiration))
-        if is_valid:
-            self._seen_valid.add(record)
-        return is_valid
-
-    def _is_still_valid(self, key: bytes, author: str, value: list[bytes], expiration: float) -> bool:
-        """Whether a record that was valid still is: only time and revocations can change that.
-
-        Most validations are of such records, and to unpack each one again would take a twentieth of a schedule's time.
-        """
-        _, shown = value
-        try:
-            self.places.check_lifetime(key, expiration - self._host.clock.unix_s())
-            self._validator.passes.check(author, shown)
-        except CallError:
-            return False
-        return True
+        return self._validator.validate(DHTRecord(key, packed(author), packed(value), expiration))
 
     def kept(self, key: bytes) -> dict[str, tuple[list[bytes], float]]:
         """The records under a key that are here, have not expired and do not last too long, as RecordStorage has it."""

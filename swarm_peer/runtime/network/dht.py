@@ -191,7 +191,7 @@ class SwarmDHT:
             tries = {peer: tries[peer] + 1 for peer in lost} | dict.fromkeys(present, 0)
             # If nobody is there, it is this node that is cut off, for however long.
             called = [
-                peer for peer in lost if not present or tries[peer] < REJOIN_TRIES or not tries[peer] % REJOIN_TRIES
+                peer for peer in lost if not present or tries[peer] < REJOIN_TRIES or tries[peer] % REJOIN_TRIES == 0
             ]
             # With hivemind's deadline of three seconds. It raises for an answer that is none.
             await asyncio.gather(*map(self._node.protocol.call_ping, called), return_exceptions=True)

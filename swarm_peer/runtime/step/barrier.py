@@ -213,6 +213,7 @@ class Barrier:
                 if isinstance(error, PeerUnreachable) and not has_dialled_again:
                     # The connection may have broken, and not the stage-mate: each would go on without the other.
                     has_dialled_again = True
+                    log.info("stage_mate_dialled_again peer=%s round=%d reason=%s", peer_id, ending.number, error)
                     continue
                 log.info("stage_mate_left_out peer=%s reason=%s: %s", peer_id, error.code, error)
                 if isinstance(error, OtherTimeline):
