@@ -385,13 +385,10 @@ class Invariants:
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         with _taking_over(loop._stage):
             result = await call(*args)
-        told = metrics.lost_samples._value.get() - before
-        self._check_told(pending - strategy.pending_samples, told, "the updates of others")
-        return result
-
-    def _check_told(self, lost: int, told: float, instead: str) -> None:
+        told, lost = metrics.lost_samples._value.get() - before, pending - strategy.pending_samples
         if lost > told:
-            self.tube.violation(f"{HOST.get()} drops {lost} samples for {instead}, and reports {told:.0f}")
+            self.tube.violation(f"{HOST.get()} drops {lost} samples for the updates of others, and reports {told:.0f}")
+        return result
 
     async def commit(self, call: Any, loop: Any, settlement: Any) -> None:
         """Have a peer commit a round, and count how many it has ended with its stage-mates in a row."""

@@ -591,9 +591,9 @@ class Tube:
         return len(set(wanted) - {"auto"}) + wanted.count("auto") >= self.num_stages
 
     def _is_lost(self) -> bool:
-        """Whether a stage has no peer, those that are left hold no snapshots of all, and the run has come too far.
+        """Whether only a checkpoint could help: a stage has no peer, and not all stages have snapshots that are left.
 
-        It begins anew by itself after few updates; then only a checkpoint could help.
+        A run that has made few updates begins anew by itself, and is not lost.
         """
         furthest = max((begun.optimizer_step for begun in self.invariants.records.beginnings.values()), default=0)
         interval = self.resolved.manifest.recovery.snapshot_every
