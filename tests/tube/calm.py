@@ -11,6 +11,7 @@ from invariants import Invariants, Place
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SampleId, ranges_of
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.replica import StageReplica
 
 # Updates of a stage whose samples are looked at: where stage-mates average periodically, one of these is of a period.
@@ -36,9 +37,10 @@ def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
     serving = [(host, replica) for host, replica in replicas if replica is not None]
     _check_sizes(watch)
     _check_copies(watch, serving)
-    for host, replica in serving:
-        if replica.stage == 0:
-            _check_ledger(watch, host, replica)
+    of_first = [(host, replica) for host, replica in serving if replica.stage == 0]
+    rounds = [replica.step.round_number for _, replica in of_first if replica.step.phase in (Phase.OPEN, Phase.ENDING)]
+    for host, replica in of_first:
+        _check_ledger(watch, host, replica, min([replica.step.round_number, *rounds]))
 
 
 def _check_sizes(watch: Invariants) -> None:
@@ -71,8 +73,12 @@ def _check_copies(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica
             )
 
 
-def _check_ledger(watch: Invariants, host: Host, replica: StageReplica) -> None:
-    """The samples of a ledger are those in the updates, but for what was lost or is on its way."""
+def _check_ledger(watch: Invariants, host: Host, replica: StageReplica, oldest: int) -> None:
+    """The samples of a ledger are those in the updates, but for what was lost or is on its way.
+
+    Args:
+        oldest: the round of the stage's last peer, which may have yet to tell what it has lost in it
+    """
     step, leases = replica.step, replica.parts.step_loop._leases
     place = (0, step.timeline.first_round, step.round_number, step.history_hash)
     if leases is None or leases._ledger is None or place not in watch.records.beginnings:
@@ -83,7 +89,7 @@ def _check_ledger(watch: Invariants, host: Host, replica: StageReplica) -> None:
         watch.tube.violation(f"{host} would read {len(lacking)} samples again that updates hold, such as {lacking[:2]}")
     drawn = set(watch.names(watch.records.microbatches))
     counted = drawn.difference(ledger.lacking(ranges_of(drawn)))
-    lost = counted - in_updates - set(_under_way(watch, place))
+    lost = counted - in_updates - set(_under_way(watch, place, oldest))
     told = watch.records.told_lost[0] + watch.records.told_lost[None] + watch.gone_back_in_vain(0)
     died = watch.records.died[0]
     if len(lost) > told + died:
@@ -93,10 +99,10 @@ def _check_ledger(watch: Invariants, host: Host, replica: StageReplica) -> None:
         )
 
 
-def _under_way(watch: Invariants, place: Place) -> Iterator[SampleId]:
+def _under_way(watch: Invariants, place: Place, oldest: int) -> Iterator[SampleId]:
     """The samples of the newest rounds; and those that peers brought before they died or left, which nobody reports."""
-    _, first_round, number, _ = place
-    newest = number - ROUNDS_AHEAD[watch.manifest.averaging.mode]
+    _, first_round, _, _ = place
+    newest = oldest - ROUNDS_AHEAD[watch.manifest.averaging.mode]
     yield from watch.names(watch.brought_by_gone(0))
     for key, ids in watch.records.brought.items():
         if key[:2] == (0, first_round) and key[2] >= newest:
