@@ -16,6 +16,7 @@ import anyio
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
+from loop import OUTSIDE
 
 from swarm_peer.runtime.network.dht import NODES_ASKED
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator
@@ -29,8 +30,8 @@ REPLICAS = 5
 WAIT_S = 3.0
 # As hivemind has it: how long a node does not ask one again that did not answer; twice as long after each further time.
 BAN_S = 5.0
-# Requests that get no answer though their node is there.
-LOST = 0.01
+# Requests that do not reach their node, and answers that do not come back, though the node is there.
+LOST = 0.005
 
 
 class TubeNode:
@@ -68,61 +69,64 @@ class TubeNode:
         known = [host for host in known if host.is_alive or now - host.died_s < 10.0]
         return sorted(known, key=lambda host: hashlib.sha256(key + host.peer_id.encode()).digest())[:count]
 
-    async def _ask(self, hosts: Sequence[Host], answer: Callable[[Host, TubeNode], None]) -> None:
+    async def _ask(self, hosts: Sequence[Host], arrive: Callable[[Host, TubeNode, bool], None]) -> None:
         """Ask nodes all at once, for as long as that takes.
 
         By timers, which are cheaper than a task for each of many requests.
 
         Args:
-            answer: called with each one that answers, when its answer comes
+            arrive: called with each one that the request reaches, and whether its answer comes back
         """
-        while self._host.is_stalled:  # noqa: ASYNC110  # a clock that jumps costs nothing
-            await anyio.sleep(0.5)
         if not hosts:
             return
         loop, over, left = self._world.loop, anyio.Event(), len(hosts)
 
-        def end(host: Host, answers: bool) -> None:
+        def end(host: Host, arrives: bool, answers: bool) -> None:
             nonlocal left
             left -= 1
+            if arrives and host.is_alive and host.node is not None:
+                arrive(host, host.node, answers)
             if answers:
                 self._in_vain.pop(host.name, None)
                 self._banned_until.pop(host.name, None)
-                if host.is_alive and host.node is not None:
-                    answer(host, host.node)
             elif self._banned_until.get(host.name, 0.0) <= loop.time():
                 self._banned_until[host.name] = loop.time() + BAN_S * 2 ** self._in_vain[host.name]
                 self._in_vain[host.name] += 1
             if not left:
                 over.set()
 
-        drawn = [(host, *self._draw_answer(host)) for host in hosts]
-        timers = [loop.call_later(seconds, end, host, answers) for host, seconds, answers in drawn]
+        drawn = [(host, self._draw_answer(host)) for host in hosts]
+        # Answers come from outside, also while this host is halted.
+        timers = [
+            loop.call_later(wait_s, end, host, arrives, answers, context=OUTSIDE)
+            for host, (wait_s, arrives, answers) in drawn
+        ]
         try:
             await over.wait()
         finally:
             for timer in timers:
                 timer.cancel()
 
-    def _draw_answer(self, other: Host) -> tuple[float, bool]:
-        """How long it takes to ask a node, in s, and whether it answers."""
+    def _draw_answer(self, other: Host) -> tuple[float, bool, bool]:
+        """How long it takes to ask a node, in s, whether the request reaches it, and whether its answer comes back."""
         network = self._world.network
         if other is self._host:
-            return 0.0, True
-        blocked = network.is_blocked(self._host, other) or network.is_blocked(other, self._host)
-        if blocked or not other.is_alive or self._rng.random() < LOST:
-            return WAIT_S, False
+            return 0.0, True, True
+        if network.is_blocked(self._host, other) or not other.is_alive or self._rng.random() < LOST:
+            return WAIT_S, False, False
+        if network.is_blocked(other, self._host) or self._rng.random() < LOST:
+            return WAIT_S, True, False
         round_trip_s = network.link(self._host, other).latency_s + network.link(other, self._host).latency_s
         seconds = round_trip_s * self._rng.uniform(1.0, 2.0)
-        return min(seconds, WAIT_S), seconds < WAIT_S
+        return min(seconds, WAIT_S), True, seconds < WAIT_S
 
     async def store(self, key: str, value: list[bytes], expiration: float, *, subkey: str, beam_size: int) -> bool:
         key_bytes = DHTID.generate(source=key).to_bytes()
         stored = 0
 
-        def store_at(host: Host, node: TubeNode) -> None:
+        def store_at(host: Host, node: TubeNode, answers: bool) -> None:
             nonlocal stored
-            stored += node.keep(key_bytes, subkey, value, expiration)
+            stored += node.keep(key_bytes, subkey, value, expiration) and answers
 
         if not self._host.is_alive:
             await anyio.sleep_forever()
@@ -157,7 +161,9 @@ class TubeNode:
         key_bytes = DHTID.generate(source=key).to_bytes()
         found: dict[str, tuple[list[bytes], float]] = {}
 
-        def take(host: Host, node: TubeNode) -> None:
+        def take(host: Host, node: TubeNode, answers: bool) -> None:
+            if not answers:
+                return
             for author, entry in node.kept(key_bytes).items():
                 is_newer = author not in found or found[author][1] < entry[1]
                 if is_newer and (host is self._host or self._is_valid(key_bytes, author, *entry)):
@@ -167,7 +173,7 @@ class TubeNode:
             await anyio.sleep_forever()
         if "get" in self.failing:
             await anyio.sleep(WAIT_S)
-            take(self._host, self)
+            take(self._host, self, True)
         else:
             await self._ask(self._nearest(key_bytes, NODES_ASKED), take)
         return SimpleNamespace(value=dict(sorted(found.items()))) if found else None

@@ -242,7 +242,9 @@ async def partition(tube: Tube, rng: random.Random) -> None:
     pairs = [(a, b) for a in inside for b in outside] if direction != "in" else []
     pairs += [(b, a) for a in inside for b in outside] if direction != "out" else []
     tube.struck("partition", *inside, direction)
-    await tube.block(pairs, rng.choice([1.0, 5.0, 15.0, 40.0, 90.0] if cuts_stages else [1.0, 5.0, 15.0, 40.0]))
+    seconds = rng.choice([1.0, 5.0, 15.0, 40.0, 90.0] if cuts_stages else [1.0, 5.0, 15.0, 40.0])
+    latest_s = rng.choice([0.0, 0.5 * seconds])
+    await tube.block(pairs, seconds, lambda: rng.uniform(0.0, latest_s))
 
 
 @kind(1.0)
@@ -252,7 +254,8 @@ async def cut_link(tube: Tube, rng: random.Random) -> None:
     if len(hosts) >= 2:
         a, b = rng.sample(hosts, 2)
         tube.struck("cut_link", a, b)
-        await tube.block([(a, b), (b, a)], rng.choice([2.0, 10.0, 30.0]))
+        seconds = rng.choice([2.0, 10.0, 30.0])
+        await tube.block([(a, b), (b, a)], seconds, lambda: rng.uniform(0.0, 0.5 * seconds))
 
 
 @kind(1.0)

@@ -15,7 +15,7 @@ import torch
 from delayed import DelayedInvariants
 from hosts import Host
 from invariants import Beginning, Invariants, around, same_weights
-from loop import HOST
+from loop import HOST, OUTSIDE
 from periodic import PeriodicInvariants
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -86,8 +86,8 @@ class FinishInvariants(Invariants):
         after_s = self._rng.choice([0.0, 0.0, 0.3, 4.0])
         loop = self.tube.world.loop
         self.tube.struck("kill_saver", saver)
-        loop.call_later(after_s, saver.die)
-        loop.call_later(self._rng.uniform(1.0, 40.0), self._start_again, saver)
+        loop.call_later(after_s, saver.die, context=OUTSIDE)
+        loop.call_later(self._rng.uniform(1.0, 40.0), self._start_again, saver, context=OUTSIDE)
         if not after_s:
             await anyio.sleep_forever()
 

@@ -53,7 +53,8 @@ class Host:
     Attributes:
         name: unique among all lives
         stage: that its peer was told to serve, or "auto"
-        is_stalled: it is halted: nothing of it reaches the world, and nothing of the world reaches it
+        is_stalled: it is halted: none of its tasks and timers goes on, and nothing of the world reaches it
+        set_aside: what has been due since then; when it goes on, all of that is
         refuses: nobody can connect to it, and it can connect to others
         orders: what the schedule has this coordinator order, besides its rebalancer's own decisions
     """
@@ -65,6 +66,7 @@ class Host:
         self.peer_id = identity.peer_id
         self.is_alive = True
         self.is_stalled = False
+        self.set_aside: list[asyncio.Handle] = []
         self.refuses = False
         self.has_ended = False
         self.ended = anyio.Event()  # set to have it leave, as SIGTERM does
@@ -73,7 +75,7 @@ class Host:
         self.clock = TubeClock(world.loop, skew_s)
         self.passes = PassChecker(INVITE.run_id, clock=self.clock, own_pass=INVITE.pass_for(self.peer_id))
         self.random = TubeRandom(f"{world.seed} {name}")
-        self.threads = TubeThreads(self.rng("threads"))
+        self.threads = TubeThreads(self)
         self.storage = TubeStorage()
         self.device = TubeDevice(self, seconds_per_sample)
         self.metrics = PeerMetrics()
@@ -156,6 +158,20 @@ class Host:
             )
             self.orders.append(order)
 
+    def halt(self) -> None:
+        """Halt the process, as SIGSTOP does, or a host that pauses its virtual machine."""
+        self.is_stalled = True
+        self.world.loop.halt(True)
+
+    def go_on(self) -> None:
+        """Have the process go on: all its timers that were due fire at once, and what it waited for has come."""
+        if self.is_stalled:
+            self.is_stalled = False
+            self.world.loop.go_on(self.set_aside)
+            self.set_aside.clear()
+            self.world.loop.halt(any(host.is_stalled for host in self.world.hosts))
+            self.world.network.release()
+
     def tasks(self) -> list[NumberedTask]:
         return [task for task in self.world.loop.tasks if task.host is self]
 
@@ -164,6 +180,7 @@ class Host:
         if not self.is_alive:
             return
         self.is_alive = False
+        self.go_on()  # no further than to the cancellation below
         self.died_s = self.world.loop.time()
         self.world.network.died(self)
         self.device.die()

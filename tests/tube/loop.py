@@ -10,11 +10,14 @@ import asyncio
 import contextvars
 import itertools
 import selectors
-from collections.abc import Awaitable, Callable, Generator
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from typing import Any, TypeVar
 
 import anyio._backends._asyncio as anyio_asyncio
 from anyio._core._eventloop import sniffio  # None if it is not installed
+
+from swarm_peer.runtime.host.processes import is_dropped_by_hivemind
 
 T = TypeVar("T")
 
@@ -22,6 +25,8 @@ T = TypeVar("T")
 MOST_ROUNDS_AT_ONCE = 200
 # The host that the present task belongs to: set by Host, inherited by all tasks that its tasks start.
 HOST: contextvars.ContextVar[Any] = contextvars.ContextVar("HOST", default=None)
+# For what goes on though the host that began it is halted.
+OUTSIDE = contextvars.Context()
 
 
 class NumberedFuture(asyncio.Future[Any]):
@@ -74,6 +79,23 @@ class _Jump(selectors.DefaultSelector):
         return []
 
 
+class _Halting(deque[asyncio.Handle]):
+    """What is to be called next; what belongs to a host that is halted is set aside when its turn comes."""
+
+    def __init__(self, handles: Iterable[asyncio.Handle], loop: TubeLoop):
+        super().__init__(handles)
+        self._nothing = asyncio.Handle(lambda: None, (), loop)
+        self._nothing.cancel()
+
+    def popleft(self) -> asyncio.Handle:
+        handle = super().popleft()
+        host = handle._context.get(HOST)  # type: ignore[attr-defined]
+        if host is None or not host.is_stalled:
+            return handle
+        host.set_aside.append(handle)
+        return self._nothing
+
+
 class TubeLoop(asyncio.SelectorEventLoop):
     """Virtual time, numbered tasks, and executors that run their functions at once.
 
@@ -105,6 +127,15 @@ class TubeLoop(asyncio.SelectorEventLoop):
         if timeout > 0 or (self._rounds_at_once > MOST_ROUNDS_AT_ONCE and self._scheduled):  # type: ignore[attr-defined]
             self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
 
+    def halt(self, is_any_halted: bool) -> None:
+        """From now on, hosts may be halted; or none is any more. Costs time as long as some are."""
+        handles: Iterable[asyncio.Handle] = self._ready  # type: ignore[has-type]
+        self._ready = _Halting(handles, self) if is_any_halted else deque(handles)
+
+    def go_on(self, handles: Iterable[asyncio.Handle]) -> None:
+        """Call what was set aside while its host was halted."""
+        self._ready.extend(handles)
+
     def create_future(self) -> NumberedFuture:
         return NumberedFuture(loop=self)
 
@@ -129,6 +160,8 @@ class TubeLoop(asyncio.SelectorEventLoop):
         return future
 
     def _complain(self, loop: Any, context: dict[str, Any]) -> None:
+        if is_dropped_by_hivemind(context):
+            return
         task = context.get("task") or context.get("future")
         about = f"{context['message']}: {context.get('exception')!r} {task!r:.300}"
         self.complaints.append((getattr(task, "host", None), about))

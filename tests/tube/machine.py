@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -59,25 +60,37 @@ class TubeRandom:
         return self._tokens.randbytes(num_bytes)
 
 
-@dataclass
 class TubeThreads:
-    """Work that takes a moment of virtual time, and then happens at once.
+    """Work that takes a moment of virtual time, and then happens at once, also when its caller has gone.
 
     Attributes:
         longer_s: how much longer it takes
     """
 
-    rng: random.Random
-    longer_s: float = 0.0
+    def __init__(self, host: Host):
+        self.longer_s = 0.0
+        self._host = host
+        self._rng = host.rng("threads")
 
     async def run(self, function: Callable[..., Any], *args: object, abandon_on_cancel: bool = False) -> Any:
-        seconds = self.rng.uniform(0.0001, 0.003) + self.longer_s
-        if abandon_on_cancel:
-            await anyio.sleep(seconds)
+        seconds = self._rng.uniform(0.0001, 0.003) + self.longer_s
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+        loop.call_later(seconds, self._work, done, partial(function, *args))
+        with anyio.CancelScope(shield=not abandon_on_cancel):
+            return await done
+
+    def _work(self, done: asyncio.Future[Any], function: Callable[[], Any]) -> None:
+        if not self._host.is_alive:
+            return
+        try:
+            value = function()
+        except Exception as error:
+            if not done.done():
+                done.set_exception(error)
         else:
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(seconds)
-        return function(*args)
+            if not done.done():
+                done.set_result(value)
 
     def start(self, target: Callable[[], None], name: str) -> Callable[[float], None]:
         raise NotImplementedError("a thread that stays would not be repeatable")
@@ -236,9 +249,6 @@ class TubeDevice:
     def _end(self, entry: _Job, seconds: float, outcome: tuple[Any, Exception | None] | None) -> None:
         if self._running is not entry:
             return  # the host is dead
-        if self._host.is_stalled:
-            asyncio.get_running_loop().call_later(0.5, self._end, entry, seconds, outcome)
-            return
         value, error = outcome or self._compute(entry)
         self._busy_s += seconds
         if entry.priority in (Priority.FORWARD, Priority.BACKWARD):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
+from loop import OUTSIDE
 
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotAdmitted, NotServing, PeerUnreachable
 from swarm_peer.runtime.network.p2p_transport import CONNECT_TIMEOUT_S
@@ -50,6 +51,7 @@ class Call:
     frame: Frame
     future: asyncio.Future[Frame]
     is_sent: bool = False
+    callee: Host | None = None
     scope: anyio.CancelScope | None = None  # of its handler
     is_cancelled: bool = False
 
@@ -78,6 +80,7 @@ class TubeNetwork:
         self._ids = itertools.count(1)
         self.by_peer_id: dict[str, Host] = {}
         self.tampering: list[Tampering] = []
+        self._lost: set[Host] = set()  # hosts that are dead, and with them what they had sent and was on its way
         self.on_call: Callable[[Host, str], None] = lambda callee, op: None
 
     # --- links
@@ -93,7 +96,7 @@ class TubeNetwork:
         return self._links[key]
 
     def is_blocked(self, source: Host, target: Host) -> bool:
-        return self.link(source, target).blocked > 0 or source.is_stalled or target.is_stalled
+        return self.link(source, target).blocked > 0 or target.is_stalled
 
     def transmit(self, source: Host, target: Host, num_bytes: int, arrive: Callable[[], None]) -> None:
         """Have something arrive at the other end; later, if the link is held back."""
@@ -106,9 +109,11 @@ class TubeNetwork:
         link.free_s = max(now, link.free_s) + num_bytes / link.bytes_per_s
         at = max(link.free_s + link.latency_s * self._rng.uniform(1.0, 1.5), link.last_s + 1e-6)
         link.last_s = at
-        loop.call_at(at, self._arrive, source, target, num_bytes, arrive)
+        loop.call_at(at, self._arrive, source, target, num_bytes, arrive, now, context=OUTSIDE)
 
-    def _arrive(self, source: Host, target: Host, num_bytes: int, arrive: Callable[[], None]) -> None:
+    def _arrive(self, source: Host, target: Host, num_bytes: int, arrive: Callable[[], None], sent_s: float) -> None:
+        if source in self._lost and sent_s < source.died_s:
+            return
         if self.is_blocked(source, target):
             self.link(source, target).held.append((num_bytes, arrive))
         else:
@@ -223,7 +228,12 @@ class TubeNetwork:
         return self._all
 
     def died(self, host: Host) -> None:
-        """Reset the connections of a host that is dead; the resets travel like anything else."""
+        """Reset the connections of a host that is dead; the resets travel like anything else it has sent, or alone."""
+        if self._rng.random() < 0.5:
+            self._lost.add(host)
+            for (source, _), link in self._links.items():
+                if source == host.name:
+                    link.held.clear()
         for connection in list(self.open_connections()):
             if connection.callee is host and connection.caller.is_alive:
                 reset = PeerUnreachable(f"{connection.peer_id}: connection reset")
@@ -311,7 +321,7 @@ class TubeNetwork:
         transport.handling += 1
         try:
             with anyio.CancelScope() as scope:
-                call.scope = scope
+                call.callee, call.scope = callee, scope
                 answer = await self._answer(callee, caller.peer_id, _unpack(data))
             if scope.cancel_called or not callee.is_alive or call.is_cancelled:
                 return
@@ -353,8 +363,8 @@ class TubeNetwork:
 
     def _cancel_handler(self, call: Call) -> None:
         call.is_cancelled = True
-        if call.scope is not None:
-            call.scope.cancel()
+        if call.callee is not None and call.scope is not None:
+            call.callee.do(self._world.loop.call_soon, call.scope.cancel)
 
 
 @dataclass(eq=False)

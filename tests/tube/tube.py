@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from hosted import obeying_schedules, run_coordinator, run_peer, run_stranger
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants
 from loop import TubeLoop, run
+from network import Link
 from periodic import PeriodicInvariants
 from schedule import FIRST_S, Event, Schedule
 from short import ShortInvariants
@@ -347,10 +348,9 @@ class Tube:
     async def stall(self, host: Host, seconds: float) -> None:
         self.gone(host)
         self._cut(host, seconds)
-        host.is_stalled = True
+        host.halt()
         await anyio.sleep(seconds)
-        host.is_stalled = False
-        self.world.network.release()
+        host.go_on()
 
     def out_of_sight(self, host: Host, seconds: float) -> None:
         """Note that others may take a host for gone from now on, for so long."""
@@ -358,18 +358,29 @@ class Tube:
         self.gone(host, in_s=seconds)
         self._cut(host, seconds)
 
-    async def block(self, pairs: Sequence[tuple[Host, Host]], seconds: float) -> None:
-        links = [self.world.network.link(source, target) for source, target in pairs]
-        for link in links:
+    async def block(
+        self, pairs: Sequence[tuple[Host, Host]], seconds: float, later_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """Hold back what goes from the first host of each pair to the second.
+
+        Args:
+            later_s: by how much later each link carries again; what was lost is sent anew ever more seldom
+        """
+
+        async def hold_back(link: Link, seconds: float) -> None:
             link.blocked += 1
-        hosts = tuple(dict.fromkeys(host for pair in pairs for host in pair))
-        self.gone(*hosts, in_s=seconds)
-        for host in hosts:
-            self._cut(host, seconds)
-        await anyio.sleep(seconds)
-        for link in links:
+            await anyio.sleep(seconds)
             link.blocked -= 1
-        self.world.network.release()
+            self.world.network.release()
+
+        all_seconds = [seconds + later_s() for _ in pairs]
+        hosts = tuple(dict.fromkeys(host for pair in pairs for host in pair))
+        self.gone(*hosts, in_s=max(all_seconds))
+        for host in hosts:
+            self._cut(host, max(all_seconds))
+        async with anyio.create_task_group() as tasks:
+            for (source, target), of_link in zip(pairs, all_seconds, strict=True):
+                tasks.start_soon(hold_back, self.world.network.link(source, target), of_link)
 
     async def visit_as_stranger(self, seconds: float) -> None:
         """Call all peers as one who takes no part: nothing is computed for it, and it gets no newest state."""
@@ -450,7 +461,7 @@ class Tube:
         for _, store in self.stores:
             store.unanswered = 0.0
         for host in self.world.hosts:
-            host.is_stalled = False
+            host.go_on()
             host.refuses = False
             host.threads.longer_s = 0.0
             host.device.short_of_memory = 0

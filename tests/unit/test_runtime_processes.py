@@ -60,8 +60,9 @@ def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
     gone = {**failed, "future": writing, "exception": ConnectionResetError()}
     other = {**failed, "future": writing, "exception": RuntimeError("other")}
     handler = {**failed, "future": handling, "exception": RuntimeError("handler")}  # ours runs in that task
+    silent = {"message": "Future exception was never retrieved", "exception": asyncio.TimeoutError()}
     with caplog.at_level(logging.WARNING):
-        run_loop(drop, hung_up, gone, ours, other, handler)
+        run_loop(drop, hung_up, gone, silent, ours, other, handler)
     assert [str(record.exc_info[1]) for record in caplog.records] == ["ours", "other", "handler"]
 
 

@@ -97,15 +97,24 @@ def first_error() -> Iterator[None]:
         raise error from group
 
 
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log errors of the event loop. hivemind's client drops its tasks when a peer hangs up, which is no error.
+def is_dropped_by_hivemind(context: dict[str, Any]) -> bool:
+    """Whether what asyncio reports is no error.
 
-    Nor is a write that fails as the daemon ends with the program. If the daemon dies before, `SwarmDHT.watch` says so.
+    hivemind's client drops its tasks when a peer hangs up; if a member of an averaging round is silent, also a future
+    with the timeout, where this peer has been halted or has ended the round meanwhile. Nor is a write an error that
+    fails as the daemon ends with the program. If the daemon dies before, `SwarmDHT.watch` says so.
     """
     what = f"{context['message']} {context.get('task')} {context.get('exception')!r}"
-    failed_to_write = isinstance(context.get("exception"), ConnectionError) and _WRITING in repr(context.get("future"))
-    if failed_to_write or any(words in what for words in _HANGING_UP):
-        log.debug("peer_hung_up reason=%s", what)
+    error, future = context.get("exception"), context.get("future")
+    failed_to_write = isinstance(error, ConnectionError) and _WRITING in repr(future)
+    timed_out = isinstance(error, asyncio.TimeoutError) and not isinstance(future, asyncio.Task)
+    return failed_to_write or timed_out or any(words in what for words in _HANGING_UP)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log errors of the event loop."""
+    if is_dropped_by_hivemind(context):
+        log.debug("dropped_by_hivemind message=%s reason=%r", context["message"], context.get("exception"))
     else:
         loop.default_exception_handler(context)
 
