@@ -84,7 +84,13 @@ def peer_address(text: str) -> str:
     """
     where, _, peer_id = text.rpartition("/p2p/" if text.startswith("/") else "/")
     if not where or _PEER_ID.fullmatch(peer_id) is None:
-        where = multiaddress(where or peer_id).rstrip("/")
+        try:
+            where = multiaddress(where or peer_id).rstrip("/")
+        except UserError as error:
+            raise UserError(
+                f"{text!r} is no address of a peer: expected one such as /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo... or "
+                f"host.example.org:31337/12D3Koo...; copy the whole line that the coordinator prints"
+            ) from error
         raise UserError(
             f"{text!r} does not say who listens there: it lacks /p2p/ and the peer's id, as in {where}/p2p/12D3Koo...; "
             f"copy the whole line that the coordinator prints"

@@ -76,7 +76,7 @@ def dashboard(
     from coordinator.dashboard.observing import observe_and_show
     from coordinator.run.found_runs import addresses_of_run, folder_of_run
 
-    folder = folder_of_run(run) if run is not None or not initial_peers else None
+    folder = run if run is not None or initial_peers else folder_of_run(None)
     observe_and_show(addresses_of_run(folder, initial_peers), run_id, place, folder)
 
 

@@ -61,6 +61,8 @@ def folder_of_run(run: Path | None, runs: Path = RUNS) -> Path:
         UserError: there is none
     """
     if run is not None:
+        if not run.is_dir():
+            raise UserError(f"there is no folder {run}: name the one that the run writes to, such as {runs / 'NAME'}")
         return run
     folder, _ = find_live_run(runs)
     print(f"The run in {folder}:", file=sys.stderr)

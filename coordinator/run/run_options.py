@@ -15,7 +15,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 
 
-def check_output(output: Path, steps: int | None = None) -> None:
+def check_output(output: Path, steps: int | None = None, *, is_resumed: bool = False) -> None:
     """Make the folder of a run, and check that none has ended there.
 
     Args:
@@ -30,9 +30,8 @@ def check_output(output: Path, steps: int | None = None) -> None:
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     if (output / MODEL).exists() and (steps is None or not (last_step(output) == steps or has_ended(output))):
-        raise UserError(
-            f"{output / MODEL} is there already: name another --output, or move it away{_way_to_resume(output)}"
-        )
+        way = " to train its run further" if is_resumed else _way_to_resume(output, "once it is moved, ")
+        raise UserError(f"{output / MODEL} is there already: name another --output, or move it away{way}")
 
 
 def has_begun(output: Path) -> bool:
@@ -54,9 +53,9 @@ def check_not_begun(output: Path) -> None:
         )
 
 
-def _way_to_resume(output: Path) -> str:
+def _way_to_resume(output: Path, first: str = "") -> str:
     has_checkpoints = (output / CHECKPOINTS).exists()
-    return f"; with --resume {output}, the run goes on from its last checkpoint" if has_checkpoints else ""
+    return f"; {first}with --resume {output}, the run goes on from its last checkpoint" if has_checkpoints else ""
 
 
 def lock_folder(output: Path) -> IO[str]:
@@ -104,4 +103,4 @@ class RunOptions:
     def check_output(self, manifest: RunManifest) -> None:
         """Check the folder for a run; see `check_output`."""
         goes_on = self.resume and self.plan.resume is None
-        check_output(self.output, manifest.training.steps if goes_on else None)
+        check_output(self.output, manifest.training.steps if goes_on else None, is_resumed=self.resume)

@@ -161,7 +161,7 @@ async def _open_where_it_was(
             try:
                 dht = await opened.enter_async_context(open_own(known))
             except NobodyAnswers as error:
-                log.warning("peers_not_found reason=%s", error)
+                log.log(logging.INFO if is_resumed else logging.WARNING, "peers_not_found reason=%s", error)
                 check_output(output)
         if dht is None and not is_resumed and (known or has_begun(output)):
             raise UserError(

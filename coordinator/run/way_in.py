@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordinator.run.addresses import COORDINATOR, write_addresses
 from coordinator.run.invites import InviteBook
 from swarm_peer.config import RunManifest
+from swarm_peer.runtime.data.allowed_files import local_data_folder
 from swarm_peer.runtime.network.addresses import is_loopback, is_public, ports_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.identity import Identity
@@ -47,6 +49,8 @@ class WayIn:
         self.line = ""
         self._dht = dht
         self._is_private = manifest.admission == "invite"
+        folder = local_data_folder(manifest)
+        self._data_dir = "" if folder is None else f" --data-dir {shlex.quote(str(folder))}"
         self._run_key = run_key
         self._output = output
         self._address_file = address_file
@@ -71,10 +75,11 @@ class WayIn:
         moved = own != self._printed[0]
         addresses = [*own, *peers]
         invites = [book.standing(self._run_key, addresses).text()] if self._is_private else addresses
-        self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}"
+        self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}{self._data_dir}"
         if has_lapsed or is_worth_printing(told, self._printed):
             self._printed = told
-            self._say(f"Peers join with{', also while no coordinator lives' if peers else ''}:\n\n  {self.line}\n")
+            while_ = ", as long as the coordinator or one of the peers named lives" if peers else ""
+            self._say(f"Peers join with{while_}:\n\n  {self.line}\n")
         if moved and not self._is_announced and not any(is_public(address) or is_loopback(address) for address in own):
             self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
         write_addresses(self._output / COORDINATOR, own)

@@ -39,6 +39,7 @@ class LiveView:
         self._printed_step = -1
         self._last_step = 0
         self._was_empty: list[int] = []
+        self._has_seen_peers = False
 
     def __enter__(self) -> LiveView:
         if self._console.is_terminal:
@@ -58,7 +59,11 @@ class LiveView:
         if watch.lines and watch.optimizer_step < self._last_step:
             self.print(f"The run has gone back from optimizer step {self._last_step}: see events.jsonl.")
         self._last_step = watch.optimizer_step
+        # A coordinator that is started again knows from its files how far the run is, and has not looked round yet.
+        self._has_seen_peers |= bool(watch.view.peers)
         if not self._console.is_terminal:
+            if not self._has_seen_peers:
+                return
             self._print_line(watch)
             empty = watch.view.empty_stages() if watch.shown_step else []
             if empty and empty != self._was_empty:

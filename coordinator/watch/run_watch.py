@@ -10,7 +10,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.run_progress import Position, is_reached, position_of
 from swarm_peer.policy.view import PeerState, SwarmView
-from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport
+from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport, Validation
 
 # The shares of a validation come from several peers, one after the other.
 VALIDATION_WAIT_S = 20.0
@@ -61,7 +61,7 @@ class RunWatch:
         # Reports that have no line yet, by round, with peers and shares of time by stage, and the time when they were
         # believed.
         self._reports: dict[int, tuple[RoundReport, list[int], StageShares, float]] = {}
-        self._validations: dict[tuple[int, str], tuple[int, float]] = {}  # by round and author
+        self._validations: dict[tuple[int, str], Validation] = {}  # shares, by round and author
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
         self._recalled: Sequence[MetricsLine] = ()
@@ -150,7 +150,7 @@ class RunWatch:
         for author, record in told.items():
             for validation in record.validations:
                 if validation.round_number - 1 in self._reports:
-                    self._validations[validation.round_number, author] = (validation.samples, validation.loss_sum)
+                    self._validations[validation.round_number, author] = validation
         new = []
         while (line := self._next_line(now)) is not None:
             new.append(line)
@@ -243,21 +243,23 @@ class RunWatch:
                 self._reports[report.round_number] = (report, self.peers_by_stage(), stage_shares(self.view), now)
                 last = position
 
-    def _validation(self, round_number: int) -> ValidationLoss | None:
+    def _validation(self, round_number: int) -> tuple[ValidationLoss | None, bool]:
+        """The validation loss of the weights that a round began with, and whether all held-out samples are in it."""
         shares = [share for (number, _), share in self._validations.items() if number == round_number]
-        samples = sum(count for count, _ in shares)
-        return ValidationLoss(sum(loss for _, loss in shares) / samples, samples) if samples else None
+        samples = sum(share.samples for share in shares)
+        if not samples:
+            return None, False
+        held_out = min(max(share.held_out for share in shares), self.manifest.training.validation_samples)
+        return ValidationLoss(sum(share.loss_sum for share in shares) / samples, samples), samples >= held_out
 
     def _next_line(self, now: float) -> MetricsLine | None:
         later = [round_number for round_number in self._reports if round_number > self.round_number]
         if not later:
             return None
         report, peers, shares, seen = self._reports[min(later)]
-        validation = self._validation(report.round_number + 1)
-        samples = 0 if validation is None else validation.samples
-        training = self.manifest.training
-        due = training.validates_at(report.optimizer_step)
-        if due and samples < training.validation_samples and now < seen + self._validation_wait_s:
+        validation, is_whole = self._validation(report.round_number + 1)
+        due = self.manifest.training.validates_at(report.optimizer_step)
+        if due and not is_whole and now < seen + self._validation_wait_s:
             return None
         length = self.manifest.data.sequence_length
         return metrics_line(

@@ -264,12 +264,17 @@ class RoundReport(Record):
 
 
 class Validation(Record):
-    """One stage-0 peer's share of the validation of the weights that the round begins with."""
+    """One stage-0 peer's share of the validation of the weights that the round begins with.
+
+    Attributes:
+        held_out: the samples that its stage-0 peers share out: fewer than the manifest has, where the text is short
+    """
 
     kind = "validation"
     round_number: RoundNumber
     optimizer_step: OptimizerStep
     samples: Samples
+    held_out: Samples
     loss_sum: FiniteFloat
 
 

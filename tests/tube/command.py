@@ -46,7 +46,8 @@ def run_one(seed: str, *, only: str | None = None, log: Path | None = None, shri
         log: file for the trace and the log
         shrink: if it fails, look for the fewest events that still fail
     """
-    numbers = None if only is None else [int(number) for number in only.split(",") if number]
+    _check(seed)
+    numbers = None if only is None else _numbers(seed, only)
     outcome = run_schedule(Schedule.draw(seed, numbers))
     if log is not None:
         log.write_text("\n".join(outcome.log))
@@ -55,6 +56,7 @@ def run_one(seed: str, *, only: str | None = None, log: Path | None = None, shri
         f"{outcome.rewinds} rewinds, {outcome.checked} updates checked ({outcome.forks} not), "
         f"{'the run is lost, ' if outcome.lost else ''}"
         f"{outcome.virtual_s:.0f} virtual s, {outcome.cpu_s:.1f} CPU s, {outcome.events} events, {outcome.trace_hash}"
+        f"{'' if outcome.violations else ': no violation'}"
     )
     for violation in outcome.violations:
         print(violation)
@@ -66,6 +68,23 @@ def run_one(seed: str, *, only: str | None = None, log: Path | None = None, shri
             for event in Schedule.draw(seed, kept).events:
                 print(f"  {event.at_s:.1f} s {event.kind}")
         sys.exit(1)
+
+
+def _check(seed: str) -> None:
+    """Check that a seed is a number, with a mode of the tube before it if with anything."""
+    mode, dash, number = seed.partition("+")[0].rpartition("-")
+    if dash and mode not in WATCHES:
+        raise SystemExit(f"{seed}: there is no mode {mode}, but {', '.join(WATCHES)}, and none for the synchronous one")
+    if not number.isdigit():
+        raise SystemExit(f"{seed}: {number!r} is no number: expected a seed such as 97, periodic-7 or periodic-7+lag")
+
+
+def _numbers(seed: str, only: str) -> list[int]:
+    """The numbers of the events to keep."""
+    texts, known = only.split(","), {str(event.number) for event in Schedule.draw(seed).events}
+    if unknown := [text for text in texts if text not in known]:
+        raise SystemExit(f"--only {only}: {seed} has events 0 to {len(known) - 1}, and no {', '.join(unknown)}")
+    return [int(text) for text in texts]
 
 
 def command_of(seed: str, numbers: Sequence[int] | None) -> str:
@@ -115,6 +134,8 @@ def seeds(
         results: file of what came of each seed, one line each; seeds that are in it are not run again, unless the code
             has changed
     """
+    for seed in numbered([first], mode, often):
+        _check(seed)
     kept = _read(results)
     # The longest first, so that no process is left alone with one at the end.
     wanted = [seed for other in reversed(WATCHES) for seed in numbered(range(first, first + each_mode), other, often)]

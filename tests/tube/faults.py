@@ -220,9 +220,11 @@ async def slow(tube: Tube, rng: random.Random) -> None:
         factor = rng.choice([4.0, 10.0])
         victim.device.seconds_per_sample *= factor
         victim.device.step_s *= factor
-        await anyio.sleep(rng.uniform(5.0, 40.0))
-        victim.device.seconds_per_sample /= factor
-        victim.device.step_s /= factor
+        try:
+            await anyio.sleep(rng.uniform(5.0, 40.0))
+        finally:
+            victim.device.seconds_per_sample /= factor
+            victim.device.step_s /= factor
 
 
 @kind(1.5)

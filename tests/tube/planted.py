@@ -627,6 +627,8 @@ def planted(*names: str, first: int = 0, most: int = 500, mode: str = "", often:
         mode: as for `seeds`
         often: a kind of fault that is drawn far more often than else
     """
+    if unknown := [name for name in names if name not in DEFECTS]:
+        raise SystemExit(f"there is no planted defect {', '.join(unknown)}, but {', '.join(DEFECTS)}")
     sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
     for name in names or DEFECTS:
         tried = 0

@@ -49,6 +49,8 @@ from swarm_peer.runtime.state.recovery import INTERVALS_FROM_SCRATCH
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
 STEPS_AFTER = 3
+# By then, a peer that is started has found the run, or has given up.
+STARTING_S = 15.0
 BOUND_S = 400.0
 # Of two stage-mates, one may have ended so many rounds that the other has still to end.
 ROUNDS_APART = 2
@@ -480,6 +482,10 @@ class Tube:
             await self._leave()
             return
         rng = self.world.rng("recovery")
+        # Those that find nobody give up: where all hosts were dead, newcomers were on their way to nobody.
+        with anyio.move_on_after(STARTING_S):
+            while any(host.peer is None for host in self.peers()):  # noqa: ASYNC110  # a clock that jumps costs nothing
+                await anyio.sleep(1.0)
         while not self._can_serve_all_stages():
             self.start_peer(rng)
         if not self.coordinators() or (self._revoked_peers() and not self.world.host("c0").is_alive):

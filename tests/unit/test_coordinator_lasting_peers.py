@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.run.invites import STANDING_LABEL, InviteBook
 from coordinator.run.lasting_peers import MAX_NAMED, LastingPeers, addresses_to_name, choose_lasting
 from coordinator.run.way_in import WayIn
+from swarm_peer.config import DataSection
 from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite
@@ -100,10 +101,10 @@ def test_a_peer_that_newcomers_may_be_sent_to(tmp_path, state, is_reachable, own
     assert named == ([address] if is_named else [])
 
 
-def make_way_in(folder, said, admission, address_file=None):
+def make_way_in(folder, said, admission, address_file=None, **data):
     return WayIn(
         dht=SimpleNamespace(addresses=OWN),
-        manifest=SimpleNamespace(admission=admission),
+        manifest=SimpleNamespace(admission=admission, data=DataSection(sequence_length=8, **data)),
         run_key=RUN,
         output=folder,
         address_file=address_file,
@@ -133,6 +134,17 @@ def test_what_a_full_disk_has_not_taken_is_written_at_the_next_look(tmp_path, mo
     assert look(lasting, public(1)) == list(LastingPeers(tmp_path).addresses) == public(1)
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_the_line_of_a_run_over_local_files_names_their_folder(tmp_path, is_folder):
+    books = tmp_path / "my books"
+    books.mkdir()
+    (books / "one.txt").write_text("text")
+    local = {"dataset": str(books)} if is_folder else {"dataset": "text", "files": (str(books / "*.txt"),)}
+    way_in = make_way_in(tmp_path, [], "open", **local)
+    way_in.tell(())
+    assert way_in.line.endswith(f" --data-dir '{books}'")
+
+
 @pytest.mark.parametrize("admission", ["invite", "open"])
 def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admission):
     said = []
@@ -152,7 +164,7 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
 
     assert tell()
     assert tell(0)
-    assert "also while no coordinator lives" in said[0]
+    assert "one of the peers named lives" in said[0]
     assert not tell(0, 1)
     assert tell(0, 1, 2), "the line printed last names one of three"
     assert not tell(0, 1, 3)

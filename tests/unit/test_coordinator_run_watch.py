@@ -83,13 +83,13 @@ def report(optimizer_step, loss=2.5, samples=8, seconds=2.0, round_number=None):
     )
 
 
-def record(*reports, round_number=0, samples=0, validations=()):
+def record(*reports, round_number=0, samples=0, validations=(), held_out=1000):
     current = Progress(round_number=round_number, samples=samples, claimed=samples, loss_sum=0.0)
     return ProgressRecord(
         current=current,
         finished=reports,
         validations=tuple(
-            Validation(round_number=at, optimizer_step=at, samples=count, loss_sum=loss_sum)
+            Validation(round_number=at, optimizer_step=at, samples=count, held_out=held_out, loss_sum=loss_sum)
             for at, count, loss_sum in validations
         ),
     )
@@ -347,6 +347,22 @@ def test_a_line_does_not_wait_for_ever():
     assert (line["validation_loss"], line["validation_samples"]) == (1.5, 2)
 
 
+def test_a_line_does_not_wait_for_more_samples_than_the_held_out_text_has():
+    watch = make_watch(validation_every=1, validation_samples=32)
+    part = {"a": record(report(1), validations=[(1, 10, 20.0)], held_out=19)}
+    assert watch.observe(VIEW, part, 0.0) == []
+    [line] = watch.observe(BOTH, part | {"b": record(validations=[(1, 9, 18.0)], held_out=19)}, 1.0)
+    assert (line["validation_loss"], line["validation_samples"]) == (2.0, 19)
+
+
+def test_a_peer_that_tells_of_few_held_out_samples_does_not_end_the_wait_for_the_others():
+    watch = make_watch(validation_every=1, validation_samples=4)
+    few = record(report(1), validations=[(1, 1, 4.0)], held_out=1)
+    told = {"a": record(report(1), validations=[(1, 2, 4.0)]), "b": few}
+    assert watch.observe(BOTH, told, 0.0) == []
+    assert watch.observe(BOTH, told | {"a": record(report(1), validations=[(1, 3, 4.0)])}, 1.0) != []
+
+
 def test_a_line_without_any_validation_comes_in_the_end():
     watch = make_watch(validation_every=1)
     watch.observe(VIEW, {"a": record(report(1))}, 0.0)
@@ -375,7 +391,7 @@ def test_who_looks_once_does_not_wait_and_has_the_last_loss_that_peers_tell():
     assert "validation_loss" not in lines[0]
     assert (lines[2]["validation_loss"], lines[2]["validation_samples"]) == (0.5, 2)
     before = RunWatch(manifest, SwarmView(2), validation_wait_s=0.0)
-    nobody = Validation(round_number=6, optimizer_step=6, samples=0, loss_sum=0.0)
+    nobody = Validation(round_number=6, optimizer_step=6, samples=0, held_out=8, loss_sum=0.0)
     told["b"] = told["b"].model_copy(update={"validations": (*told["b"].validations, nobody)})
     before.observe(view, {"a": record(report(7), validations=[(2, 2, 9.0), (4, 2, 5.0)]), "b": told["b"]}, 0.0)
     assert before.validation_loss == 1.0

@@ -157,7 +157,7 @@ ALL_RECORDS: tuple[Record, ...] = (
     *RECORDS,
     ASSIGNMENT,
     RoundReport(round_number=1, optimizer_step=1, samples=8, loss=2.5, seconds=1.5),
-    Validation(round_number=2, optimizer_step=1, samples=4, loss_sum=11.0),
+    Validation(round_number=2, optimizer_step=1, samples=4, held_out=8, loss_sum=11.0),
     Progress(
         round_number=1,
         samples=2,

@@ -69,7 +69,7 @@ RECORDS = [
     ProgressRecord(
         current=PROGRESS,
         finished=(RoundReport(round_number=1, optimizer_step=1, samples=8, loss=2.5, seconds=1.5),),
-        validations=(Validation(round_number=0, optimizer_step=0, samples=4, loss_sum=11.0),),
+        validations=(Validation(round_number=0, optimizer_step=0, samples=4, held_out=8, loss_sum=11.0),),
     ),
 ]
 

@@ -22,9 +22,21 @@ def check_data_files(manifest: RunManifest, data_dir: Path | None) -> None:
     """
     if (path := forbidden_path(manifest, data_dir)) is not None:
         raise UserError(
-            f"the run wants to read {path} on this machine: allow it with --data-dir FOLDER, or serve another stage "
-            f"than 0"
+            f"the run wants to read {path.resolve()} on this machine: allow it with --data-dir FOLDER, which is that "
+            f"folder or one above it, or serve another stage than 0"
         )
+
+
+def local_data_folder(manifest: RunManifest) -> Path | None:
+    """A folder of this machine that holds what the run reads first; None if it reads no files of the machine.
+
+    Raises:
+        UserError: the manifest names no files that exist
+    """
+    path = forbidden_path(manifest, None)
+    if path is None:
+        return None
+    return path.resolve() if path.is_dir() else path.resolve().parent
 
 
 def forbidden_path(manifest: RunManifest, data_dir: Path | None) -> Path | None:

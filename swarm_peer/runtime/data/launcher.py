@@ -375,6 +375,7 @@ class MicrobatchLauncher:
                     round_number=step.round_number,
                     optimizer_step=step.optimizer_step,
                     samples=samples,
+                    held_out=len(self._validation),
                     loss_sum=loss_sum,
                 )
             )

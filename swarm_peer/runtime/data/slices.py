@@ -30,6 +30,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +46,8 @@ from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.policy.data.sample_ledger import MAX_SLICES
 from swarm_peer.runtime.data.corpus import Shard, open_shards, total_bytes
 from swarm_peer.runtime.data.tokenizers import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -261,6 +264,9 @@ def validation_samples(manifest: RunManifest, num_samples: int, cache_dir: Path 
             f"data.sequence_length={data.sequence_length}: raise data.validation_documents (now "
             f"{data.validation_documents}), add text, or shorten the sequences"
         )
+    if len(samples) < num_samples:
+        text = "held_out_text_short samples=%d wanted=%d documents=%d: data.validation_documents=%d may be raised"
+        log.warning(text, len(samples), num_samples, len(documents), data.validation_documents)
     return samples
 
 
