@@ -41,6 +41,11 @@ class DelayedStrategy(RoundStrategy):
         """The samples of this round, and those whose gradient has not updated the weights yet."""
         return self.trainee.num_samples + self._waiting[1] + (self._brought[1] if self._brought else 0)
 
+    @property
+    def held_back_samples(self) -> int:
+        """The samples of the round before, whose gradient ends this one."""
+        return (self._brought or self._waiting)[1]
+
     def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
         """Give the gradient of the round before, and hold this one back, unless no round is left that it could end.
 

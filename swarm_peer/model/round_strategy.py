@@ -102,6 +102,11 @@ class RoundStrategy:
         return self.trainee.num_samples
 
     @property
+    def held_back_samples(self) -> int:
+        """Those of `pending_samples` that are of the round before."""
+        return 0
+
+    @property
     def holds_period(self) -> bool:
         """Whether work of rounds that have ended without an average goes into the next average."""
         return False

@@ -333,7 +333,7 @@ class StageTrainer:
         """Take over a state() of that optimizer step; accumulated gradients are dropped.
 
         Args:
-            keeps_work: as for RoundStrategy.load_state
+            keeps_work: as for RoundStrategy.load_state. After a rewind, an earlier period's would pass for read again
 
         Returns:
             the samples whose work is lost
@@ -343,6 +343,8 @@ class StageTrainer:
         """
         check_state(tensors, self.state_template())
         entries = {name: tensors[f"{STRATEGY_PREFIX}{name}"].clone() for name in self.strategy.state()}
+        period = self.manifest.averaging.steps_per_average
+        keeps_work &= optimizer_step // period == self.optimizer_step // period
         num_lost = self.strategy.load_state(entries, keeps_work=keeps_work)
         for name, parameter in self.module.named_parameters():
             parameter.copy_(tensors[name])

@@ -36,7 +36,7 @@ from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.store import SnapshotStore, StoredState, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.round_reports import RoundReports, is_read_again
+from swarm_peer.runtime.step.round_reports import RoundReports, num_read_again
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 
@@ -265,9 +265,11 @@ class Invariants:
         self.records.told_by[HOST.get().name, round_number] += samples
         self.records.told_lost[self.tube.stage_of(HOST.get()) if stage is None else stage] += samples
 
-    def _went_back(self, reports: RoundReports, samples: int, step: StepState, timeline: Timeline) -> None:
-        if is_read_again(step, timeline):
-            self.records.gone_back[reports._stage, step.timeline.first_round, step.round_number] += samples
+    def _went_back(
+        self, reports: RoundReports, samples: int, step: StepState, timeline: Timeline, held_back: int = 0
+    ) -> None:
+        place = (reports._stage, step.timeline.first_round, step.round_number)
+        self.records.gone_back[place] += num_read_again(samples, step, timeline, held_back)
 
     def _coordinating(self, coordination: Coordination) -> None:
         HOST.get().coordination = coordination

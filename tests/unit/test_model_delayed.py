@@ -128,8 +128,10 @@ def test_the_gradient_of_the_last_round_is_not_kept():
     for step in range(steps):
         compute(trainer, step)
         assert trainer.strategy.pending_samples == (3 if step == 0 else 6)
+        assert trainer.strategy.held_back_samples == (0 if step == 0 else 3)
         own, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
         assert (trainer.strategy.next_contribution() is None) == (step + 1 == steps), "nobody averages it"
+        assert trainer.strategy.held_back_samples == (0 if step == 0 else 3)
         trainer.apply(own)
     assert trainer.strategy.pending_samples == 0, "a peer that leaves after the run has nothing to hand over"
 

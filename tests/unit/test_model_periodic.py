@@ -261,12 +261,14 @@ def test_a_replica_that_was_left_behind_keeps_its_work_in_the_same_period(keeps_
     assert same is keeps_work
 
 
-def test_work_of_another_period_does_not_fit():
+@pytest.mark.parametrize("has_samples", [True, False], ids=["other weights", "the same weights, since all was lost"])
+def test_work_of_another_period_does_not_fit(has_samples):
     first, behind = replicas(2)
     compute(behind, 2)
     end_round([behind])
     for step in range(PERIOD):
-        compute(first, step)
+        if has_samples:
+            compute(first, step)
         end_round([first])
     assert behind.load_state(first.state(), PERIOD, keeps_work=True) == 3
 

@@ -27,7 +27,7 @@ from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
-from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import FolderStorage
@@ -60,6 +60,7 @@ from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.outcome import Settlement
 from swarm_peer.runtime.step.rewinds import MAX_ROUNDS_OF_REWIND
+from swarm_peer.runtime.step.round_reports import num_read_again
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
 from swarm_peer.wire.identity import Identity
@@ -2169,6 +2170,14 @@ async def test_the_work_of_an_open_round_is_read_again_if_the_run_goes_back_to_b
     await follower.steps._take_over(StageState(50, "theirs", state, Timeline(50, number, number)))
     assert lost(follower) == 6
     assert caplog.text.count("samples_lost") == errors
+
+
+@pytest.mark.parametrize(("created_at", "again"), [(8, 6), (9, 4), (10, 0)])
+def test_work_of_the_round_before_is_not_read_again_if_the_run_goes_back_to_this_very_round(created_at, again):
+    """The ledger that the run goes on with has its samples, be they in the average or not."""
+    step = StepState(round_number=9)
+    assert num_read_again(6, step, Timeline(50, created_at, created_at), held_back=2) == again
+    assert num_read_again(6, step, step.timeline, held_back=2) == 0
 
 
 async def test_who_begins_anew_has_nothing_to_lose(split):

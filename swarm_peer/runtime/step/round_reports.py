@@ -16,9 +16,18 @@ from swarm_peer.wire.records import MAX_REPORTS, RoundReport
 log = logging.getLogger(__name__)
 
 
-def is_read_again(step: StepState, timeline: Timeline) -> bool:
-    """Whether the samples of a round count anew on another timeline, since the run has gone back to before it."""
-    return timeline > step.timeline and timeline.created_at_round <= step.round_number
+def num_read_again(samples: int, step: StepState, timeline: Timeline, held_back: int) -> int:
+    """How many samples of a round count anew on another timeline, since the run has gone back to before it.
+
+    If it has gone back to this very round, it goes on with an average of the round before. This peer does not know
+    whether its part is in that average; if not, its samples count, and are in no update.
+
+    Args:
+        held_back: those of the samples that are of the round before
+    """
+    if timeline <= step.timeline or timeline.created_at_round > step.round_number:
+        return 0
+    return samples if timeline.created_at_round < step.round_number else samples - held_back
 
 
 class RoundReports:
@@ -87,18 +96,19 @@ class RoundReports:
             result.learning_rate,
         )
 
-    def lose(self, samples: int, step: StepState, timeline: Timeline) -> None:
-        """Report the work of a round that no update will hold. That is no error if its samples are read again.
+    def lose(self, samples: int, step: StepState, timeline: Timeline, held_back: int = 0) -> None:
+        """Report work that no update will hold. That is no error if its samples are read again.
 
         Args:
             timeline: the one that this peer goes on with
+            held_back: those of the samples that are of the round before
         """
-        if is_read_again(step, timeline):
-            self._metrics.lost_samples.inc(samples)
-            if samples:
-                log.info("samples_given_up samples=%d round=%d reason=the run goes back", samples, step.round_number)
-        else:
-            self._metrics.lose(samples, "stage-mates went on without this peer", round_number=step.round_number)
+        num_again = num_read_again(samples, step, timeline, held_back)
+        self._metrics.lost_samples.inc(num_again)
+        if num_again:
+            log.info("samples_given_up samples=%d round=%d reason=the run goes back", num_again, step.round_number)
+        reason = "stage-mates went on without this peer"
+        self._metrics.lose(samples - num_again, reason, round_number=step.round_number)
 
     def _check_average(self, step: StepState, settlement: Settlement, result: StepResult) -> None:
         """Say so if the average changes nothing, has samples twice, or is not of all that counted since the last."""

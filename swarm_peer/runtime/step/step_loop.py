@@ -134,7 +134,7 @@ class StepLoop:
         if fetch is not None:
             await fetch(lambda snapshot: self._take_over(snapshot.at_beginning_of(timeline)))
             return
-        self.reports.lose(self._trainer.strategy.pending_samples, self.step, timeline)
+        self._give_up_work(timeline)
         await self._device_thread.run(Priority.STEP, self._trainer.restart)
         # Another version of torch may make other initial weights. So the history hash, which stage-mates compare,
         # begins with a digest of them.
@@ -227,7 +227,7 @@ class StepLoop:
             async with self._ending:
                 present, gone = self._rounds.current, partial(self._rounds.enter, Phase.LEFT)
                 if (target := self.rewinds.target) is not None:  # nobody takes what the run has gone back from
-                    self.reports.lose(self._trainer.strategy.pending_samples, self.step, target)
+                    self._give_up_work(target)
                     gone()
                     return
                 if await self._handover.hand_over(on_gone=gone, may_end_round=may_end_round and not self._failures):
@@ -358,12 +358,17 @@ class StepLoop:
         # The trainer and the ledger may refuse a state. At most work that no state will hold is gone by then.
         ledger = await self._read_ledger(state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
+        held_back = self._trainer.strategy.held_back_samples
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         with anyio.CancelScope(shield=True):  # a rewind must not keep the loss from being told
             lost = await self._device_thread.run(Priority.STEP, load)
-        self.reports.lose(lost, self.step, state.timeline)
+        self.reports.lose(lost, self.step, state.timeline, held_back)
         self._own_work.give_up(state)
         self._begin_anew(ledger, state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
+
+    def _give_up_work(self, timeline: Timeline) -> None:
+        strategy = self._trainer.strategy
+        self.reports.lose(strategy.pending_samples, self.step, timeline, strategy.held_back_samples)
 
     async def _read_ledger(self, data: bytes) -> SampleLedger | None:
         """The ledger of a state, which stage 0 alone has."""
