@@ -302,6 +302,9 @@ class CheckpointWriter:
         """
         optimizer_step = weights.first_optimizer_step
         for pause_s in (*SAVE_PAUSES_S, None):
+            # To fetch the states has taken minutes, perhaps, and so do pauses.
+            if not (self._acts() and self._watch.created_at_round(optimizer_step) == weights.created_at_round):
+                raise CallError("the run has gone back, or another coordinator may act")
             try:
                 # A save that is cut off makes no checkpoint, and must not hold up the run's end.
                 await self._threads.run(
@@ -315,8 +318,6 @@ class CheckpointWriter:
                 text = "checkpoint_not_written optimizer_step=%d tries_again_in_s=%.0f reason=%s"
                 log.warning(text, optimizer_step, pause_s, error)
                 await anyio.sleep(pause_s)
-                if not (self._acts() and self._watch.created_at_round(optimizer_step) == weights.created_at_round):
-                    raise CallError("the run has gone back, or another coordinator may act") from error
 
     async def _fetch(self, transport: Transport, stage: int, weights: Timeline) -> StageState:
         view = self._directory.view

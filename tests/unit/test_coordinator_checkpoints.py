@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import anyio
 import fsspec
@@ -1281,6 +1282,22 @@ async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run,
         if num_failures == 2
         else "The checkpoint of optimizer step 60 could not be saved: no network."
     ]
+
+
+@pytest.mark.parametrize("is_due", [True, False])
+async def test_nothing_is_saved_if_another_coordinator_may_act_when_the_states_have_come(run, is_due):
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    fetch_all = CheckpointWriter._fetch_all
+
+    async def fetch_slowly(*args):
+        states = await fetch_all(*args)
+        run.acts, run.watch.optimizer_step = is_due, 60 if is_due else 80  # it gives up when the next one is due
+        return states
+
+    with patch.object(CheckpointWriter, "_fetch_all", fetch_slowly):
+        await run.save()
+    assert (run.store.newest() is not None) is is_due
 
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):

@@ -748,6 +748,16 @@ async def test_a_newcomer_that_can_catch_up_from_a_held_state_takes_none_away(wo
     )
 
 
+async def test_a_state_of_another_history_is_not_given_for_the_newest_of_the_same_round(world):
+    """A peer that catches up may take over other weights in the round that it is in."""
+    donor = await world.donor("a")
+    _, before = await world.index_of(donor)
+    donor.trainer.fill = 2.0
+    donor.enter(donor.round_number, donor.donor.current.timeline)
+    _, index = await world.index_of(donor)
+    assert (index.round_number, index.history_hash) == (before.round_number, donor.history_hash())
+
+
 async def test_a_state_that_is_too_old_to_be_caught_up_with_makes_room(world):
     donor = await world.donor("a")
     for fill in range(MAX_STATES_HELD):

@@ -219,7 +219,9 @@ class StateServer:
         if not self._has_round(min_round):
             raise NotServing(f"this peer is in round {self.step.round_number}, not in {min_round}")
         for stored in self._held().values():
-            if stored.index.round_number == self.step.round_number:
+            # In the same round, a peer that catches up may have taken over the weights of another history.
+            told = stored.index.round_number, stored.index.history_hash, timeline_of(stored.index)
+            if told == (self.step.round_number, self.step.history_hash, self.step.timeline):
                 return stored
         held = self._find_held(min_round)
         if held is not None:
