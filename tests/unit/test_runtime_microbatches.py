@@ -1303,6 +1303,27 @@ async def test_a_share_of_a_round_that_ends_stays_with_its_peer(swarm):
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (SAMPLES, SAMPLES)
 
 
+async def test_a_stage_mate_that_has_yet_to_make_the_last_update_is_waited_for(swarm):
+    """It would take another round otherwise, at whose end the same may happen."""
+    _, leaving, staying = await group_of_two(swarm)
+    staying.rounds.enter(Phase.ENDING)
+
+    def begin(peer):
+        peer.rounds.begin(replace(peer.rounds.step, round_number=1))
+        peer.rounds.enter(Phase.OPEN)
+
+    begin(leaving)
+    call = leaving.transport.call
+
+    async def begin_after(peer, body, tensors=(), *, timeout_s):
+        asyncio.get_running_loop().call_later(0.01, begin, staying)
+        return await call(peer, body, tensors, timeout_s=timeout_s)
+
+    leaving.transport.call = begin_after
+    assert await leaving.handover.hand_over()
+    assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (0, 2 * SAMPLES)
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_a_difference_may_arrive_in_several_rounds_of_a_period(monkeypatch, is_kept):
     """A stage's difference may take longer than a round is open."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import anyio
+
 from swarm_peer.errors import Busy, NotServing, RoundClosed
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
@@ -17,6 +19,8 @@ from swarm_peer.runtime.stage.rounds import Round, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
 MAX_ROUNDS_HELD = 1
+# An update takes so long, at most, on a device that is slower than a stage-mate's.
+OPENING_S = 5.0
 # One of so many places, and at least one, is kept free of a caller that holds all others, as long as there is another
 # caller.
 PLACES_PER_FREE_ONE = 4
@@ -122,6 +126,12 @@ class RoundAdmission:
             self.admitted -= 1
             entered.admitted -= 1
             self._changed.notify()
+
+    async def open_soon(self, round_number: int) -> None:
+        """Wait a moment for the next round, if this peer has yet to make the update that its caller has made."""
+        if round_number == self._rounds.step.round_number + 1 and self._rounds.step.phase is Phase.ENDING:
+            with anyio.move_on_after(OPENING_S):
+                await self.reach(round_number)
 
     async def reach(self, round_number: int) -> Round:
         """Wait until a round has begun, without getting in: the round may end without waiting for the caller.

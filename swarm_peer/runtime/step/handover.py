@@ -276,6 +276,7 @@ class GradientHandover:
     async def handle_chunk(self, caller: str, call: GradientChunkCall, tensors: Sequence[memoryview]) -> Reply:
         """Take in one part of a stage-mate's gradient."""
         self._check_mate(caller)
+        await self._admission.open_soon(call.round_number)
         self._check_round(call.round_number)
         [chunk] = tensors if len(tensors) == 1 else [memoryview(b"")]
         if call.offset % CHUNK_BYTES or chunk.nbytes != min(CHUNK_BYTES, self._num_bytes - call.offset):
