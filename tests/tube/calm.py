@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
+from going_back import newest_of_all
 from hosts import Host
 from invariants import Invariants, Place
 
@@ -19,10 +21,32 @@ NUM_UPDATES = 5
 # Rounds from when all peers are together. Where parts of a stage come together late, each round holds little until the
 # one behind has made up for the other, and so does the period in which it has; and after so many, all keep snapshots.
 ROUNDS_TOGETHER = 3 * NUM_UPDATES + 1
+ROUNDS_TO_LEARN = 2 * NUM_UPDATES
 # What they may hold, by what they should: a peer that is the first in a round may launch more than its share.
 LEAST, MOST = 0.8, 1.6
 # By so many rounds, or fewer, the ledger of a state is ahead of the updates that have led to it.
 ROUNDS_AHEAD = {"synchronous": 0, "delayed": 1, "periodic": NUM_UPDATES}
+
+
+class Accounts(NamedTuple):
+    """What hosts have reported of samples that no update will hold, or that two hold."""
+
+    lost: int
+    repeated: int
+
+    @classmethod
+    def of(cls, hosts: Iterable[Host]) -> Accounts:
+        known = [host.metrics for host in hosts]
+        return cls(
+            sum(int(each.lost_samples._value.get()) for each in known),
+            sum(int(each.repeated_samples._value.get()) for each in known),
+        )
+
+
+def check_accounts(watch: Invariants, before: Accounts, now: Accounts) -> None:
+    """While all are together, no sample gets lost, and none counts twice."""
+    if now != before:
+        watch.tube.violation(f"samples get lost, or count twice, though all are together: {before} became {now}")
 
 
 def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
@@ -37,6 +61,7 @@ def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
     serving = [(host, replica) for host, replica in replicas if replica is not None]
     _check_sizes(watch)
     _check_copies(watch, serving)
+    _check_restorable(watch, serving)
     of_first = [(host, replica) for host, replica in serving if replica.stage == 0]
     rounds = [replica.step.round_number for _, replica in of_first if replica.step.phase in (Phase.OPEN, Phase.ENDING)]
     for host, replica in of_first:
@@ -71,6 +96,31 @@ def _check_copies(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica
                 f"{host} has settled {settled} rounds of stage {replica.stage} in a row, and keeps snapshots of "
                 f"stages {sorted(stages)}"
             )
+
+
+def _check_restorable(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
+    """If a stage were lost now, the run would go back by few updates: all stages have snapshots of the same step."""
+    if any(host.storage.has_failed for host, _ in replicas):
+        return
+    oldest = min((replica.step for _, replica in replicas), key=lambda step: step.optimizer_step)
+    every, num_stages = watch.manifest.recovery.snapshot_every, watch.manifest.stages.count
+    newest = newest_of_all([host for host, _ in replicas], oldest.timeline, num_stages)
+    if newest is None or newest < oldest.optimizer_step - 2 * every - 1:
+        watch.tube.violation(
+            f"the peers are at step {oldest.optimizer_step}, and their newest snapshots of all stages are of {newest}"
+        )
+
+
+def check_checkpoints(watch: Invariants, stores: Sequence[tuple[Host, CheckpointStore]]) -> None:
+    """A coordinator that acts has saved one of the last checkpoints that were due, if peers could keep snapshots."""
+    if any(host.storage.has_failed for host in watch.tube.peers()):
+        return
+    end = max(watch.records.ends.values())
+    steps = watch.records.beginnings[end].optimizer_step
+    for coordinator, store in stores:
+        acts = coordinator.is_alive and coordinator.coordination is not None and coordinator.coordination.acts
+        if acts and not has_checkpoint(watch, store, end, steps - ROUNDS_TOGETHER):
+            watch.tube.violation(f"{coordinator} acts, and has no checkpoint of late: {steps} steps")
 
 
 def _check_ledger(watch: Invariants, host: Host, replica: StageReplica, oldest: int) -> None:
@@ -113,9 +163,15 @@ def helps(watch: Invariants, coordinator: Host, store: CheckpointStore) -> bool:
     """Whether a coordinator has a checkpoint of the run, from which a lost stage could go on."""
     if not (coordinator.is_alive and watch.records.beginnings):
         return False
-    newest = max(watch.records.beginnings, key=lambda place: (place[1], place[2]))
+    return has_checkpoint(watch, store, max(watch.records.beginnings, key=lambda place: (place[1], place[2])))
+
+
+def has_checkpoint(watch: Invariants, store: CheckpointStore, place: Place, least: int = 0) -> bool:
+    """Whether there is a checkpoint on the way to a place, of that optimizer step or a later one."""
     on_the_way = {
-        (begun.optimizer_step, begun.timeline.creation_round(number)) for (_, _, number, _), begun in watch.line(newest)
+        (begun.optimizer_step, begun.timeline.creation_round(number))
+        for (_, _, number, _), begun in watch.line(place)
+        if begun.optimizer_step >= least
     }
     try:
         return store.newest_that(lambda *checkpoint: checkpoint in on_the_way, watch.manifest) is not None

@@ -53,6 +53,7 @@ class Host:
     Attributes:
         name: unique among all lives
         stage: that its peer was told to serve, or "auto"
+        grace_s: that it has to leave
         is_stalled: it is halted: none of its tasks and timers goes on, and nothing of the world reaches it
         set_aside: what has been due since then; when it goes on, all of that is
         refuses: nobody can connect to it, and it can connect to others
@@ -83,6 +84,7 @@ class Host:
         self.node: TubeNode | None = None
         self.peer: Peer | None = None
         self.stage = "auto"
+        self.grace_s = 0.0
         self.service: RunService | None = None
         self.coordination: Coordination | None = None
         self.orders: list[Assignment] = []

@@ -6,13 +6,14 @@ import functools
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from going_back import check_rewind
 from hosts import Host
 from loop import HOST
 
@@ -34,6 +35,7 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.store import SnapshotStore, StoredState, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.round_reports import RoundReports, num_read_again
@@ -163,7 +165,7 @@ class Invariants:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the context is open, look at what peers do."""
-        with (
+        looks = (
             after(MicrobatchLauncher, "_claim", self._claimed),
             before(MicrobatchLauncher, "_count", self._counted),
             before(GradientHandover, "_add", self._adding),
@@ -182,9 +184,13 @@ class Invariants:
             before(Host, "die", self._dying),
             before(PeerMetrics, "lose", self._lost_some),
             before(RoundReports, "lose", self._went_back),
+            before(Recovery, "_rewind", lambda _, rewind, standing, believed: check_rewind(self, rewind, standing)),
             before(Coordination, "run", self._coordinating),
             self._watching_orders(),
-        ):
+        )
+        with ExitStack() as stack:  # too many for one statement
+            for look in looks:
+                stack.enter_context(look)
             yield
 
     def note_calm(self) -> None:

@@ -15,7 +15,11 @@ from unittest.mock import patch
 from planted import _all, _wrapped, defect
 
 import swarm_peer.policy.leadership as leadership_module
+import swarm_peer.policy.recovery as recovery_policy
+import swarm_peer.runtime.state.recovery as recovery_module
+from coordinator.checkpoints.writer import CheckpointWriter
 from coordinator.run.service import RunService
+from swarm_peer.errors import NotServing
 from swarm_peer.model.clipping import Clipper
 from swarm_peer.model.delayed_strategy import DelayedStrategy
 from swarm_peer.model.periodic_strategy import PeriodicStrategy
@@ -317,3 +321,39 @@ def looks_before_it_announces() -> Any:
         return True
 
     return patch.object(Mover, "_may_leave", may_leave)
+
+
+@defect
+def no_checkpoint_saved() -> Any:
+    """The coordinator saves no checkpoint."""
+
+    async def save(original: Any, writer: Any, transport: Any, optimizer_step: int) -> None:
+        """Forget that it is due."""
+
+    return _wrapped(CheckpointWriter, "_save", save)
+
+
+@defect
+def no_handover() -> Any:
+    """Who leaves is taken for a stranger by its stage-mates: they add no gradient to their own."""
+
+    def check_mate(handover: Any, caller: str) -> None:
+        raise NotServing("no announcement of this peer has been seen here yet")
+
+    return patch.object(GradientHandover, "_check_mate", check_mate)
+
+
+@defect
+def oldest_snapshots_taken() -> Any:
+    """A run goes back to the oldest snapshots that there are of all stages, and not to the newest ones."""
+    choose = recovery_policy.choose_rewind
+
+    def choose_oldest(snapshots: Any, num_stages: int, lost_stage: int, newest: int, from_scratch: int) -> Any:
+        for step in sorted({ref.optimizer_step for held in snapshots.values() for ref in held}):
+            if step <= newest:
+                rewind = choose(snapshots, num_stages, lost_stage, step, -1)
+                if rewind.optimizer_step is not None:
+                    return rewind
+        return choose(snapshots, num_stages, lost_stage, newest, from_scratch)
+
+    return patch.object(recovery_module, "choose_rewind", choose_oldest)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from faults import KINDS
 
-# Faults begin when the swarm has begun to train, and so long they go on; in a share of the schedules, longer.
-FIRST_S = 12.0
+# Faults begin when the swarm has begun to train, or when it has kept a snapshot or some, and so long they go on; in a
+# share of the schedules, longer.
+FIRST_S = (12.0, 30.0, 45.0)
 FAULTS_S = 60.0
 LONG_SHARE, LONG_S = 0.125, 150.0
 # A kind that a seed names (97+lag) is drawn so many times as often as else.
@@ -49,6 +50,7 @@ class Schedule:
         seed: a number, for another mode than synchronous averaging with the mode before it: periodic-7. A kind of fault
             may stand after it, which is drawn far more often then: periodic-7+lag
         peers: peers at the beginning
+        first_s: from when on faults begin
         faults_s: how long new faults begin
     """
 
@@ -56,6 +58,7 @@ class Schedule:
     stages: int
     peers: int
     standbys: int
+    first_s: float
     faults_s: float
     events: tuple[Event, ...]
 
@@ -88,12 +91,13 @@ class Schedule:
         stages = rng.choice([1, 2, 2, 3, 3, 4])
         peers = rng.randint(max(2, stages), min(2 * stages + 2, 8))
         standbys = rng.choice([0, 1, 1])
+        first_s = rng.choice(FIRST_S)
         faults_s = LONG_S if rng.random() < LONG_SHARE else FAULTS_S
         count = round(rng.randint(8, 18) * faults_s / FAULTS_S)
-        times = sorted(rng.uniform(FIRST_S, FIRST_S + faults_s) for _ in range(count))
+        times = sorted(rng.uniform(first_s, first_s + faults_s) for _ in range(count))
         events = tuple(Event(number, at_s, _draw_kind(seed, number)) for number, at_s in enumerate(times))
         kept = tuple(event for event in events if only is None or event.number in only)
-        return cls(seed, stages, peers, standbys, faults_s, kept)
+        return cls(seed, stages, peers, standbys, first_s, faults_s, kept)
 
 
 def _draw_kind(seed: str, number: int) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
-from calm import ROUNDS_TOGETHER, check_calm, helps
+from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, Accounts, check_accounts, check_calm, check_checkpoints, helps
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
@@ -32,7 +32,7 @@ from invariants import Invariants
 from loop import TubeLoop, run
 from network import Link
 from periodic import PeriodicInvariants
-from schedule import FIRST_S, Event, Schedule
+from schedule import Event, Schedule
 from short import ShortInvariants
 from small import max_in_flight, pieces_of
 from world import LogToWorld, World
@@ -49,6 +49,8 @@ from swarm_peer.runtime.state.recovery import INTERVALS_FROM_SCRATCH
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
 STEPS_AFTER = 3
+# The time that a peer has to leave, once it is told to.
+GRACES_S = (4.0, 12.0)
 # By then, a peer that is started has found the run, or has given up.
 STARTING_S = 15.0
 BOUND_S = 400.0
@@ -98,6 +100,8 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
         averaging, averaging
     )
+    # Where averaging is periodic, snapshots are of the ends of periods.
+    snapshot_every = 5 if averaging == "periodic" else random.Random(f"snapshots {seed}").choice([2, 5])
     return RunManifest.model_validate(
         {
             "name": "tube",
@@ -123,7 +127,7 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
                 "chunk_timeout_s": 4.0,
                 "compare_weights_every": 5,
             },
-            "recovery": {"snapshot_every": 5},
+            "recovery": {"snapshot_every": snapshot_every},
         }
     )
 
@@ -271,6 +275,10 @@ class Tube:
         if not others and not excused and not self._is_over:
             self.violation(f"a move has emptied stage {stage}")
 
+    def was_absent(self, host: Host, since_s: float) -> bool:
+        """Whether a host was gone or out of reach at some time since then, or will be."""
+        return any(host in absence.hosts and absence.at_s > since_s for absence in self._absences)
+
     def gone(self, *hosts: Host, in_s: float = 0.0) -> None:
         """Note that others may count upon hosts that are not there, or do not see them."""
         stages = frozenset(stage for host in hosts if (stage := self.stage_of(host)) is not None)
@@ -293,7 +301,8 @@ class Tube:
         stage = "auto" if rng.random() < 0.8 else str(rng.randrange(self.num_stages))
         host = self._make_host(name, rng.choice([0.1, 0.2, 0.4]), rng.uniform(-0.3, 0.3))
         host.stage = stage
-        host.start(partial(run_peer, host, self._run_key, self.resolved, stage, rng.choice([4.0, 12.0])))
+        host.grace_s = rng.choice(GRACES_S)
+        host.start(partial(run_peer, host, self._run_key, self.resolved, stage, host.grace_s))
         return host
 
     def _make_host(self, name: str, seconds_per_sample: float, skew_s: float) -> Host:
@@ -311,7 +320,8 @@ class Tube:
         output.mkdir(exist_ok=True)
         store = FailingStore(self, str(self._folder / f"{name}-checkpoints"))
         self.stores.append((host, store))
-        plan = CheckpointPlan(store, 5)
+        snapshot_every = self.resolved.manifest.recovery.snapshot_every
+        plan = CheckpointPlan(store, {2: 4}.get(snapshot_every, snapshot_every))
         standby = name != "c0" or self._lives[name] > 0
         host.start(partial(run_coordinator, host, self._run_key, self.resolved, output, plan, standby))
         return host
@@ -438,7 +448,7 @@ class Tube:
             self._faults = faults.cancel_scope
             for event in self.schedule.events:
                 faults.start_soon(self._strike, event)
-            await anyio.sleep(FIRST_S + self.schedule.faults_s - self.world.loop.time())
+            await anyio.sleep(self.schedule.first_s + self.schedule.faults_s - self.world.loop.time())
             for _, future in self._callees:
                 if not future.done():
                     future.set_exception(Unstruck())
@@ -492,7 +502,8 @@ class Tube:
             self.start_coordinator("c0")
         began = {stage: len(rounds) for stage, rounds in self._committed.items()}
         self.invariants.note_calm()
-        deadline = self.world.loop.time() + BOUND_S
+        bound_s = 2 * BOUND_S if self.schedule.mode == "short" else BOUND_S  # two passes are some 35 steps
+        deadline = self.world.loop.time() + bound_s
         while not self._has_recovered(began):
             await anyio.sleep(1.0)
             if self.world.violations:
@@ -506,16 +517,46 @@ class Tube:
                 done = {stage: len(rounds) - began[stage] for stage, rounds in self._committed.items()}
                 left = f"{done} by stage, revoked and still there {self._revoked_peers()}"
                 wanted = "end" if self.schedule.finishes else f"{STEPS_AFTER} steps, or no whole pass,"
-                self.violation(f"no {wanted} in {BOUND_S:.0f} s without faults: {left}")
+                self.violation(f"no {wanted} in {bound_s:.0f} s without faults: {left}")
                 return
         if self.schedule.finishes:
             await self._leave()
             return
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
-        await self._go_on(ROUNDS_TOGETHER, BOUND_S)
+        # At the end of a period, and of the next, peers learn what both parts of a stage had read while it was cut.
+        await self._go_on(ROUNDS_TO_LEARN, BOUND_S)
+        begun, num_without = Accounts.of(self.peers()), len(self.invariants.records.without)
+        await self._go_on(ROUNDS_TOGETHER - ROUNDS_TO_LEARN, BOUND_S)
         self.invariants.note_ends()
         check_calm(self.invariants, self.peers())
+        check_checkpoints(self.invariants, self.stores)
+        # Stage-mates may do without a peer that has held them up, for a while: what it has is lost then.
+        if not self.world.violations and len(self.invariants.records.without) == num_without:
+            check_accounts(self.invariants, begun, Accounts.of(self.peers()))
+            await self._leave_in_order(rng)
+
+    async def _leave_in_order(self, rng: random.Random) -> None:
+        """A peer with stage-mates that is told to leave, and has time for it, hands over what it has."""
+        mated = [host for host in self.peers() if host.grace_s == max(GRACES_S) and self._mates(host)]
+        if not mated:
+            return
+        leaver = rng.choice(mated)
+        lost = Accounts.of([leaver])
+        self.world.note("leaves in order", leaver)
+        leaver.ended.set()
+        with anyio.move_on_after(BOUND_S):
+            while leaver.is_alive:  # noqa: ASYNC110  # a clock that jumps costs nothing
+                await anyio.sleep(1.0)
+        if (after := Accounts.of([leaver])) != lost:
+            self.violation(f"{leaver} left in order, and lost samples: {lost} became {after}")
+
+    def _mates(self, host: Host) -> list[Host]:
+        """The others that serve a peer's stage."""
+        stage = _stage_served(host)
+        return [
+            other for other in self.peers() if stage is not None and other is not host and _stage_served(other) == stage
+        ]
 
     def _has_recovered(self, began: Mapping[int, int]) -> bool:
         """Whether the run has ended, or each stage has made enough steps since faults ceased, and the revoked went.
