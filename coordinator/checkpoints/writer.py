@@ -182,6 +182,8 @@ class CheckpointWriter:
                 self._done.add(key)
                 async with self._saving:
                     await self._save_unless_inherited(transport, *key)
+                if self._watch.created_at_round(key[0]) != key[1]:
+                    self._done.discard(key)  # due once more if the run goes on with these weights after all
             await anyio.sleep(SNAPSHOT_RETRY_S)
 
     async def finish(self) -> None:
@@ -235,14 +237,12 @@ class CheckpointWriter:
                     raise CallError("another coordinator may act")
                 # It is another round after the run has gone back and come to this step again.
                 created_at_round = self._watch.created_at_round(optimizer_step)
-                if created_at_round is None and self._watch.optimizer_step >= optimizer_step:
-                    log.info(
-                        "checkpoint_left_out optimizer_step=%d reason=this coordinator was not there then",
-                        optimizer_step,
-                    )
-                    return
                 if created_at_round is None:
-                    raise CallError("the run has gone back to before it")
+                    # Checkpoints of the steps up to this one become due again: none must wait for it.
+                    has_gone_back = self._watch.optimizer_step < optimizer_step
+                    why = "the run has gone back" if has_gone_back else "this coordinator was not there then"
+                    log.info("checkpoint_left_out optimizer_step=%d reason=%s", optimizer_step, why)
+                    return
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 await self._write(weights, await self._fetch_all(transport, stages, weights))
                 self._done.add((optimizer_step, created_at_round))

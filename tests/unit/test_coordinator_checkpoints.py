@@ -1167,6 +1167,26 @@ async def test_after_a_rewind_what_holds_is_not_saved_again_and_what_is_made_ane
     assert run.store.newest().round_number == 80
 
 
+async def test_no_checkpoint_waits_for_one_that_the_run_has_gone_back_before(run, monkeypatch):
+    """Until the run has come there again, there may be many, and its stages may be lost once more."""
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 30, FIRST_TIMELINE)
+    run.reach(1)
+    async with run.written(monkeypatch, every=30) as looks:
+        await anyio.sleep(0.02)
+        run.reach(60)
+        await anyio.sleep(0.02)
+        assert run.told == [], "peers have no snapshots of step 60 yet"
+        run.reach(30)
+        await looks()
+        assert run.told == ["The checkpoint of optimizer step 30 is saved."]
+        for name, stage in (("c", 0), ("d", 1)):
+            await run.add(name, stage, 60, FIRST_TIMELINE)
+        run.reach(60)
+        await looks()
+        assert run.told[1:] == ["The checkpoint of optimizer step 60 is saved."]
+
+
 async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
     """The run stands still there, and a peer may still be writing its snapshot."""
     training = run.manifest.training.model_copy(update={"steps": 60})
