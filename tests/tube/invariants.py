@@ -165,32 +165,32 @@ class Invariants:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the context is open, look at what peers do."""
-        looks = (
-            after(MicrobatchLauncher, "_claim", self._claimed),
-            before(MicrobatchLauncher, "_count", self._counted),
-            before(GradientHandover, "_add", self._adding),
-            after(GradientHandover, "_add", self._added),
-            before(StageGroup, "settle", self._settling),
-            around(StageGroup, "_average", self._averaged),
-            around(StageGroup, "_ask_vote", self._asked),
-            around(StepLoop, "_commit", self._committed),
-            around(StepLoop, "_take_over", self._taken_over),
-            around(StepLoop, "_replay", self._replayed),
-            after(StepLoop, "_begin_round", self._begun),
-            around(SnapshotStore, "store_snapshot", self._kept),
-            around(Mover, "_move", self._moved),
-            before(Peer, "_join_anew", lambda *_: self.tube.gone(HOST.get())),
-            after(Peer, "_describe", self._described),
-            before(Host, "die", self._dying),
-            before(PeerMetrics, "lose", self._lost_some),
-            before(RoundReports, "lose", self._went_back),
-            before(Recovery, "_rewind", lambda _, rewind, standing, believed: check_rewind(self, rewind, standing)),
-            before(Coordination, "run", self._coordinating),
-            self._watching_orders(),
+        looks: tuple[tuple[Callable[..., Any], type, str, Callable[..., Any]], ...] = (
+            (after, MicrobatchLauncher, "_claim", self._claimed),
+            (before, MicrobatchLauncher, "_count", self._counted),
+            (before, GradientHandover, "_add", self._adding),
+            (after, GradientHandover, "_add", self._added),
+            (before, StageGroup, "settle", self._settling),
+            (around, StageGroup, "_average", self._averaged),
+            (around, StageGroup, "_ask_vote", self._asked),
+            (around, StepLoop, "_commit", self._committed),
+            (around, StepLoop, "_take_over", self._taken_over),
+            (around, StepLoop, "_replay", self._replayed),
+            (after, StepLoop, "_begin_round", self._begun),
+            (around, SnapshotStore, "store_snapshot", self._kept),
+            (around, Mover, "_move", self._moved),
+            (before, Peer, "_join_anew", lambda *_: self.tube.gone(HOST.get())),
+            (after, Peer, "_describe", self._described),
+            (before, Host, "die", self._dying),
+            (before, PeerMetrics, "lose", self._lost_some),
+            (before, RoundReports, "lose", self._went_back),
+            (before, Recovery, "_rewind", lambda _, rewind, standing, believed: check_rewind(self, rewind, standing)),
+            (before, Coordination, "run", self._coordinating),
         )
-        with ExitStack() as stack:  # too many for one statement
-            for look in looks:
-                stack.enter_context(look)
+        with ExitStack() as stack:
+            for wrap, owner, name, look in looks:  # one after the other: some methods are looked at twice
+                stack.enter_context(wrap(owner, name, look))
+            stack.enter_context(self._watching_orders())
             yield
 
     def note_calm(self) -> None:
@@ -250,7 +250,8 @@ class Invariants:
         if key in self.records.given:
             self.tube.violation(f"{HOST.get()} adds a gradient of round {entered.number} that was added before")
         self.records.given.add(key)
-        self.records.again.setdefault((*key[:3], handover._transport.peer_id), []).extend(self._both)
+        twice = [*self._both, *self.records.again.pop((*key[:3], giver), ())]  # the giver may have held some twice
+        self.records.again.setdefault((*key[:3], handover._transport.peer_id), []).extend(twice)
 
     def _described(self, peer: Any) -> None:
         """A peer that says it serves has weights."""
