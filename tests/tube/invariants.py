@@ -33,7 +33,6 @@ from swarm_peer.policy.view import Life, PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
-from swarm_peer.runtime.network.assignments import wait_for_assignment
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.recovery import Recovery
 from swarm_peer.runtime.state.store import SnapshotStore, StoredState, _read_stored
@@ -283,7 +282,7 @@ class Invariants:
 
     def _watching_orders(self) -> Any:
         """A peer obeys the newest term that it has heard of, in whatever stage it was then."""
-        original = wait_for_assignment
+        original: Any = mover_module.wait_for_assignment  # type: ignore[attr-defined]
 
         @functools.wraps(original)
         async def wrapped(*, fetch: Any, **options: Any) -> Any:
@@ -298,6 +297,8 @@ class Invariants:
             newest = max(heard)
             if assignment not in heard[newest].assignments:
                 self.tube.violation(f"{HOST.get()} obeys an order that is not of term {newest.number}, the newest")
+            if assignment.from_stage != options["stage"] or assignment.announced < options["since"]:
+                self.tube.violation(f"{HOST.get()} obeys an order for an earlier stay in {assignment.from_stage}")
             return assignment
 
         return patch.object(mover_module, "wait_for_assignment", wrapped)

@@ -16,6 +16,7 @@ from planted import _all, _wrapped, defect
 
 import swarm_peer.policy.leadership as leadership_module
 import swarm_peer.policy.recovery as recovery_policy
+import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.recovery as recovery_module
 from coordinator.checkpoints.writer import CheckpointWriter
 from coordinator.run.service import RunService
@@ -357,3 +358,13 @@ def oldest_snapshots_taken() -> Any:
         return choose(snapshots, num_stages, lost_stage, newest, from_scratch)
 
     return patch.object(recovery_module, "choose_rewind", choose_oldest)
+
+
+@defect
+def order_of_an_earlier_stay() -> Any:
+    """A peer that has come back to a stage obeys an order that was for its stay before."""
+
+    async def wait(original: Any, *, since: int, **options: Any) -> Any:
+        return await original(since=0, **options)
+
+    return _wrapped(mover_module, "wait_for_assignment", wait)

@@ -613,8 +613,9 @@ class Tube:
         """What is wrong with the peers that do not serve, or are not where others of their stage are."""
         found, steps = list[str](), list[tuple[Host, int, StepState]]()
         coordinations = [host.coordination for host in self.coordinators()]
-        if not any(coordination is not None and coordination.acts for coordination in coordinations):
-            found.append("no coordinator acts")
+        acting = [each for each in coordinations if each is not None and each.acts]
+        if len(acting) != 1:
+            found.append(f"{len(acting) or 'no'} coordinators act")
         for host in self.peers():
             replica = None if host.peer is None else host.peer._replica
             if replica is None or not serving(host):
