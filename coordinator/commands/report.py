@@ -32,4 +32,7 @@ def report(
     from coordinator.report.page import write_report
     from coordinator.run.found_runs import newest_folder
 
-    print(f"Report: {write_report(newest_folder(run), to, pngs=png, price_per_peer_hour=price_per_peer_hour)}")
+    page = write_report(newest_folder(run), to, pngs=png, price_per_peer_hour=price_per_peer_hour)
+    print(f"Report: {page}")
+    for figure in sorted(page.parent.glob(f"{page.stem}-*.png")) if png else ():
+        print(f"Figure: {figure}")
