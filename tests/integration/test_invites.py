@@ -74,7 +74,7 @@ def test_an_invite_opens_the_run_after_its_coordinator_is_gone(tmp_path: Path, p
     joining = ("--initial-peers", invite_in(processes.log("coordinator")), "--stage")
     members = [processes.start_slow_peer(f"member-{i}", 0.02, *joining, str(i)) for i in range(2)]
     wait_for(lambda: "one of the peers named lives" in processes.log("coordinator"), "a line that names a peer")
-    printed = invite_in(processes.log("coordinator").rpartition("also while")[2])
+    printed = invite_in(processes.log("coordinator").rpartition("one of the peers named lives")[2])
     assert processes.run("before", *COORDINATOR, "invite", str(output), "--label", "alice") == 0
 
     family = children_of(coordinator.pid)
