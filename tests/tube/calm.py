@@ -9,6 +9,7 @@ from typing import NamedTuple
 from going_back import newest_of_all
 from hosts import Host
 from invariants import Invariants, Place
+from small import is_small
 
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
@@ -113,14 +114,14 @@ def _check_restorable(watch: Invariants, replicas: Sequence[tuple[Host, StageRep
 
 def check_checkpoints(watch: Invariants, stores: Sequence[tuple[Host, CheckpointStore]]) -> None:
     """A coordinator that acts has saved one of the last checkpoints that were due, if peers could keep snapshots."""
-    if any(host.storage.has_failed for host in watch.tube.peers()):
+    # In small pieces, a state may take longer than peers keep it: they keep two snapshots, and a round takes 2 s.
+    if is_small(watch.tube.schedule.seed) or any(host.storage.has_failed for host in watch.tube.peers()):
         return
     end = max(watch.records.ends.values())
     steps = watch.records.beginnings[end].optimizer_step
     for coordinator, store in stores:
         acts = coordinator.is_alive and coordinator.coordination is not None and coordinator.coordination.acts
-        # Some may be missed: over a slow link a state takes longer than five rounds, and peers keep two snapshots.
-        if acts and not has_checkpoint(watch, store, end, steps - 2 * ROUNDS_TOGETHER):
+        if acts and not has_checkpoint(watch, store, end, steps - ROUNDS_TOGETHER):
             watch.tube.violation(f"{coordinator} acts, and has no checkpoint of late: {steps} steps")
 
 
