@@ -114,8 +114,9 @@ def _check_restorable(watch: Invariants, replicas: Sequence[tuple[Host, StageRep
 
 def check_checkpoints(watch: Invariants, stores: Sequence[tuple[Host, CheckpointStore]]) -> None:
     """A coordinator that acts has saved one of the last checkpoints that were due, if peers could keep snapshots."""
-    # In small pieces, a state may take longer than peers keep it: they keep two snapshots, and a round takes 2 s.
-    if is_small(watch.tube.schedule.seed) or any(host.storage.has_failed for host in watch.tube.peers()):
+    # Peers keep two snapshots. Some rounds take a second, and in small pieces a state takes many.
+    is_kept = watch.manifest.recovery.snapshot_every >= 5 and not is_small(watch.tube.schedule.seed)
+    if not is_kept or any(host.storage.has_failed for host in watch.tube.peers()):
         return
     end = max(watch.records.ends.values())
     steps = watch.records.beginnings[end].optimizer_step
