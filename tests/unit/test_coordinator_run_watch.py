@@ -200,6 +200,18 @@ def test_a_log_says_once_that_the_run_waits_for_a_stage(capsys):
     assert capsys.readouterr().out.count("The run waits: nobody serves stage 1.") == 2
 
 
+def test_a_coordinator_that_is_started_again_says_nothing_before_it_has_looked(capsys):
+    """Its files say how far the run is, and nothing of who serves it."""
+    watch, live = make_watch(), LiveView(10)
+    watch.begun_at = 3
+    watch.observe(SwarmView(2), {}, 0.0)
+    live.update(watch)
+    assert capsys.readouterr().out == ""
+    watch.observe(VIEW, {}, 1.0)
+    live.update(watch)
+    assert "peers 2,1" in capsys.readouterr().out
+
+
 def test_who_looks_on_is_told_that_the_run_went_back(capsys):
     watch, live = make_watch(), LiveView(10)
     watch.begun_at = 9

@@ -61,9 +61,12 @@ def test_what_hivemind_drops_is_no_error_and_what_we_do_is(caplog):
     other = {**failed, "future": writing, "exception": RuntimeError("other")}
     handler = {**failed, "future": handling, "exception": RuntimeError("handler")}  # ours runs in that task
     silent = {"message": "Future exception was never retrieved", "exception": asyncio.TimeoutError()}
+    callback = {"message": "Exception in callback", "exception": asyncio.TimeoutError("callback")}
+    task = {**failed, "exception": asyncio.TimeoutError("task")}
     with caplog.at_level(logging.WARNING):
-        run_loop(drop, hung_up, gone, silent, ours, other, handler)
-    assert [str(record.exc_info[1]) for record in caplog.records] == ["ours", "other", "handler"]
+        run_loop(drop, hung_up, gone, silent, ours, other, handler, callback, task)
+    reported = [str(record.exc_info[1]) for record in caplog.records]
+    assert reported == ["ours", "other", "handler", "callback", "task"]
 
 
 def test_what_a_program_returns_is_not_printed_for_nothing():

@@ -66,8 +66,8 @@ JOINED_SLICE_BYTES = 1 << 20
 # depend on this number. It must be the same for all peers of a run.
 OPEN_SLICES = 8
 
-# So many peers find slices of one pass, also where others have begun to read before they came: a peer without one
-# begins with the next pass, which has the same documents.
+# This many peers each find a slice of one pass, also those that join later. A peer that finds none begins with the next
+# pass, which has the same documents.
 READERS_TO_COME = 16
 
 # Candidates for each held-out document: enough to spread the choice, few enough to stream at every start.

@@ -26,6 +26,8 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 # Texts in the errors that asyncio reports when a peer closes its connection to hivemind.
 _HANGING_UP = ("coro=<ControlClient._handler()", "RuntimeError('cannot reuse already awaited coroutine')")
+# asyncio reports a future whose error nobody has taken in these words, and a task or a callback in others.
+_NOBODY_ASKED = "Future exception was never retrieved"
 # The task in which hivemind's client writes to its daemon.
 _WRITING = "coro=<ControlClient._write_to_persistent_conn()"
 
@@ -98,16 +100,16 @@ def first_error() -> Iterator[None]:
 
 
 def is_dropped_by_hivemind(context: dict[str, Any]) -> bool:
-    """Whether what asyncio reports is no error.
+    """Whether asyncio reports something that is no error, since hivemind has dropped it on purpose.
 
-    hivemind's client drops its tasks when a peer hangs up; if a member of an averaging round is silent, also a future
-    with the timeout, where this peer has been halted or has ended the round meanwhile. Nor is a write an error that
-    fails as the daemon ends with the program. If the daemon dies before, `SwarmDHT.watch` says so.
+    hivemind's client drops its tasks when a peer hangs up. Its averaging drops a future with a timeout when this peer
+    ends the averaging round before a silent member's time is over. Its client also fails to write when its daemon ends
+    with the program; if the daemon dies before, `SwarmDHT.watch` says so.
     """
     what = f"{context['message']} {context.get('task')} {context.get('exception')!r}"
     error, future = context.get("exception"), context.get("future")
     failed_to_write = isinstance(error, ConnectionError) and _WRITING in repr(future)
-    timed_out = isinstance(error, asyncio.TimeoutError) and not isinstance(future, asyncio.Task)
+    timed_out = isinstance(error, asyncio.TimeoutError) and context["message"] == _NOBODY_ASKED
     return failed_to_write or timed_out or any(words in what for words in _HANGING_UP)
 
 

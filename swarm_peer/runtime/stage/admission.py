@@ -19,7 +19,7 @@ from swarm_peer.runtime.stage.rounds import Round, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
 MAX_ROUNDS_HELD = 1
-# An update takes so long, at most, on a device that is slower than a stage-mate's.
+# This peer keeps a stage-mate that has made an update waiting so long, at most, until it has made the same one itself.
 OPENING_S = 5.0
 # One of so many places, and at least one, is kept free of a caller that holds all others, as long as there is another
 # caller.

@@ -358,10 +358,11 @@ class StepLoop:
         # The trainer and the ledger may refuse a state. At most work that no state will hold is gone by then.
         ledger = await self._read_ledger(state.ledger)
         keeps_work = keeps_work and state.timeline == self.step.timeline
-        held_back = self._trainer.strategy.held_back_samples
+        strategy = self._trainer.strategy
         load = partial(self._trainer.load_state, state.tensors, state.optimizer_step, keeps_work=keeps_work)
         with anyio.CancelScope(shield=True):  # a rewind must not keep the loss from being told
-            lost = await self._device_thread.run(Priority.STEP, load)
+            # Both in the device thread: until then, a stage-mate may hand some over.
+            held_back, lost = await self._device_thread.run(Priority.STEP, lambda: (strategy.held_back_samples, load()))
         self.reports.lose(lost, self.step, state.timeline, held_back)
         self._own_work.give_up(state)
         self._begin_anew(ledger, state.round_number, state.history_hash, state.timeline, state.ledger, state.lineage)
