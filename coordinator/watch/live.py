@@ -79,7 +79,8 @@ class LiveView:
             return
         self._printed_at, self._printed_step = time.monotonic(), watch.shown_step
         peers = ",".join(str(len(watch.view.in_stage(stage))) for stage in range(watch.view.num_stages))
-        self._console.print("  ".join([_step(watch), *_figures(watch), f"peers {peers}"]), highlight=False)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")  # such lines go to a file, which its user reads the next morning
+        self.print("  ".join([now, _step(watch), *_figures(watch), f"peers {peers}"]))
 
 
 def run_table(watch: RunWatch) -> Table:

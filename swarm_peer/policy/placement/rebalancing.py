@@ -130,8 +130,8 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
     if not plan.moves:
         return Rebalancing(
             (),
-            f"no move pays: the slowest stage will do {rest:.3g} samples/s, {ideal:.3g} would be ideal, and a mover "
-            f"does nothing while it downloads",
+            f"no move pays: the slowest stage will do {rest:.3g} samples/s, {ideal:.3g} would be ideal, but a mover "
+            f"does nothing while it downloads, and the last peers of a stage stay",
         )
     capacity = search.rest.capacity
     moves = tuple(
