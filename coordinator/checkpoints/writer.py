@@ -269,9 +269,9 @@ class CheckpointWriter:
             text = "checkpoint_left_out optimizer_step=%d reason=another coordinator or process had to save it"
             log.info(text, optimizer_step)
             return
-        log.error(
-            "checkpoint_missed optimizer_step=%d reason=the run went on before all stages gave theirs", optimizer_step
-        )
+        text = "checkpoint_missed optimizer_step=%d reason=the run went on before all stages had given theirs: "
+        text += "if it takes this machine long to fetch them, set recovery.snapshot_every higher in the next run"
+        log.error(text, optimizer_step)
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
 
     def _failed(self, optimizer_step: int, error: SwarmError) -> None:

@@ -14,6 +14,7 @@ from small import is_small
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SampleId, ranges_of
+from swarm_peer.policy.recovery import SNAPSHOTS_KEPT
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.replica import StageReplica
 
@@ -23,6 +24,9 @@ NUM_UPDATES = 5
 # one behind has made up for the other, and so does the period in which it has; and after so many, all keep snapshots.
 ROUNDS_TOGETHER = 3 * NUM_UPDATES + 1
 ROUNDS_TO_LEARN = 2 * NUM_UPDATES
+# A peer takes half as long to copy a state, and a coordinator to fetch all, unless faults have left them or links slow.
+# Where peers keep snapshots for less, a state may be gone before all of it has come.
+COPY_S, FETCH_S = 8.0, 15.0
 # What they may hold, by what they should: a peer that is the first in a round may launch more than its share.
 LEAST, MOST = 0.8, 1.6
 # By so many rounds, or fewer, the ledger of a state is ahead of the updates that have led to it.
@@ -50,19 +54,26 @@ def check_accounts(watch: Invariants, before: Accounts, now: Accounts) -> None:
         watch.tube.violation(f"samples get lost, or count twice, though all are together: {before} became {now}")
 
 
-def check_calm(watch: Invariants, peers: Sequence[Host]) -> None:
-    """Look at what the peers have done since faults ceased.
+def check_calm(
+    watch: Invariants, peers: Sequence[Host], stores: Sequence[tuple[Host, CheckpointStore]], round_s: float
+) -> None:
+    """Look at what the peers and coordinators have done since faults ceased.
 
     Args:
         peers: those that are left
+        stores: where each coordinator saves checkpoints
+        round_s: how long each of the last rounds took, in the mean
     """
+    kept_s = SNAPSHOTS_KEPT * watch.manifest.recovery.snapshot_every * round_s
     watch.check_snapshots()
     watch.check_shares()
     replicas = [(host, host.peer._replica) for host in peers if host.peer is not None]
     serving = [(host, replica) for host, replica in replicas if replica is not None]
     _check_sizes(watch)
-    _check_copies(watch, serving)
-    _check_restorable(watch, serving)
+    if kept_s >= COPY_S:
+        _check_copies(watch, serving)
+        _check_restorable(watch, serving)
+    _check_checkpoints(watch, stores, kept_s)
     of_first = [(host, replica) for host, replica in serving if replica.stage == 0]
     rounds = [replica.step.round_number for _, replica in of_first if replica.step.phase in (Phase.OPEN, Phase.ENDING)]
     for host, replica in of_first:
@@ -101,9 +112,11 @@ def _check_copies(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica
 
 def _check_restorable(watch: Invariants, replicas: Sequence[tuple[Host, StageReplica]]) -> None:
     """If a stage were lost now, the run would go back by few updates: all stages have snapshots of the same step."""
-    if any(host.storage.has_failed for host, _ in replicas):
+    # Who is just moving has no weights, and is at no step.
+    steps = [replica.step for _, replica in replicas if replica.step.phase is not Phase.EMPTY]
+    if not steps or any(host.storage.has_failed for host, _ in replicas):
         return
-    oldest = min((replica.step for _, replica in replicas), key=lambda step: step.optimizer_step)
+    oldest = min(steps, key=lambda step: step.optimizer_step)
     every, num_stages = watch.manifest.recovery.snapshot_every, watch.manifest.stages.count
     newest = newest_of_all([host for host, _ in replicas], oldest.timeline, num_stages)
     if newest is None or newest < oldest.optimizer_step - 2 * every - 1:
@@ -112,11 +125,12 @@ def _check_restorable(watch: Invariants, replicas: Sequence[tuple[Host, StageRep
         )
 
 
-def check_checkpoints(watch: Invariants, stores: Sequence[tuple[Host, CheckpointStore]]) -> None:
+def _check_checkpoints(watch: Invariants, stores: Sequence[tuple[Host, CheckpointStore]], kept_s: float) -> None:
     """A coordinator that acts has saved one of the last checkpoints that were due, if peers could keep snapshots."""
-    # Peers keep two snapshots. Some rounds take a second, and in small pieces a state takes many.
-    is_kept = watch.manifest.recovery.snapshot_every >= 5 and not is_small(watch.tube.schedule.seed)
-    if not is_kept or any(host.storage.has_failed for host in watch.tube.peers()):
+    # In small pieces a state takes far longer.
+    if kept_s < FETCH_S or is_small(watch.tube.schedule.seed):
+        return
+    if any(host.storage.has_failed for host in watch.tube.peers()):
         return
     end = max(watch.records.ends.values())
     steps = watch.records.beginnings[end].optimizer_step

@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
-from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, Accounts, check_accounts, check_calm, check_checkpoints, helps
+from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, Accounts, check_accounts, check_calm, helps
 from delayed import DelayedInvariants
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
@@ -527,10 +527,11 @@ class Tube:
         # At the end of a period, and of the next, peers learn what both parts of a stage had read while it was cut.
         await self._go_on(ROUNDS_TO_LEARN, BOUND_S)
         begun, num_without = Accounts.of(self.peers()), len(self.invariants.records.without)
+        begun_s = self.world.loop.time()
         await self._go_on(ROUNDS_TOGETHER - ROUNDS_TO_LEARN, BOUND_S)
         self.invariants.note_ends()
-        check_calm(self.invariants, self.peers())
-        check_checkpoints(self.invariants, self.stores)
+        round_s = (self.world.loop.time() - begun_s) / (ROUNDS_TOGETHER - ROUNDS_TO_LEARN)
+        check_calm(self.invariants, self.peers(), self.stores, round_s)
         # Stage-mates may do without a peer that has held them up, for a while: what it has is lost then.
         if not self.world.violations and len(self.invariants.records.without) == num_without:
             check_accounts(self.invariants, begun, Accounts.of(self.peers()))
