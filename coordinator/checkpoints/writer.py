@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 # Between tries to get a snapshot that its peers are still writing.
 SNAPSHOT_RETRY_S = 1.0
-# Pauses between tries to find room for a checkpoint, and to write it: a network disk may fail for a moment.
+# Pauses between tries to find room for a checkpoint, and to write it: a network disk may fail for a moment, and the DHT
+# may not show for a moment which coordinator acts.
 SAVE_PAUSES_S = (1.0, 4.0, 10.0)
 
 
@@ -298,20 +299,23 @@ class CheckpointWriter:
 
         Raises:
             UserError: it fails time and again
-            CallError: the run has gone back meanwhile, or another coordinator may act
+            CallError: the run has gone back meanwhile, or another coordinator may act, time and again
         """
         optimizer_step = weights.first_optimizer_step
         for pause_s in (*SAVE_PAUSES_S, None):
             # To fetch the states has taken minutes, perhaps, and so do pauses.
-            if not (self._acts() and self._watch.created_at_round(optimizer_step) == weights.created_at_round):
-                raise CallError("the run has gone back, or another coordinator may act")
+            if self._watch.created_at_round(optimizer_step) != weights.created_at_round:
+                raise CallError("the run has gone back")
             try:
+                # The DHT may only be slow to show this coordinator that it acts: it keeps the states for a while.
+                if not self._acts():
+                    raise CallError("another coordinator may act")
                 # A save that is cut off makes no checkpoint, and must not hold up the run's end.
                 await self._threads.run(
                     self._store.save, optimizer_step, self._manifest, states, abandon_on_cancel=True
                 )
                 return
-            except UserError as error:
+            except (CallError, UserError) as error:
                 forget_frames(error)
                 if pause_s is None:
                     raise

@@ -61,7 +61,7 @@ def check_calm(
 
     Args:
         peers: those that are left
-        stores: where each coordinator saves checkpoints
+        stores: where each coordinator that has acted since they are together saves checkpoints
         round_s: how long each of the last rounds took, in the mean
     """
     kept_s = SNAPSHOTS_KEPT * watch.manifest.recovery.snapshot_every * round_s
@@ -135,8 +135,7 @@ def _check_checkpoints(watch: Invariants, stores: Sequence[tuple[Host, Checkpoin
     end = max(watch.records.ends.values())
     steps = watch.records.beginnings[end].optimizer_step
     for coordinator, store in stores:
-        acts = coordinator.is_alive and coordinator.coordination is not None and coordinator.coordination.acts
-        if acts and not has_checkpoint(watch, store, end, steps - ROUNDS_TOGETHER):
+        if not has_checkpoint(watch, store, end, steps - ROUNDS_TOGETHER):
             watch.tube.violation(f"{coordinator} acts, and has no checkpoint of late: {steps} steps")
 
 

@@ -524,6 +524,7 @@ class Tube:
             return
         self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
+        acting = self._acting()
         # At the end of a period, and of the next, peers learn what both parts of a stage had read while it was cut.
         await self._go_on(ROUNDS_TO_LEARN, BOUND_S)
         begun, num_without = Accounts.of(self.peers()), len(self.invariants.records.without)
@@ -531,11 +532,18 @@ class Tube:
         await self._go_on(ROUNDS_TOGETHER - ROUNDS_TO_LEARN, BOUND_S)
         self.invariants.note_ends()
         round_s = (self.world.loop.time() - begun_s) / (ROUNDS_TOGETHER - ROUNDS_TO_LEARN)
-        check_calm(self.invariants, self.peers(), self.stores, round_s)
+        act_still = dict(acting.items() & self._acting().items())
+        stores = [(host, store) for host, store in self.stores if host in act_still]
+        check_calm(self.invariants, self.peers(), stores, round_s)
         # Stage-mates may do without a peer that has held them up, for a while: what it has is lost then.
         if not self.world.violations and len(self.invariants.records.without) == num_without:
             check_accounts(self.invariants, begun, Accounts.of(self.peers()))
             await self._leave_in_order(rng)
+
+    def _acting(self) -> dict[Host, Term | None]:
+        """The coordinators that act, with their terms."""
+        known = [(host, host.coordination) for host, _ in self.stores if host.is_alive]
+        return {host: coordination.term for host, coordination in known if coordination and coordination.acts}
 
     async def _leave_in_order(self, rng: random.Random) -> None:
         """A peer with stage-mates that is told to leave, and has time for it, hands over what it has."""

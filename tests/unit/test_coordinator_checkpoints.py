@@ -1305,7 +1305,8 @@ async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run,
 
 
 @pytest.mark.parametrize("is_due", [True, False])
-async def test_nothing_is_saved_if_another_coordinator_may_act_when_the_states_have_come(run, is_due):
+async def test_nothing_is_saved_if_another_coordinator_may_act_when_the_states_have_come(run, monkeypatch, is_due):
+    monkeypatch.setattr(checkpointing, "SAVE_PAUSES_S", (0.001, 0.001))
     for name, stage in (("a", 0), ("b", 1)):
         await run.add(name, stage, 60, FIRST_TIMELINE)
     fetch_all = CheckpointWriter._fetch_all
@@ -1318,6 +1319,28 @@ async def test_nothing_is_saved_if_another_coordinator_may_act_when_the_states_h
     with patch.object(CheckpointWriter, "_fetch_all", fetch_slowly):
         await run.save()
     assert (run.store.newest() is not None) is is_due
+
+
+async def test_states_that_have_come_are_kept_while_it_is_not_known_who_acts(run, monkeypatch):
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 60, FIRST_TIMELINE)
+    fetch, fetched, pauses = CheckpointWriter._fetch, [], []
+
+    async def fetch_last(writer, transport, stage, weights):
+        fetched.append(stage)
+        run.acts = False  # the look at the DHT has become old
+        return await fetch(writer, transport, stage, weights)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        run.acts = len(pauses) == 2
+
+    monkeypatch.setattr(CheckpointWriter, "_fetch", fetch_last)
+    monkeypatch.setattr(
+        checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
+    )
+    await run.save()
+    assert (fetched, run.saved, pauses) == ([0, 1], [60], list(checkpointing.SAVE_PAUSES_S[:2]))
 
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):
