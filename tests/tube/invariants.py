@@ -16,6 +16,7 @@ import torch
 from going_back import check_rewind
 from hosts import Host
 from loop import HOST
+from with_weights import check_ledger, check_lineage
 
 import swarm_peer.runtime.mover as mover_module
 from coordinator.checkpoints.folder import CheckpointDamaged
@@ -64,6 +65,7 @@ class Beginning:
     """A stage's weights as a round begins.
 
     Attributes:
+        lineage: of these weights (policy/lineage.py)
         parent: where the update began that led here; None for the beginning of a timeline
         ids: microbatches in that update, sorted; those that failed hops had counted on two peers, twice
     """
@@ -71,6 +73,7 @@ class Beginning:
     state: State
     timeline: Timeline
     optimizer_step: int
+    lineage: bytes
     parent: Place | None = None
     ids: tuple[bytes, ...] | None = None
 
@@ -144,6 +147,7 @@ class Invariants:
         manifest: of its run
         finished_s: when a coordinator first had saved the model; None if none has
         at_finish: the peers that were there then
+        num_slices: of a pass over the data; None before anybody has read it
     """
 
     def __init__(self, tube: Tube, resolved: ResolvedManifest):
@@ -153,6 +157,7 @@ class Invariants:
         self.records = Records()
         self.finished_s: float | None = None
         self.at_finish: list[Host] = []
+        self.num_slices: int | None = None
         self._tokens: dict[SampleId, torch.Tensor] = {}
         self._terms: dict[str, dict[Term, Any]] = {}  # that a process has heard of, by its host
         self._both: list[bytes] = []  # counted by the giver and the receiver of the gradient that is being added
@@ -430,6 +435,8 @@ class Invariants:
             self.records.doubled += len(ids) - len(set(ids))
             self.tube.committed(stage, step.round_number)
             self._check_update(place, beginning)
+            if loop.step.round_number == place[2] and loop.step.history_hash == place[3]:
+                check_ledger(self, place, loop.step.ledger, "round")
         elif beginning.ids != ids and not self._are_begun_anew(beginning.ids, ids):
             self.tube.violation(f"an update of round {step.round_number} of stage {stage} is of different microbatches")
 
@@ -454,14 +461,19 @@ class Invariants:
             self.records.own_work[HOST.get().name, loop._stage].clear()
         # By a stage-mate's state or update, perhaps: a peer that is left behind keeps no snapshots, or gives them up.
         self.records.settled[(HOST.get().name, loop._stage, timeline.first_round)] = 0
+        if loop._leases is not None:
+            self.num_slices = loop._leases._reader.num_slices()
         state = loop._trainer.state()
         known = self.records.beginnings.get(place)
         if known is None:
             optimizer_step = timeline.optimizer_step_at(round_number)
-            self.records.beginnings[place] = Beginning(state, timeline, optimizer_step)
+            self.records.beginnings[place] = Beginning(state, timeline, optimizer_step, lineage)
             self._check_first(place, state, timeline)
         elif not same_weights(self.shared(known.state), self.shared(state)):
             self.tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {place[:3]}")
+        check_lineage(self, place, lineage, "state")
+        if known is not None:
+            check_ledger(self, place, ledger, "state")
         if loop._trainer.optimizer_step != timeline.optimizer_step_at(round_number):
             self.tube.violation(f"{HOST.get()}: {loop._trainer.optimizer_step} updates at {place[:3]}, {timeline}")
 
@@ -566,9 +578,11 @@ class Invariants:
             if not host.storage.has_failed:
                 self.tube.violation(f"{host} takes {ref} for damaged, and no fault has changed its file")
             return
-        begun = self.records.beginnings.get(
-            (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
-        )
+        place = (ref.stage, kept.timeline.first_round, kept.round_number, kept.history_hash)
+        begun = self.records.beginnings.get(place)
+        if begun is not None:
+            check_lineage(self, place, kept.lineage, "snapshot")
+            check_ledger(self, place, kept.ledger, "snapshot")
         if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(kept.tensors))):
             self.tube.violation(
                 f"{host} keeps a snapshot of round {kept.round_number} with weights that stage {ref.stage} did not "

@@ -44,6 +44,7 @@ from coordinator.watch.ending import ENDED_BY_OPERATOR, end_run_for
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.state.recovery import INTERVALS_FROM_SCRATCH
 
