@@ -1,7 +1,8 @@
-"""Pieces as small as the tube's model, in a share of the schedules: several chunks of a state, parts of an average.
+"""Pieces and limits as small as the tube's model, in a share of the schedules: several chunks of a state, parts of an
+average, updates that are dropped while somebody wants them.
 
 Elsewhere each tensor is one chunk, a gradient that is handed over another, and each member averages one part; peers
-have room for all microbatches of a round, and for two replicas.
+have room for all microbatches of a round, and for two replicas; and no schedule is long enough for the limits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from unittest.mock import patch
 from loop import HOST
 
 from swarm_peer.runtime import mover
-from swarm_peer.runtime.state import index, store, transfer
+from swarm_peer.runtime.data import launcher
+from swarm_peer.runtime.state import index, state_server, store, transfer
 from swarm_peer.runtime.step import all_reduce, handover
 
 SMALL_SHARE = 1 / 3
@@ -23,6 +25,9 @@ SMALL_SHARE = 1 / 3
 HANDOVER_BYTES = 2 * 2**10
 STATE_BYTES = 2**10
 PART_VALUES = 256
+LAUNCHES = 4
+UPDATES_RETAINED = 3
+LEASE_S = 20.0
 
 
 def is_small(seed: str) -> bool:
@@ -49,6 +54,10 @@ def pieces_of(seed: str) -> Iterator[None]:
             stack.enter_context(patch.object(mover, "has_room_beside", has_room))
             for module in (index, store, transfer):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
+            stack.enter_context(patch.object(launcher, "MAX_LAUNCHES", LAUNCHES))
+            stack.enter_context(patch.object(state_server, "MAX_UPDATES_RETAINED", UPDATES_RETAINED))
+            stack.enter_context(patch.object(state_server, "MAX_ROUNDS_BEHIND", UPDATES_RETAINED // 2))
+            stack.enter_context(patch.object(state_server, "LEASE_S", LEASE_S))
         yield
 
 
