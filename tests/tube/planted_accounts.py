@@ -368,3 +368,25 @@ def order_of_an_earlier_stay() -> Any:
         return await original(since=0, **options)
 
     return _wrapped(mover_module, "wait_for_assignment", wait)
+
+
+@defect
+def lineage_stays_at_replay() -> Any:
+    """Who applies an update that others made without it keeps the lineage of the weights before."""
+
+    def begin_anew(original: Any, loop: Any, ledger: Any, number: int, *about: Any) -> None:
+        *others, lineage = about
+        is_replay = number == loop.step.round_number + 1 and lineage == loop.step.next_lineage
+        original(loop, ledger, number, *others, loop.step.lineage if is_replay else lineage)
+
+    return _wrapped(StepLoop, "_begin_anew", begin_anew)
+
+
+@defect
+def update_has_ledger_before() -> Any:
+    """An update is given away with the ledger of the weights before it."""
+
+    async def retain_update(original: Any, server: Any, gradients: Any, digest: str, _: bytes, **options: Any) -> None:
+        await original(server, gradients, digest, server.step.ledger, **options)
+
+    return _wrapped(StateServer, "retain_update", retain_update)

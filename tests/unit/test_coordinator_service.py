@@ -1,5 +1,6 @@
 """What the coordinator of a run does when the run's peers or its DHT do not give what they should."""
 
+import asyncio
 import json
 from contextlib import closing
 from types import SimpleNamespace
@@ -316,6 +317,38 @@ async def test_which_beginning_of_a_run_is_believed(tmp_path, own, known, is_tak
     believed.timeline = records[0].timeline()
     assert await believed.learn()
     assert believed.record() == records[is_taken]
+
+
+async def test_how_far_a_run_has_come_does_not_fall_with_what_one_coordinator_sees(tmp_path):
+    """Newcomers that find it less far would begin it anew."""
+    known = TimelineRecord(
+        first_round=0, first_optimizer_step=0, begun=100, reached_round=53, reached_optimizer_step=41
+    )
+    beginning = Beginning(Board(tmp_path, {timeline_key("run"): known}), "run", 500)
+    await beginning.find()
+    beginning.see(5, 5)
+    assert beginning.record() == known
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_the_end_of_a_run_waits_for_the_last_checkpoint_but_not_for_ever(tmp_path, monkeypatch, is_slow):
+    monkeypatch.setattr(service, "LAST_CHECKPOINT_S", 0.05 if is_slow else 60.0)
+    may_finish, written = anyio.Event(), []
+
+    async def finish():
+        await may_finish.wait()
+        written.append("checkpoint")
+
+    ending = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
+    ending._writer = SimpleNamespace(finish=finish)
+    finishing = asyncio.ensure_future(ending._finish_checkpoint())
+    await anyio.wait_all_tasks_blocked()
+    assert not finishing.done()
+    if not is_slow:
+        may_finish.set()
+    with anyio.fail_after(5):
+        await finishing
+    assert written == ([] if is_slow else ["checkpoint"])
 
 
 async def test_a_run_that_was_resumed_since_is_not_the_one_that_was_saved(tmp_path):

@@ -567,6 +567,17 @@ async def test_counts_that_come_late_are_entered(swarm: Swarm) -> None:
     assert a.repeated == 0
 
 
+async def test_what_comes_with_a_lease_stays_known_when_the_round_is_over(swarm: Swarm) -> None:
+    """Whoever told it may be gone then, and be the only one that had heard of it."""
+    b = await swarm.add("b", *[10] * 20)
+    b.ledger.note([WindowRange(0, index, 0, 3) for index in range(20) if SliceId(0, index) not in b.leased])
+    a = await swarm.add("a", *[10] * 20)
+    leased = await a.has_leased(1)
+    swarm.kill(b)
+    a.leases.end_round(0, {})
+    assert {WindowRange(*slice_id, 0, 3) for slice_id in leased} <= set(a.ledger.facts())
+
+
 async def test_a_peer_that_returns_reads_nothing_that_its_former_life_has_counted(swarm: Swarm) -> None:
     a = await swarm.add("a", *[10] * 12)
     former = await swarm.add("b", *[10] * 12)

@@ -1140,6 +1140,20 @@ async def test_a_leaving_peers_share_is_added_to_a_stage_mates(swarm):
     assert_equal(staying.trainer.gradient_sums()[0], sums)
 
 
+async def test_who_takes_a_share_over_knows_how_much_of_it_belongs_to_the_round_before():
+    """Where updates are delayed, the average that ends the round may be under way without it."""
+    async with Swarm(make_manifest(averaging={"mode": "delayed"})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        strategy = leaving.trainer.strategy
+        strategy.contribution(leaving.gradients(), SAMPLES)  # held back for the next round
+        strategy.end_round(leaving.gradients())
+        leaving.open(1)
+        staying.open(1)
+        assert await leaving.handover.hand_over()
+        assert staying.rounds.current.given == {leaving.peer_id: SAMPLES}
+        assert staying.trainer.strategy.pending_samples == 2 * SAMPLES
+
+
 async def test_a_microbatch_that_a_share_brings_while_it_is_computed_is_added_once(swarm, monkeypatch):
     """Its caller was not answered by the leaving peer, and has tried the one that takes the share over."""
     first, leaving, staying = await group_of_two(swarm)

@@ -2345,11 +2345,12 @@ async def test_an_update_under_another_type_is_not_replayed(follower, monkeypatc
         return StageState(3, history_hash, tensors, FIRST_TIMELINE, b"")
 
     monkeypatch.setattr(joining, "fetch_state", fetch)
-    before = state_of(follower.trainer)
+    before, lineage = state_of(follower.trainer), follower.steps.step.next_lineage
     assert not await follower.steps._replay(["m"])
     assert_equal(state_of(follower.trainer), before)
     assert await follower.steps._replay(["m"])
     assert (follower.steps.step.round_number, follower.trainer.optimizer_step) == (4, 4)
+    assert follower.steps.step.lineage == lineage
 
 
 def offer_updates(follower, monkeypatch, ledger=b""):

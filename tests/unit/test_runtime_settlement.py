@@ -287,6 +287,17 @@ async def test_the_group_waits_for_those_that_still_compute(group):
     assert_committed([await early, await late], mean([first, second], [2, 2]), 4)
 
 
+async def test_whoever_waits_hears_at_once_that_the_last_one_is_ready_and_has_voted(group, monkeypatch):
+    for module in ("barrier", "settlement"):
+        monkeypatch.setattr(f"swarm_peer.runtime.step.{module}.POLL_S", 3600.0)
+    first, second = await group.add("ab")
+    early = first.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    late = second.settle(2)
+    with anyio.fail_after(5):
+        await asyncio.gather(early, late)
+
+
 async def test_who_says_at_once_that_it_is_not_ready_is_asked_after_a_pause(group, monkeypatch):
     monkeypatch.setattr("swarm_peer.runtime.step.barrier.POLL_S", 0.0)
     monkeypatch.setattr("swarm_peer.runtime.step.barrier.PAUSE_S", 3600.0)

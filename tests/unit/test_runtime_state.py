@@ -1355,6 +1355,18 @@ async def test_few_snapshots_of_each_stage_are_kept(world):
     assert len(donor.donor._snapshots) == 4
 
 
+async def test_a_snapshot_is_kept_for_as_long_as_the_copy_of_the_next_stages(world):
+    """The copy comes later than one's own, and the run can go back to no step of which only one is kept."""
+    donor = await world.donor("a")
+    for optimizer_step in (1, 2):
+        await donor.donor.store_snapshot(2, donor.state_of(optimizer_step))
+    for optimizer_step in (1, 2, 3):
+        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step))
+    assert (await kept_by(world, donor)).snapshots == ((1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 1), (2, 2, 2))
+    await donor.donor.store_snapshot(2, donor.state_of(3))
+    assert (await kept_by(world, donor)).snapshots == ((1, 2, 2), (1, 3, 3), (2, 2, 2), (2, 3, 3))
+
+
 async def test_snapshots_of_a_stage_that_a_peer_has_left_are_kept_until_it_has_newer_ones_of_its_own(world):
     donor = await world.donor("a")
     for optimizer_step in (1, 2):
