@@ -503,7 +503,8 @@ class Tube:
             self.start_coordinator("c0")
         began = {stage: len(rounds) for stage, rounds in self._committed.items()}
         self.invariants.note_calm()
-        bound_s = 2 * BOUND_S if self.schedule.mode == "short" else BOUND_S  # two passes are some 35 steps
+        # Two passes are some 35 steps, and up to 50 may be left to the last one.
+        bound_s = 2 * BOUND_S if self.schedule.mode == "short" or self.schedule.finishes else BOUND_S
         deadline = self.world.loop.time() + bound_s
         while not self._has_recovered(began):
             await anyio.sleep(1.0)
@@ -528,12 +529,13 @@ class Tube:
         acting = self._acting()
         # At the end of a period, and of the next, peers learn what both parts of a stage had read while it was cut.
         await self._go_on(ROUNDS_TO_LEARN, BOUND_S)
+        acting &= self._acting()
         begun, num_without = Accounts.of(self.peers()), len(self.invariants.records.without)
         begun_s = self.world.loop.time()
         await self._go_on(ROUNDS_TOGETHER - ROUNDS_TO_LEARN, BOUND_S)
         self.invariants.note_ends()
         round_s = (self.world.loop.time() - begun_s) / (ROUNDS_TOGETHER - ROUNDS_TO_LEARN)
-        act_still = dict(acting.items() & self._acting().items())
+        act_still = {host for host, _ in acting & self._acting()}
         stores = [(host, store) for host, store in self.stores if host in act_still]
         check_calm(self.invariants, self.peers(), stores, round_s)
         # Stage-mates may do without a peer that has held them up, for a while: what it has is lost then.
@@ -541,10 +543,18 @@ class Tube:
             check_accounts(self.invariants, begun, Accounts.of(self.peers()))
             await self._leave_in_order(rng)
 
-    def _acting(self) -> dict[Host, Term | None]:
-        """The coordinators that act, with their terms."""
-        known = [(host, host.coordination) for host, _ in self.stores if host.is_alive]
-        return {host: coordination.term for host, coordination in known if coordination and coordination.acts}
+    def _acting(self) -> set[tuple[Host, Term | None]]:
+        """The coordinators that act and see all peers, with their terms.
+
+        A node of the DHT leaves others alone for a while that it did not reach, so a coordinator may miss some.
+        """
+        present, acting = {host.peer_id for host in self.peers()}, set[tuple[Host, Term | None]]()
+        for host, _ in self.stores:
+            service, coordination = host.service, host.coordination
+            if host.is_alive and service is not None and coordination is not None and coordination.acts:
+                sees_all = present <= {peer.peer_id for peer in service.watch.view.peers}
+                acting |= {(host, coordination.term)} if sees_all else set()
+        return acting
 
     async def _leave_in_order(self, rng: random.Random) -> None:
         """A peer with stage-mates that is told to leave, and has time for it, hands over what it has."""
