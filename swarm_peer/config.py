@@ -257,8 +257,8 @@ class RecoverySection(Section):
     """How a run survives the loss of a whole stage."""
 
     snapshot_every: int = Field(50, ge=0)
-    """optimizer steps between snapshots; each peer keeps one of its own stage and one of the next, so that other peers
-    can take over a stage that has lost all its peers; 0 for no snapshots"""
+    """optimizer steps between snapshots; each peer keeps the newest two of its own stage and of the next, so that other
+    peers can take over a stage that has lost all its peers; 0 for no snapshots"""
 
     def snapshots_at(self, optimizer_step: int) -> bool:
         """Whether peers keep a snapshot of the weights of this optimizer step. All have the initial ones."""
@@ -374,7 +374,8 @@ class PeerOptions(Section):
     cache_dir: Annotated[Path | None, MACHINE] = None
     """Folder where datasets and tokenizers are cached; Hugging Face's own if not given."""
     grace_s: Annotated[float, MACHINE] = Field(20.0, gt=0)
-    """Seconds to finish and hand over its work when told to leave; spot instances have 30."""
+    """Seconds to finish and hand over its work when told to leave. It may take half as long again and ten seconds more
+    until it is gone: for the 30 s of spot instances of Google and Azure, give 12."""
     preemption_notice: Annotated[Literal["none", "aws", "gcp", "azure"], MACHINE] = "none"
     """Cloud provider; the peer leaves when it gives notice that it takes this spot instance away."""
     metrics_port: Annotated[int | None, LOGS] = Field(None, ge=0, le=65535)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
 
 from swarm_peer.config import RunManifest
+from swarm_peer.model.costs import state_bytes
 from swarm_peer.policy.planning.performance_model import DOWNLOAD, MEMORY, ROUND_TRIPS, UPLOAD, Prediction
 from swarm_peer.policy.planning.planner import Option, Plan
 from swarm_peer.policy.planning.resources import StageWork
@@ -103,10 +104,10 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
 
 def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> list[str]:
     memory_gb = max((work.host_bytes for work in works), default=0.0) / 1e9
-    state_bytes = max((work.memory.weight_bytes + work.memory.optimizer_bytes for work in works), default=0.0)
-    # Of its own stage and of the next one.
-    num_states = SNAPSHOTS_KEPT * min(2, len(works)) if manifest.recovery.snapshot_every else 0
-    disk = f", and {num_states * state_bytes / 1e9:.1f} GB of disk for snapshots" if num_states else ""
+    largest_gb = max((state_bytes(manifest, work.parameters) for work in works), default=0.0) / 1e9
+    # Of its own stage and of the next one; and one more of each while it is written.
+    num_states = (SNAPSHOTS_KEPT + 1) * min(2, len(works)) if manifest.recovery.snapshot_every else 0
+    disk = f", and {num_states * largest_gb:.1f} GB of disk for snapshots" if num_states else ""
     return [f"beside its GPU's memory, a peer takes up to {memory_gb:.1f} GB of the machine's{disk}"]
 
 

@@ -219,7 +219,7 @@ def _training(training: dict[str, Any]) -> str:
             f", [bold]${training['dollars']:,.2f}[/bold] (${training['peer_dollars']:,.2f} for peers, "
             f"${training['traffic_dollars']:,.2f} for traffic)"
         )
-    return text + ". Peers that come and go, and validation, are not counted."
+    return text + ". Peers that come and go, snapshots and checkpoints, and validation are not counted."
 
 
 def _tokens(number: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_peer.config import OptimizerSection, codec_bytes
+from swarm_peer.config import OptimizerSection, RunManifest, codec_bytes
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -174,15 +174,19 @@ def _update_bytes(stage: _Stage) -> float:
     return FP32_BYTES * parameters + temporaries
 
 
+def state_bytes(manifest: RunManifest, parameters: int) -> float:
+    """Size of a stage's state, as snapshots and checkpoints hold it."""
+    strategy = strategy_of(manifest.averaging)
+    values = 1 + strategy.kept_values - strategy.unshared_values
+    return (FP32_BYTES * values + optimizer_bytes(manifest.optimizer)) * parameters
+
+
 def _host_bytes(stage: _Stage) -> float:
     """Memory that a peer uses beside its trainer."""
     manifest, parameters = stage.manifest, stage.whole.parameters
     averaging = FP32_BYTES * parameters
-    strategy = strategy_of(manifest.averaging)
-    kept = strategy.kept_values * FP32_BYTES * parameters
-    # One copy of the state: a snapshot that is being written, or what a newcomer downloads.
-    state = (FP32_BYTES + optimizer_bytes(manifest.optimizer)) * parameters + kept
-    state -= strategy.unshared_values * FP32_BYTES * parameters
+    kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * parameters
+    state = state_bytes(manifest, parameters)  # one copy: a snapshot that is being written, or for a newcomer
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
     return averaging + kept + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)
