@@ -55,6 +55,10 @@ class CheckpointIncomplete(CheckpointDamaged):
     """Its save has not ended, or was cut off."""
 
 
+class CheckpointUnread(CheckpointDamaged):
+    """The store does not give its files now, and may give them later."""
+
+
 _FROZEN = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
 
@@ -171,6 +175,7 @@ def open_checkpoint(
 
     Raises:
         CheckpointUnfit: as these arguments say
+        CheckpointUnread: a file cannot be read
         CheckpointDamaged: a file is missing, has changed, or does not belong to it
     """
     name = CONTENTS
@@ -196,8 +201,10 @@ def open_checkpoint(
         manifest = RunManifest.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
     except ValidationError as error:
         raise CheckpointDamaged(folder, f"{name}: {describe(error):.300}") from error
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise CheckpointDamaged(folder, f"{name}: {one_line(error)}") from error
+    except OSError as error:
+        raise CheckpointUnread(folder, f"{name} cannot be read: {one_line(error)}") from error
     if len(contents.stages) != manifest.stages.count:
         raise CheckpointDamaged(folder, f"its files do not fit its manifest of {manifest.stages.count} stages")
     return Checkpoint(folder, contents.optimizer_step, manifest, files, contents)

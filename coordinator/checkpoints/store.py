@@ -21,6 +21,7 @@ from coordinator.checkpoints.folder import (
     CheckpointDamaged,
     CheckpointIncomplete,
     CheckpointUnfit,
+    CheckpointUnread,
     Fits,
     age_of,
     folder_name,
@@ -127,10 +128,11 @@ class CheckpointStore:
             manifest: take none of another run
 
         Raises:
-            UserError: there are checkpoints, and none of them is good; or the store does not answer
+            UserError: there are checkpoints, and none of them is good; or the store does not answer, or does not give
+                one that may be the newest
         """
         reasons: list[str] = []
-        newest = next(self._good(manifest, reasons), None)
+        newest = next(self._good(manifest, reasons, may_skip_unread=False), None)
         if newest is None and reasons:
             raise UserError(
                 f"none of the {len(reasons)} checkpoints in {self.url} can be used, the newest because {reasons[0]}: "
@@ -150,7 +152,12 @@ class CheckpointStore:
         return next(self._good(manifest, [], fits), None)
 
     def _good(
-        self, manifest: RunManifest | None, reasons: list[str], fits: Fits = lambda *_: True
+        self,
+        manifest: RunManifest | None,
+        reasons: list[str],
+        fits: Fits = lambda *_: True,
+        *,
+        may_skip_unread: bool = True,
     ) -> Iterator[Checkpoint]:
         """Open one good checkpoint after another; `reasons` gets why others are not good."""
         # Damaged ones come first: it is told which were passed over.
@@ -161,6 +168,11 @@ class CheckpointStore:
                 log.debug("checkpoint_passed_over path=%s reason=%s", folder, error.reason)
                 reasons.append(error.reason)
             except CheckpointDamaged as error:
+                if isinstance(error, CheckpointUnread) and not may_skip_unread:
+                    raise UserError(
+                        f"checkpoint {folder} may be the newest, and {error.reason}: try again, or name another one, "
+                        f"such as {self.url}/step-N"
+                    ) from error
                 log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
                 if not isinstance(error, CheckpointIncomplete):
                     reasons.append(error.reason)

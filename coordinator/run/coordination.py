@@ -77,11 +77,15 @@ class Coordination:
 
     async def run(self) -> None:
         """Find out which coordinator acts, and show that this one lives while it does; for ever."""
+        unknown = ""  # why the last look has failed
         while True:
             try:
                 await self._look()
+                unknown = ""
             except CallError as error:
-                log.warning("coordination_unknown reason=%s", error)
+                if str(error) != unknown:
+                    log.warning("coordination_unknown reason=%s", error)
+                unknown = str(error)
             await anyio.sleep(self._look_s)
 
     async def assign(self, assignments: Sequence[Assignment], reason: str) -> None:
@@ -98,7 +102,11 @@ class Coordination:
         Raises:
             CallError: no answer, which does not mean that no coordinator acts
         """
-        records = await self._dht.fetch_coordination(self._run_key.peer_id)
+        try:
+            records = await self._fetch()
+        except CallError:
+            self._leadership.was_cut_off(self._clock.monotonic_s())
+            raise
         now_s = self._clock.monotonic_s()
         beats = {term: record.beat for term, record in records.items()}
         role = self._leadership.look(beats, now_s, int(self._clock.unix_s()))
@@ -115,9 +123,22 @@ class Coordination:
             self._beat = role.beat
             await self._publish()
 
+    async def _fetch(self) -> dict[Term, CoordinationRecord]:
+        """The records of all coordinators. Raises CallError if nobody answers."""
+        num_answers = self._dht.num_answers
+        records = await self._dht.fetch_coordination(self._run_key.peer_id)
+        newest = max(records, default=None)
+        if self._dht.num_answers == num_answers and newest is not None and not self._is_mine(newest):
+            # This node is cut off, and finds what it heard last: that says nothing of the coordinator that acts.
+            raise CallError("no other node of the DHT answers")
+        return records
+
+    def _is_mine(self, term: Term) -> bool:
+        return term.coordinator == self._dht.identity.peer_id
+
     async def _publish(self) -> None:
         term, run_id = self._role.term, self._run_key.peer_id
-        if term is None or term.coordinator != self._dht.identity.peer_id:
+        if term is None or not self._is_mine(term):
             return  # it is over
         if self._warrant is None or self._warrant[0] != term:
             self._warrant = term, seal(Warrant(coordinator=term.coordinator, term=term.number), run_id, self._run_key)

@@ -37,7 +37,8 @@ from swarm_peer.runtime.host.metrics import count_logged_errors, serve_metrics
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
-from swarm_peer.runtime.network.dht import NobodyAnswers, SwarmDHT
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.guarded_p2p import NobodyAnswers
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 

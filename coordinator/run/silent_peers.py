@@ -17,16 +17,16 @@ async def drop_silent_peers(transport: Transport, directory: Directory, manifest
     """Call peers that have missed an announcement, and drop those that cannot be reached; for ever."""
     call = ListSnapshotsCall(manifest=manifest_hash)
 
-    async def ask(peer_id: str) -> None:
+    async def ask(peer_id: str, serial: int) -> None:
         try:
             await transport.call(peer_id, call, timeout_s=PROBE_TIMEOUT_S)
         except (PeerUnreachable, CallTimeout):
-            directory.drop(peer_id)
+            directory.drop(peer_id, serial)  # unless it has announced itself meanwhile
         except CallError:
             return  # it answers
 
     while True:
         await anyio.sleep(LOOK_S)
         async with anyio.create_task_group() as tasks:
-            for peer_id in directory.overdue():
-                tasks.start_soon(ask, peer_id)
+            for peer in directory.overdue():
+                tasks.start_soon(ask, peer.peer_id, peer.announced)

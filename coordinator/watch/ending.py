@@ -56,6 +56,7 @@ async def see_off(
     """Tell a run's peers and coordinators that they may go, until all peers have gone or have had time enough.
 
     Args:
+        directory: has looked for peers before: where there was none, nobody has to be told
         begun_s: unix seconds at which the run began, if the DHT does not know
         least_s: seconds that are waited in any case. Coordinators do not announce themselves; they hear it as well.
         on_left: called with the number of peers that are left, each time that it changes
@@ -63,16 +64,20 @@ async def see_off(
     lifetime_s, run_id = manifest.limits.announcement_s, run_key.peer_id
     began_s = answered_s = anyio.current_time()
     is_told, left, gone_since_s = False, -1, began_s
+    is_alone = not directory.view.peers
     with anyio.move_on_after(max(ENDING_S, least_s) + lifetime_s):
         while left or not is_told or anyio.current_time() < max(gone_since_s + NOBODY_S, began_s + least_s):
             if is_told and anyio.current_time() - answered_s > lifetime_s:
                 log.warning("run_not_seen reason=no node answers any more: all have gone, or the way to them is cut")
                 return Farewell(is_told, 0)
+            num_answers = dht.num_answers
             with suppress(CallError):
                 timeline = (await dht.fetch(timeline_key(run_id), TimelineRecord, run_id)).get(run_id)
                 begun = begun_s if timeline is None else timeline.begun
                 # Again and again: the nodes that store it may be among those that leave, or not have been within reach.
-                is_told |= await end_run_for(dht, run_key, begun, reason)
+                is_stored = await end_run_for(dht, run_key, begun, reason)
+                # A node that is cut off stores it, too, and tells nobody.
+                is_told |= is_stored and (is_alone or dht.num_answers > num_answers)
                 view = await directory.refresh([*range(manifest.stages.count), UNDECIDED])
                 # A draining peer is about to go, and its last announcement outlives it by up to `lifetime_s`.
                 seen = sum(peer.state is not PeerState.DRAINING for peer in view.peers)

@@ -9,7 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +21,7 @@ from coordinator.watch.ending import ENDED_BY_OPERATOR, see_off
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
+from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
@@ -179,6 +179,8 @@ def end_run(initial_peers: Sequence[str], run_key: Identity, on_left: Callable[[
 
 async def _end(run: LiveRun, run_key: Identity, on_left: Callable[[int], None]) -> None:
     begun_s = int(time.time())
+    with suppress(CallError):  # whether there is anybody to be told
+        await run.directory.refresh(range(run.manifest.stages.count))
     farewell = await see_off(
         run.dht, run.directory, run.manifest, run_key, ENDED_BY_OPERATOR, begun_s=begun_s, on_left=on_left
     )

@@ -98,6 +98,11 @@ class Leadership:
             beat = self._beat
         return self._role(beat, self._mine in beats, now_s)
 
+    def was_cut_off(self, now_s: float) -> None:
+        """Note that a look got no answer: another coordinator may have gone on with its beats all the while."""
+        if self._mine is None:
+            self._heard_s = max(self._heard_s, now_s)
+
     def _who_acts(self) -> str:
         if self._newest is None:
             return "the run's first coordinator is waited for"

@@ -50,6 +50,7 @@ class TubeNode:
             _child=SimpleNamespace(wait=anyio.sleep_forever), tell_revocations=self._tell_revocations
         )
         self.cache_refresh_task = None
+        self.num_answers = 0  # of other nodes
         # With "store", others keep nothing of this node's; with "get", it finds what it keeps itself alone.
         self.failing: set[str] = set()
 
@@ -87,6 +88,7 @@ class TubeNode:
             if arrives and host.is_alive and host.node is not None:
                 arrive(host, host.node, answers)
             if answers:
+                self.num_answers += host is not self._host
                 self._in_vain.pop(host.name, None)
                 self._banned_until.pop(host.name, None)
             elif self._banned_until.get(host.name, 0.0) <= loop.time():

@@ -499,6 +499,24 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(world, damage, reason, cap
     assert "\n" not in message
 
 
+def test_no_older_checkpoint_is_taken_while_the_newest_cannot_be_read(world, monkeypatch):
+    """Who resumes would go back for a read that timed out, and the newest would be removed later on."""
+    world.save(3, 8)
+    describe = checkpoint_files.FileStore.describe
+
+    def time_out(files, path):
+        if "step-00000008/stage-001" in path:
+            raise TimeoutError("read timed out")
+        return describe(files, path)
+
+    monkeypatch.setattr(checkpoint_files.FileStore, "describe", time_out)
+    with pytest.raises(UserError, match=r"step-00000008 may be the newest, .*read timed out.*: try again") as failure:
+        find_checkpoint(world.url)
+    assert "\n" not in str(failure.value)
+    assert find_checkpoint(f"{world.url}/step-00000003").optimizer_step == 3
+    assert world.store().newest_that(lambda *_: True, MANIFEST).optimizer_step == 3, "a lost stage cannot wait"
+
+
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name not in ("incomplete", "renamed", "other run")])
 def test_a_damaged_checkpoint_that_is_asked_for_is_one_line(world, name):
     damage, reason = DAMAGES[name]

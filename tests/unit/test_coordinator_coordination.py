@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -42,6 +44,7 @@ class Nodes:
         self.unix = 0.0
         self.lease_s = LEASE_S
         self.answers = True
+        self.cut_off: dict[str, dict[str, bytes]] = {}  # what nodes keep that no other one answers
 
     def coordination(self, letter: bytes, waits: bool = False) -> Coordination:
         node = Node(self, identity(letter))
@@ -67,24 +70,31 @@ class Nodes:
         for _ in range(int(seconds)):
             self.now_s += 1.0
             for coordination in awake:
-                await coordination._look()
+                with suppress(CallError):
+                    await coordination._look()
 
 
 class Node:
     def __init__(self, nodes: Nodes, me: Identity):
         self._nodes = nodes
         self.identity = me
+        self.num_answers = 0
+
+    @property
+    def _stored(self) -> dict[str, bytes]:
+        return self._nodes.cut_off.get(self.identity.peer_id, self._nodes.stored)
 
     async def store(self, key: str, record: Record, run: str, lifetime_s: float) -> bool:
         assert (key, run) == (coordination_key(RUN), RUN)
-        self._nodes.stored[self.identity.peer_id] = seal(record, run, self.identity)
+        self._stored[self.identity.peer_id] = seal(record, run, self.identity)
         return True
 
     async def fetch_coordination(self, run_id: str) -> dict[Term, CoordinationRecord]:
         if not self._nodes.answers:
             raise CallError("no answer")
-        records = [unseal(CoordinationRecord, data, run_id, author) for author, data in self._nodes.stored.items()]
-        return {record.term(run_id, author): record for author, record in zip(self._nodes.stored, records, strict=True)}
+        self.num_answers += self.identity.peer_id not in self._nodes.cut_off
+        records = [unseal(CoordinationRecord, data, run_id, author) for author, data in self._stored.items()]
+        return {record.term(run_id, author): record for author, record in zip(self._stored, records, strict=True)}
 
 
 async def test_what_is_ordered_is_said_at_once_and_goes_on_with_every_beat() -> None:
@@ -116,6 +126,22 @@ async def test_a_standby_takes_the_orders_over_that_are_under_way() -> None:
     assert standby.acts
     assert standby.inherited == (ORDER,)
     assert not nodes.said_by(b"b").assignments, "they are no orders of its own"
+
+
+async def test_a_standby_that_is_cut_off_does_not_take_over() -> None:
+    """Its node finds the last beat that it has heard, over and over."""
+    nodes = Nodes()
+    first, standby = nodes.coordination(b"a"), nodes.coordination(b"b", waits=True)
+    await nodes.pass_s(2 * LEASE_S, first, standby)
+    nodes.cut_off[identity(b"b").peer_id] = dict(nodes.stored)
+    await nodes.pass_s(3 * LEASE_S, first, standby)
+    nodes.cut_off.clear()
+    await nodes.pass_s(2 * LEASE_S, first, standby)
+    assert first.acts
+    assert not standby.acts
+    assert first.term == Term(1, identity(b"a").peer_id)
+    await nodes.pass_s(2 * LEASE_S, standby)
+    assert standby.acts, "the other one is gone"
 
 
 async def test_what_one_says_whose_term_is_over_is_not_published() -> None:

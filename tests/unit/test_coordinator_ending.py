@@ -36,6 +36,8 @@ MANIFEST = RunManifest.model_validate(
 QUICK = MANIFEST.model_copy(update={"limits": MANIFEST.limits.model_copy(update={"announcement_s": 0.1})})
 KEY = Identity.generate()
 
+SERVING, DRAINING = PeerState.SERVING, PeerState.DRAINING
+
 
 class Swarm:
     """A DHT and a directory: its answers come one look after the other, and the last one stays.
@@ -43,17 +45,21 @@ class Swarm:
     Args:
         takes: whether each look's record of the end is stored
         peers: the peers of each look, or None for no answer
+        num_seen: peers that were seen before
     """
 
-    def __init__(self, takes: Sequence[bool], peers: Sequence[Sequence[PeerState] | None]):
+    def __init__(self, takes: Sequence[bool], peers: Sequence[Sequence[PeerState] | None], num_seen: int = 1):
         self._takes, self._peers = list(takes), list(peers)
         self.told: list[EndRecord] = []
+        self.num_answers, self.answers = 0, True
+        self.view = SwarmView(1, tuple(PeerView(peer_id=str(n), stage=0, state=SERVING) for n in range(num_seen)))
 
     async def fetch(self, *_: Any) -> dict[str, TimelineRecord]:
         return {KEY.peer_id: TimelineRecord(first_round=0, first_optimizer_step=0, begun=77)}
 
     async def store(self, key: str, record: EndRecord, *_: Any, **__: Any) -> bool:
         self.told.append(record)
+        self.num_answers += self.answers
         return self._next(self._takes)
 
     async def refresh(self, stages: Sequence[int]) -> SwarmView:
@@ -76,9 +82,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def end(swarm: Swarm, **options: Any) -> Farewell:
     fake: Any = swarm
     return await see_off(fake, fake, QUICK, KEY, "all is done", begun_s=1, **options)
-
-
-SERVING, DRAINING = PeerState.SERVING, PeerState.DRAINING
 
 
 async def test_everybody_is_told_until_nobody_is_left() -> None:
@@ -105,6 +108,14 @@ async def test_standbys_have_time_to_hear_it() -> None:
 async def test_who_does_not_go_or_is_not_told_is_not_waited_for_for_ever() -> None:
     assert await end(Swarm([True], [[SERVING]])) == Farewell(True, 1)
     assert await end(Swarm([False], [[]])) == Farewell(False, 0)
+
+
+@pytest.mark.parametrize("num_seen", [0, 1])
+async def test_where_no_other_node_has_answered_nobody_is_told_but_where_there_is_nobody(num_seen: int) -> None:
+    """One's own node stores the record, and sees nobody."""
+    cut_off = Swarm([True], [[]], num_seen)
+    cut_off.answers = False
+    assert await end(cut_off) == Farewell(num_seen == 0, 0)
 
 
 async def test_where_no_node_answers_any_more_all_have_gone() -> None:

@@ -25,7 +25,7 @@ from coordinator.watch.journal import Journal, has_ended, read_events
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
-from swarm_peer.runtime.network.dht import NobodyAnswers
+from swarm_peer.runtime.network.guarded_p2p import NobodyAnswers
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import ManifestRecord
 

@@ -36,11 +36,16 @@ CONTEXT = SimpleNamespace(remote_id=None)
 
 
 async def make_node() -> DHTProtocol:
+    return (await make_keeping_node()).protocol
+
+
+async def make_keeping_node() -> KeepingNode:
     validator = SignedRecordValidator(SystemClock(), EVERYBODY)
-    protocol = await DHTProtocol.create(None, DHTID.generate(), 20, 5, 5, 3.0, client_mode=True)
-    protocol.record_validator = validator
-    keep_records(protocol, validator)
-    return protocol
+    node = KeepingNode(_initialized_with_create=True)
+    node.protocol = await DHTProtocol.create(None, DHTID.generate(), 20, 5, 5, 3.0, client_mode=True)
+    node.protocol.record_validator = validator
+    keep_records(node, validator)
+    return node
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
@@ -51,8 +56,7 @@ async def test_a_node_keeps_what_it_stores_though_others_are_nearer(monkeypatch,
         return is_taken
 
     monkeypatch.setattr(DHTNode, "store", store_on_others)
-    node = KeepingNode(_initialized_with_create=True)
-    node.protocol = await make_node()
+    node = await make_keeping_node()
     expiration = get_dht_time() + 60
     assert await node.store("a key", [b"record", b"pass"], expiration, subkey="author") is is_taken
     kept = node.protocol.storage.get(DHTID.generate(source="a key"))
@@ -116,6 +120,16 @@ async def test_nodes_take_and_give_records():
     another = await make_node()
     assert await store(another, stored(), tag=b"", value=of_both) == [True]
     assert set(await given(another)) == {ME.peer_id, OTHER.peer_id}
+
+
+async def test_answers_of_other_nodes_are_counted():
+    """Where none comes, a search finds what the node keeps itself."""
+    node = await make_keeping_node()
+    empty = dht_pb2.FindResponse(results=[dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)])
+    for answer, num_answers in ((AsyncMock(side_effect=OSError("no route")), 0), (AsyncMock(return_value=empty), 1)):
+        node.protocol.get_stub = lambda peer, answer=answer: SimpleNamespace(rpc_find=answer)
+        await node.protocol.call_find(PEERS[0], [KEY_ID])
+        assert node.num_answers == num_answers
 
 
 async def test_a_peer_that_names_itself_ever_nearer_nodes_is_not_asked_for_ever(monkeypatch):

@@ -27,6 +27,7 @@ from swarm_peer.runtime.network.guarded_p2p import (
     PassBearer,
     check_multiaddress,
     check_peer_address,
+    explain_start_failure,
     refusal_of,
 )
 from swarm_peer.runtime.network.pass_checker import PassChecker
@@ -48,8 +49,6 @@ from swarm_peer.wire.records import (
 
 log = logging.getLogger(__name__)
 
-# The daemon says this where no initial peer answers.
-NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 # If a request takes longer, the network is lost.
 REQUEST_TIMEOUT_S = 10.0
 # The start of libp2p itself takes half a second. To dial an address that does not answer takes all the time there is.
@@ -69,10 +68,6 @@ MOST_LOST = 32
 # A request asks the nodes nearest to its key, so many of them at most: each answer costs two peers a millisecond.
 # hivemind keeps a record on the five nearest ones, so that some of these may be dead or not know of it yet.
 NODES_ASKED = 8
-
-
-class NobodyAnswers(UserError):
-    """None of the initial peers answers."""
 
 
 class SwarmDHT:
@@ -154,7 +149,7 @@ class SwarmDHT:
             except UserError:
                 raise
             except Exception as error:  # hivemind raises errors of many types
-                raise _explain_start_failure(error, initial_peers) from error
+                raise explain_start_failure(error, initial_peers) from error
             dht = cls(
                 node=node,
                 identity=identity,
@@ -172,6 +167,11 @@ class SwarmDHT:
     def addresses(self) -> list[str]:
         """The multiaddresses, with this node's id, at which others may reach it; the best one first."""
         return [f"{address}/p2p/{self.identity.peer_id}" for address in self._ways().addresses]
+
+    @property
+    def num_answers(self) -> int:
+        """How often other nodes have answered. One that is cut off finds what it keeps itself, and stores it there."""
+        return int(self._node.num_answers)
 
     @property
     def is_reachable(self) -> bool | None:
@@ -364,7 +364,7 @@ async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: Signed
                 reuse_get_requests=False,
             )
             node.protocol.wait_timeout = CALL_TIMEOUT_S
-            keep_records(node.protocol, validator)
+            keep_records(node, validator)
             return node
     except Exception:
         if refusal := await refusal_of(p2p, [check_peer_address(address) for address in initial_peers]):
@@ -385,16 +385,3 @@ async def _checked(initial_peers: Sequence[str], own: Sequence[str]) -> Sequence
     for address in own:
         check_multiaddress(address)
     return (len(initial_peers) > 1 and await listening(initial_peers)) or initial_peers
-
-
-def _explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if initial_peers:
-        # The daemon says the same of all of them.
-        details = "" if NO_BOOTSTRAP in text else f" ({text[-160:]})"
-        return NobodyAnswers(
-            f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
-            f"and its port are right, and that no firewall is between. Any peer's address will do, beside an invite if "
-            f"there is one (in the last peer_started or addresses_changed line of its log){details}"
-        )
-    return UserError(f"the libp2p daemon did not start: {text[-300:]}")

@@ -198,11 +198,11 @@ class Directory:
         last = last_credible_round(round_number for round_number, _ in together)
         return max((stood for stood in together if stood[0] <= last), default=(0, 0))
 
-    def overdue(self) -> list[str]:
+    def overdue(self) -> list[PeerView]:
         """The peers in view that should have announced themselves again by now: they may be gone."""
         lifetime_s = self._manifest.limits.announcement_s
         oldest = self._clock.monotonic_s() - OVERDUE_ANNOUNCEMENTS * lifetime_s / ANNOUNCEMENTS_PER_LIFETIME
-        return [peer.peer_id for peer in self.view.peers if self._peers[peer.peer_id][1] < oldest]
+        return [peer for peer in self.view.peers if self._peers[peer.peer_id][1] < oldest]
 
     def unreached(self) -> list[PeerView]:
         """The peers that were dropped because they could not be reached, by their last announcements.

@@ -32,6 +32,8 @@ from swarm_peer.wire.messages import PROTOCOL
 
 log = logging.getLogger(__name__)
 
+# The daemon says this where no initial peer answers.
+NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 # To connect at announced addresses. Half of a caller's time is left for what libp2p itself knows of the peer.
 DIAL_TIMEOUT_S = 5.0
 # For what is written last on a stream to arrive.
@@ -212,3 +214,21 @@ class PassBearer(AuthorizerBase):  # type: ignore[misc]
     async def validate_response(self, response: Any, request: Any) -> bool:
         """See sign_response."""
         return True
+
+
+class NobodyAnswers(UserError):
+    """None of the initial peers answers."""
+
+
+def explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> UserError:
+    """Say in words why a node did not start; NobodyAnswers if no initial peer answers."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if initial_peers:
+        # The daemon says the same of all of them.
+        details = "" if NO_BOOTSTRAP in text else f" ({text[-160:]})"
+        return NobodyAnswers(
+            f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, that the address "
+            f"and its port are right, and that no firewall is between. Any peer's address will do, beside an invite if "
+            f"there is one (in the last peer_started or addresses_changed line of its log){details}"
+        )
+    return UserError(f"the libp2p daemon did not start: {text[-300:]}")

@@ -140,7 +140,12 @@ class KeepingNode(DHTNode):  # type: ignore[misc]
 
     Otherwise the nodes nearest to the key alone would: where these go all at once, no newcomer found the run of a
     coordinator that lives on, until it stores its records again.
+
+    Attributes:
+        num_answers: how often other nodes have answered. Where none does, hivemind gives what this node keeps itself.
     """
+
+    num_answers = 0
 
     async def store(self, key: str, value: Any, expiration_time: float, *, subkey: str, **kwargs: object) -> bool:
         """Store a valid record on the nearest nodes, and here. Returns whether one of the nearest ones has taken it."""
@@ -150,8 +155,9 @@ class KeepingNode(DHTNode):  # type: ignore[misc]
         return stored
 
 
-def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> None:
+def keep_records(node: KeepingNode, validator: SignedRecordValidator) -> None:
     """Have a node keep valid records alone, and believe nothing else of what it is given."""
+    protocol: DHTProtocol = node.protocol
     judge_one_by_one(protocol, validator)
     protocol.serializer = RecordSerializer
     protocol.cache = NoCache()
@@ -177,6 +183,7 @@ def keep_records(protocol: DHTProtocol, validator: SignedRecordValidator) -> Non
     async def find(peer: PeerID, keys: Collection[DHTID]) -> Any:
         """Ask a node for records, and keep them: a newcomer finds the run also where only one member is left."""
         answer = await call_find(peer, keys) if may_ask(peer, keys) else None
+        node.num_answers += answer is not None
         return answer and {
             key: (given and keep(key, given.value), dict(islice(nearest.items(), protocol.bucket_size)))
             for key, (given, nearest) in answer.items()
