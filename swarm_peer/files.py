@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from errno import EBADF, EINVAL, ENOTSUP
 from pathlib import Path
 
 ANYBODY = 0o666  # but for what the umask takes away
 OWNER = 0o600
+# What file systems say that do not sync folders.
+UNABLE = {EBADF, EINVAL, ENOTSUP}
 
 
 def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> None:
@@ -38,5 +41,8 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in UNABLE:
+            raise
     finally:
         os.close(descriptor)

@@ -6,6 +6,7 @@ Owns how they are written, hashed, published and removed. Knows nothing of their
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from swarm_peer.errors import UserError
 from swarm_peer.files import sync
 from swarm_peer.runtime.host.scratch import scratch_folder
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 4 * 2**20
 # The name of a folder ends so while it is written; a save that was cut off leaves it behind.
@@ -127,7 +130,10 @@ class FileStore:
         shutil.rmtree(folder, ignore_errors=True)
         sync(Path(partial))
         os.rename(partial, folder)
-        sync(Path(self.base))
+        try:
+            sync(Path(self.base))
+        except OSError as error:  # it is there: another try would save it once more beside it
+            log.warning("checkpoint_not_synced path=%s reason=%s", folder, error)
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a subfolder, if it is there, and the file `first` in it before all others."""

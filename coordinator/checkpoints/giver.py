@@ -244,7 +244,7 @@ class CheckpointGiver:
 
     async def _give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
         for stage in range(self._manifest.stages.count):
-            state = await self._threads.run(checkpoint.load_stage, stage)
+            state = await self._threads.run(checkpoint.load_stage, stage, abandon_on_cancel=True)
             state = replace(state, round_number=timeline.first_round, timeline=timeline)
             await self._snapshots.store_snapshot(stage, state)
 

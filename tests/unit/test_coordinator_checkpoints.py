@@ -368,6 +368,20 @@ def test_a_save_whose_pruning_fails_is_a_save(world, monkeypatch, caplog):
     assert "checkpoints_not_pruned" in caplog.text
 
 
+def test_a_save_whose_folder_is_not_synced_is_made_once(tmp_path, monkeypatch, caplog):
+    """The checkpoint has its name by then: another try would save it once more, beside it."""
+    base = tmp_path / "checkpoints"
+
+    def fail(path):
+        if path == base:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_files, "sync", fail)
+    CheckpointStore(str(base), 3).save(8, MANIFEST, states_of(8))
+    assert sorted(os.listdir(base)) == ["step-00000008"]
+    assert "checkpoint_not_synced" in caplog.text
+
+
 @pytest.mark.parametrize("unseen", ["step-00000002", "step-00000003"])
 @pytest.mark.parametrize("method", ["info", "open"])
 def test_nothing_is_removed_while_the_store_does_not_answer(world, unseen, method, monkeypatch, caplog):

@@ -28,6 +28,12 @@ def test_a_file_may_hold_an_invite_or_the_line_that_the_coordinator_prints(tmp_p
     assert entrance.invite.run_id == RUN_KEY.peer_id
 
 
+def test_a_file_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "peers").write_bytes(b"\x80\xff\xfe\x00")
+    with pytest.raises(UserError):
+        read_entrance([f"@{tmp_path / 'peers'}"])
+
+
 @pytest.mark.parametrize("text", ["", "swarm-peer --stage auto --initial-peers\n"])
 def test_a_file_without_any_address_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "peers").write_text(text)
