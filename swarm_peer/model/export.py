@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +23,10 @@ from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
+
+
+# Nobody writes a model any more whose files have not changed for so long.
+LEFTOVER_S = 3600.0
 
 
 class NotWritten(UserError):
@@ -63,6 +69,7 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
         "dtype": "float32",
         "transformers_version": transformers.__version__,
     }
+    _remove_leftovers(folder)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -79,6 +86,17 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
         raise NotWritten(f"{folder}: cannot be written ({error}); check space and permissions") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed have left of this model: each is as large as the model."""
+    for partial in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
+        try:
+            newest = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
+        except OSError:  # it has gone meanwhile, or is another user's
+            continue
+        if newest < time.time() - LEFTOVER_S:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _unshare(weights: Mapping[str, Tensor], layers_path: str, specs: Sequence[StageSpec]) -> dict[str, Tensor]:

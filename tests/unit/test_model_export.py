@@ -1,4 +1,6 @@
 import json
+import os
+import time
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model import export
-from swarm_peer.model.export import NotWritten, export_model
+from swarm_peer.model.export import LEFTOVER_S, NotWritten, export_model
 from swarm_peer.model.families import family_class
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
@@ -113,6 +115,18 @@ def test_an_empty_folder_is_used(tmp_path):
     trainers, tensors = train(LLAMA)
     export_model(trainers[0].resolved, tensors, tmp_path)
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_what_a_killed_process_has_left_long_ago_is_removed(tmp_path):
+    trainers, tensors = train(LLAMA)
+    for number, age_s in ((1, 2 * LEFTOVER_S), (2, 0.0)):
+        partial = tmp_path / f".model.partial-{number}"
+        partial.mkdir()
+        (partial / "model.safetensors").touch()
+        for path in (partial / "model.safetensors", partial):
+            os.utime(path, (time.time() - age_s,) * 2)
+    export_model(trainers[0].resolved, tensors, tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.partial-2", "model"]
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), SafetensorError("Error while serializing: disk full")])
