@@ -8,7 +8,7 @@ from pathlib import Path
 
 ANYBODY = 0o666  # but for what the umask takes away
 OWNER = 0o600
-# What file systems say that do not sync folders.
+# A file system that does not sync folders says one of these.
 UNABLE = {EBADF, EINVAL, ENOTSUP}
 
 

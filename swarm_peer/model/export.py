@@ -24,7 +24,6 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
 
-
 # Nobody writes a model any more whose files have not changed for so long.
 LEFTOVER_S = 3600.0
 
