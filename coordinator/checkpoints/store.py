@@ -170,8 +170,8 @@ class CheckpointStore:
             except CheckpointDamaged as error:
                 if isinstance(error, CheckpointUnread) and not may_skip_unread:
                     raise UserError(
-                        f"checkpoint {folder} may be the newest, and {error.reason}: try again, or name another one, "
-                        f"such as {self.url}/step-N"
+                        f"checkpoint {folder} may be the newest, and {error.reason}: try again, or name another of the "
+                        f"folders in {self.url}"
                     ) from error
                 log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
                 if not isinstance(error, CheckpointIncomplete):

@@ -99,8 +99,8 @@ class Leadership:
         return self._role(beat, self._mine in beats, now_s)
 
     def was_cut_off(self, now_s: float) -> None:
-        """Note that a look got no answer: another coordinator may have gone on with its beats all the while."""
-        if self._mine is None:
+        """Note that a look got no answer: the coordinator that acts may have gone on with its beats all the while."""
+        if self._mine is None and self._newest is not None:  # the first one of a run has nobody to wait for
             self._heard_s = max(self._heard_s, now_s)
 
     def _who_acts(self) -> str:

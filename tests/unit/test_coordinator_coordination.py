@@ -144,6 +144,16 @@ async def test_a_standby_that_is_cut_off_does_not_take_over() -> None:
     assert standby.acts, "the other one is gone"
 
 
+async def test_a_runs_first_coordinator_waits_for_nobody_though_its_first_look_fails() -> None:
+    nodes = Nodes()
+    first = nodes.coordination(b"a")
+    nodes.answers = False
+    await nodes.pass_s(1, first)
+    nodes.answers = True
+    await nodes.pass_s(4, first)
+    assert first.acts
+
+
 async def test_what_one_says_whose_term_is_over_is_not_published() -> None:
     nodes = Nodes()
     first, standby = nodes.coordination(b"a"), nodes.coordination(b"b", waits=True)
