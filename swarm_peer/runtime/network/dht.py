@@ -340,7 +340,10 @@ class SwarmDHT:
     async def watch(self) -> None:
         """Wait until the libp2p daemon has died, and raise SwarmError: a peer cannot go on then."""
         await self.p2p._child.wait()
-        raise SwarmError("libp2p's daemon has died: start the peer again (out of memory? see the kernel's log)")
+        raise SwarmError(
+            "libp2p's daemon has died: start the peer again (out of memory? see the kernel's log; or was it told to "
+            "end together with the peer, as systemd does without KillMode=mixed?)"
+        )
 
 
 async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: SignedRecordValidator) -> DHTNode:
