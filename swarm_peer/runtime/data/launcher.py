@@ -101,6 +101,7 @@ class MicrobatchLauncher:
         self._admission = core.admission
         self._rounds = core.rounds
         self._timeout_s = manifest.limits.hop_timeout_s * max(manifest.stages.count - 1, 1)
+        self._patience_s = 2 * self._timeout_s  # for a peer of stage 0 that counts nothing
         self._counted_hook = counted
         self._capacity = core.capacity
         self._window = InFlightWindow(core.capacity.microbatches)
@@ -109,6 +110,7 @@ class MicrobatchLauncher:
         self._is_drawing = False
         self._in_flight = 0
         self._heard_others: Round | None = None  # the round of the last exchange of counts within stage 0
+        self._claimed_at_s = context.clock.monotonic_s()
         self._rng = context.random.stream("news")
         self.current = Progress(round_number=0, samples=0, claimed=0, loss_sum=0.0)
         self.validations: deque[Validation] = deque(maxlen=8)
@@ -217,7 +219,8 @@ class MicrobatchLauncher:
             return False
         if self._is_drawing and not self._waiting:
             return False
-        return self._has_own_to_launch() or (self._heard_others is present and self._may_claim(present))
+        may_take_left = self._heard_others is present and self._may_claim(present)
+        return self._has_own_to_launch() or may_take_left or self._is_left_out(present)
 
     def _has_own_to_launch(self) -> bool:
         """Whether there is something to launch that no other peer may launch in its place."""
@@ -227,9 +230,18 @@ class MicrobatchLauncher:
         return self._may_claim(present, only_own=True)
 
     def _may_claim(self, present: Round, *, only_own: bool = False) -> bool:
-        live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), 2 * self._timeout_s)
+        live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), self._patience_s)
         size = self._manifest.training.microbatch_size
         return self._progress.counter.may_claim(present.number, self._life, live, size, only_own=only_own)
+
+    def _is_left_out(self, present: Round) -> bool:
+        """Whether this peer has had no place in a global batch for as long as others wait for one that counts nothing.
+
+        In small rounds they may have taken all places before it begins. So it launches one microbatch beyond them: once
+        that counts, the others leave it its share again.
+        """
+        has_waited = self._context.clock.monotonic_s() - self._claimed_at_s > self._patience_s
+        return has_waited and not self._progress.counter.count_of(present.number, self._life).claimed
 
     def _wants_samples(self) -> bool:
         """Whether the run trains in this round, and its global batch is not full yet."""
@@ -266,6 +278,7 @@ class MicrobatchLauncher:
         """Give a batch a place in the global batch of the round, unless it has one already."""
         if batch.claimed is not present:
             batch.claimed = present
+            self._claimed_at_s = self._context.clock.monotonic_s()
             batch.id = self._context.random.token(16)
             if present.vacated:
                 present.vacated -= 1

@@ -172,7 +172,8 @@ class ProgressBook:
             if self.counter.merge(record.round_number, author, record.count()):
                 self._keep(record.round_number, author, envelope)
                 self._heard_at[peer_id] = self._context.clock.monotonic_s()
-                self._silent.discard(peer_id)
+                if record.samples > before.samples:
+                    self._silent.discard(peer_id)
                 for listener in self._listeners:
                     listener(record.round_number, author, before)
         return num_left_out
@@ -206,11 +207,12 @@ class ProgressBook:
 
         Some peer may announce stage 0 and never count anything, since its data cannot be read or no other peer can
         reach it. It must not keep its share of the global batch for ever, nor have the others wait in each round: if it
-        has counted nothing in a round for so long, it is not active before its counts grow again.
+        has counted nothing in a round for so long, it is not active before it counts a sample, be it one more than the
+        global batch has. The others do not go by what it claims: nothing may come of that.
         """
         known, oldest, began_s = set(peers), self._context.clock.monotonic_s() - patience_s, self._step().began_s
         late = {peer for peer in known if max(self._heard_at.get(peer, 0.0), began_s) < oldest}
-        counted = {life.peer_id for life, _ in self.counter.counts(self.round_number)}
+        counted = {life.peer_id for life, count in self.counter.counts(self.round_number) if count.samples}
         self._silent = (self._silent & known) | (late - counted - {self.author.peer_id})
         return known - late - self._silent
 

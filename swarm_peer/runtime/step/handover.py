@@ -303,6 +303,7 @@ class GradientHandover:
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
+        await self._admission.open_soon(call.round_number)
         # The reply to a repeated call must not come before the first call has added the gradient.
         async with self._committing:
             if call.transfer not in self._committed:
