@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import anyio
 import numpy as np
 import pytest
-from contexts import begin_round, make_context
+from contexts import ReadClock, begin_round, make_context
 from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
@@ -140,10 +140,10 @@ async def settle():
 class World:
     """A launcher with all that it is made of, as the peer wires it. `async with` runs it, and stops it."""
 
-    def __init__(self, capacity=8, **training):
+    def __init__(self, capacity=8, clock=None, **training):
         self.manifest = make_manifest(**training)
         self.context = make_context(
-            ResolvedManifest(self.manifest, "0" * 32, PretrainedConfig(), ()), identity=MY_IDENTITY
+            ResolvedManifest(self.manifest, "0" * 32, PretrainedConfig(), ()), identity=MY_IDENTITY, clock=clock
         )
         self.metrics, self.changed = self.context.metrics, self.context.changed
         self.leases, self.executor = Leases(), Runner()
@@ -752,6 +752,34 @@ async def test_what_a_mate_is_slow_to_claim_is_launched_once_it_was_heard():
         running.succeed()
         await settle()
         assert not world.executor.running, "the last two of those left are the mate's"
+
+
+async def test_who_was_left_out_of_small_rounds_launches_one_microbatch_more_than_they_have():
+    """All places are taken before it hears of a round, since the others have not heard of it for long."""
+    now = 100.0
+    async with World(clock=ReadClock(lambda: now)) as world:
+        world.peers.append(PeerView(peer_id="mate", stage=0, state=PeerState.SERVING))
+        world.progress.counter.merge(0, Life("mate"), RoundCount(0, GLOBAL_BATCH))
+        now += 2 * world.manifest.limits.hop_timeout_s
+        world.progress.counter.merge(1, Life("mate"), RoundCount(0, GLOBAL_BATCH))
+        world.enter(1)
+        world.changed.notify()
+        await settle()
+        assert not world.executor.running
+        now += 1.0
+        world.changed.notify()
+        [running] = await world.executor.launched()
+        await settle()
+        assert not world.executor.running, "one is enough for the others to hear of it"
+        running.succeed()
+        await settle()
+        assert not world.executor.running
+        assert (world.count.samples, world.count.claimed) == (SAMPLES, SAMPLES)
+        world.progress.counter.merge(2, Life("mate"), RoundCount(0, GLOBAL_BATCH))
+        world.enter(2)
+        world.changed.notify()
+        await settle()
+        assert not world.executor.running, "it had a place a moment ago"
 
 
 async def test_the_counts_of_the_last_microbatches_are_told_at_once(monkeypatch):

@@ -1338,6 +1338,42 @@ async def test_a_stage_mate_that_has_yet_to_make_the_last_update_is_waited_for(s
     assert (leaving.trainer.num_samples, staying.trainer.num_samples) == (0, 2 * SAMPLES)
 
 
+async def test_it_is_waited_for_too_if_it_has_all_of_the_difference_already():
+    """Then it is not asked to take anything in, but to add what it has."""
+    async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        ops = []
+        call = leaving.transport.call
+
+        def begin(peer):
+            peer.rounds.begin(replace(peer.rounds.step, round_number=1), keeps_transfers=True)
+            peer.rounds.enter(Phase.OPEN)
+
+        async def end_or_begin(peer, body, tensors=(), *, timeout_s):
+            ops.append(body.op)
+            if leaving.rounds.current.number == 0:
+                staying.rounds.enter(Phase.ENDING)
+            else:
+                asyncio.get_running_loop().call_later(0.01, begin, staying)
+            return await call(peer, body, tensors, timeout_s=timeout_s)
+
+        leaving.transport.call = end_or_begin
+        leaving.handover._sent[staying.peer_id] = transfer = arrived_whole(leaving)
+        staying.rounds.current.transfers[leaving.peer_id] = transfer
+        assert not await leaving.handover.hand_over()
+        begin(leaving)
+        assert await leaving.handover.hand_over()
+        assert ops == ["commit_gradient"] * 2
+        assert staying.trainer.strategy.pending_samples == 2 * SAMPLES
+
+
+def arrived_whole(leaving):
+    """What has been sent of a peer's work: all of it."""
+    works = leaving.trainer.strategy.give_away()
+    data = handover_module._flatten([tensor for sums, _ in works for tensor in sums])
+    return Transfer(bytes(16), data, set(range(0, len(data), handover_module.CHUNK_BYTES)))
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 async def test_a_difference_may_arrive_in_several_rounds_of_a_period(monkeypatch, is_kept):
     """A stage's difference may take longer than a round is open."""

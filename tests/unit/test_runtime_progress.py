@@ -211,12 +211,26 @@ def test_who_has_counted_nothing_keeps_the_next_rounds_waiting_no_more():
     assert book.active(peers, 10.0) == set()
     begin_counting(book, 1)
     assert book.active(peers, 10.0) == {ME.peer_id}
+    book.merge([signed(0, round_number=1, claimed=2, loss_sum=0.0)])
+    assert book.active(peers, 10.0) == {ME.peer_id}, "what it claims may come to nothing, as before"
     book.merge([signed(2, round_number=1)])
     assert book.active(peers, 10.0) == set(peers), "it is back"
     now = 122.0
     assert book.active(peers, 10.0) == set()
     begin_counting(book, 2)
     assert book.active(peers, 10.0) == set(peers), "it had counted its share"
+
+
+def test_who_claims_and_counts_nothing_keeps_the_next_rounds_waiting_no_more():
+    now = 100.0
+    book = make_book(clock=ReadClock(lambda: now))
+    begin_counting(book, 0)
+    peers = [AUTHOR.peer_id, ME.peer_id]
+    book.merge([signed(0, claimed=2, loss_sum=0.0)])
+    now = 111.0
+    book.active(peers, 10.0)
+    begin_counting(book, 1)
+    assert book.active(peers, 10.0) == {ME.peer_id}
 
 
 def test_counts_of_far_rounds_are_ignored():
