@@ -19,13 +19,13 @@ help:  ## Show this list
 
 setup: $(VENV)/.installed  ## Make .venv with everything that running needs
 
+# With the figures of the report that a run on one machine ends with, and without the warning that setuptools has for
+# everybody who installs a package like this.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "swarm needs Python >= 3.10, this is " + sys.version)'
 	@echo "Installing packages of 2 GB, or more with torch for CUDA, into $(VENV): this takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=23"
-	# With the figures of the report that a run on one machine ends with.
-	# Without the warning that setuptools has for everybody who installs a package like this.
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[figures]'
 	touch $@
 

@@ -304,7 +304,7 @@ def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
     checkpoint = store.newest()
     if checkpoint is None:
         raise UserError(
-            f"there are no checkpoints in {url}: correct the path; a run that was begun with --checkpoint-every 0, or "
-            f"by swarm-coordinator local without it, has written none"
+            f"there are no checkpoints in {url}: correct the path; a run that was stopped before its first one, or "
+            f"begun with --checkpoint-every 0, or by swarm-coordinator local without it, has written none"
         )
     return checkpoint

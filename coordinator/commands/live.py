@@ -111,7 +111,7 @@ def end(
 
     run_key = run_key_of(folder, identity_path)
     addresses = addresses_of_run(None if initial_peers else folder, initial_peers)
-    end_run(addresses, run_key, lambda left: print(f"{left} peers left", flush=True))
+    end_run(addresses, run_key, lambda left: print(f"Peers that have yet to leave: {left}", flush=True))
     note_end(folder)
     print("The run has ended.")
 

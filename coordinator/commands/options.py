@@ -44,7 +44,7 @@ RunFolder = Annotated[
     RUN,
     Parameter(
         name="RUN",
-        help="Folder of a live run, such as runs/demo; without it and addresses, the newest live one in ./runs.",
+        help="Folder of a live run, such as runs/demo; the newest live one in ./runs if nothing names a run.",
     ),
 ]
 RunKey = Annotated[

@@ -21,7 +21,7 @@ class NodeOptions:
         announce_maddrs: Addresses that peers shall dial, as HOST, HOST:PORT or multiaddresses, where they differ.
         initial_peers: Addresses of peers of this run, to carry on with it from another machine.
         identity_path: The run's key, made if missing; OUTPUT/identity if not given. Its holder directs the run.
-        address_file: File to write this coordinator's addresses to.
+        address_file: File to write an invite to, for peers that read it with --initial-peers @FILE. It is a secret.
         metrics_port: TCP port for Prometheus metrics; 0 for any free port; no metrics if not given.
         metrics_host: Address that this port listens on; 0.0.0.0 shows the metrics to everybody who reaches the machine.
     """

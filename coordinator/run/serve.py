@@ -27,7 +27,7 @@ from coordinator.watch.ending import FINISHED
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
-from coordinator.watch.run_file import write_run_file
+from coordinator.watch.run_file import CHECKPOINTS, write_run_file
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -162,18 +162,27 @@ async def _open_where_it_was(
             try:
                 dht = await opened.enter_async_context(open_own(known))
             except NobodyAnswers as error:
-                log.log(logging.INFO if is_resumed else logging.WARNING, "peers_not_found reason=%s", error)
+                log.info("peers_not_found addresses=%d", len(known))
+                log.debug("peers_not_found reason=%s", error)
                 check_output(output)
         if dht is None and not is_resumed and (known or has_begun(output)):
             raise UserError(
-                f"the run of {output} has peers or has begun (metrics.jsonl), nobody answers at the {len(known)} "
+                f"the run of {output} {'has begun' if has_begun(output) else 'has had peers'}, nobody answers at the "
                 f"addresses in {output / PEERS}, and without its peers it would begin anew: carry on with "
                 f"--initial-peers and the address of any of them (the last peer_started or addresses_changed line of "
-                f"its log), go on from a checkpoint with --resume, or name another --output"
+                f"its log), {_without_peers(output)}, or name another --output"
             )
         if dht is None:
             dht = await opened.enter_async_context(open_own(()))
         yield dht
+
+
+def _without_peers(output: Path) -> str:
+    """Tell how to go on with the run of a folder whose peers are gone."""
+    if not has_begun(output):
+        return f"begin anew once {output / PEERS} is removed, since it has made no optimizer step"
+    elsewhere = "" if (output / CHECKPOINTS).exists() else f", if there is one elsewhere: {output} has none"
+    return f"go on from a checkpoint with --resume{elsewhere}"
 
 
 def _check_standby(identity_path: Path, initial_peers: Sequence[str], plan: CheckpointPlan) -> None:
@@ -234,8 +243,11 @@ def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> st
         return "The run is over; peers that have not heard of it wait. The same command tells them."
     place = output if options.plan.store is None else options.plan.store.url
     begun = f"the same command with --resume {place} goes on from its last checkpoint, if there is one."
+    if not has_begun(output):
+        once = f", once {output / PEERS} is removed" if (output / PEERS).exists() else ""
+        begun = f"the same command begins it{once}."
     if not view.peers:
-        return f"The run has no peers; {begun if has_begun(output) else 'the same command begins it.'}"
+        return f"The run has no peers; {begun}"
     without = "" if options.plan.resume is None else " without --resume"
     again = f"the same command{without} coordinates them again. If they are all gone by then, {begun}"
     empty = view.empty_stages()
@@ -263,6 +275,9 @@ async def _serve(service: RunService, options: RunOptions) -> None:
             print(f"The run has ended: {service.ended}.", flush=True)
             store = None if service.ended == FINISHED else options.plan.store
             if store is not None and (newest := await to_thread.run_sync(store.newest, service.manifest)):
-                step, path = newest.optimizer_step, newest.address
-                print(f"Go on from optimizer step {step} with the same command and --resume {path}", flush=True)
+                step, path, made = newest.optimizer_step, newest.address, service.watch.optimizer_step
+                way = f"Go on from optimizer step {step} of {made} with the same command and --resume {path}"
+                is_old = 0 < options.plan.every < made - step
+                elsewhere = "A coordinator that has acted meanwhile may have written a newer one"
+                print(f"{way}. {elsewhere}, into its own OUTPUT." if is_old else way, flush=True)
         tasks.cancel_scope.cancel()

@@ -57,7 +57,7 @@ class LiveView:
     def update(self, watch: RunWatch) -> None:
         """Show the run as it is now."""
         if watch.lines and watch.optimizer_step < self._last_step:
-            self.print(f"The run has gone back from optimizer step {self._last_step}: see events.jsonl.")
+            self.print(f"The run has gone back from optimizer step {self._last_step} to {watch.optimizer_step}.")
         self._last_step = watch.optimizer_step
         # A coordinator that is started again knows from its files how far the run is, and has not looked round yet.
         self._has_seen_peers |= bool(watch.view.peers)
@@ -143,7 +143,8 @@ def _time_percent(peer: PeerView) -> list[str]:
 
 def _coordination(watch: RunWatch) -> str:
     """The stages that the run waits for, the coordinator's last decision, and the moves that are under way."""
-    empty = watch.view.empty_stages() if watch.view.peers else []
+    # A coordinator that is started again may not have seen the peers of its run yet.
+    empty = watch.view.empty_stages() if watch.view.peers or not watch.shown_step else []
     lines = [_waits(empty)] if empty else []
     if watch.coordination is not None:
         _, record = watch.coordination

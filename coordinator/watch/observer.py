@@ -30,6 +30,7 @@ from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network.addresses import is_loopback
+from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
@@ -155,10 +156,18 @@ def _observe(entrance: Entrance, run_id: str | None, work: Callable[[LiveRun], A
 
 
 async def look_once(run: LiveRun) -> RunWatch:
-    """A live run as it is now."""
+    """A live run as it is now.
+
+    Raises:
+        UserError: it is over, and its peers have gone
+        CallError: the DHT does not answer
+    """
     manifest = run.manifest
     watch = RunWatch(manifest, SwarmView(manifest.stages.count), validation_wait_s=0.0)
-    await observe(run.dht, await run.directory.refresh(range(manifest.stages.count)), watch)
+    view = await run.directory.refresh(range(manifest.stages.count))
+    if not view.peers and (end := await find_end(run.dht, run.run_id)) is not None:
+        raise UserError(f"the run is over: {end.reason}")
+    await observe(run.dht, view, watch)
     records = await run.dht.fetch_coordination(run.run_id)
     watch.observe_coordinator(max(records.items(), default=None, key=lambda said: said[0]))
     return watch

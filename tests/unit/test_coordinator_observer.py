@@ -14,9 +14,23 @@ import pytest
 
 from coordinator.watch import observer
 from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host import identities
 from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.records import EndRecord
+
+MANIFEST = RunManifest.model_validate(
+    {
+        "name": "test",
+        "model": {"config": {"model_type": "gpt2"}},
+        "stages": {"count": 2},
+        "data": {"sequence_length": 12},
+        "training": {"steps": 30, "global_batch_size": 2, "microbatch_size": 2},
+        "optimizer": {"learning_rate": 0.01},
+    }
+)
 
 
 @pytest.fixture
@@ -80,3 +94,25 @@ def test_an_observer_whose_kept_identity_cannot_be_read_takes_another(
     assert observer._observe(Entrance(), None, _look)
     assert "identity_not_kept" in caplog.text
     assert (state / "observer-0").read_bytes() == b""
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_who_looks_at_a_run_whose_peers_have_gone_learns_whether_it_is_over(is_over: bool) -> None:
+    """Else it would seem to be at its beginning."""
+
+    class Dht:
+        async def fetch(self, _: str, kind: type, subject: str | None) -> dict[str, Any]:
+            return {"run": EndRecord(begun=1, reason="all is done")} if kind is EndRecord and is_over else {}
+
+        async def fetch_coordination(self, _: str) -> dict[Any, Any]:
+            return {}
+
+    async def refresh(stages: range) -> SwarmView:
+        return SwarmView(len(stages))
+
+    run: Any = SimpleNamespace(run_id="run", manifest=MANIFEST, dht=Dht(), directory=SimpleNamespace(refresh=refresh))
+    if is_over:
+        with pytest.raises(UserError, match="the run is over: all is done"):
+            await observer.look_once(run)
+    else:
+        assert (await observer.look_once(run)).shown_step == 0

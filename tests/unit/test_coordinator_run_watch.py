@@ -169,19 +169,22 @@ def test_a_step_is_shown_before_the_first_line():
 
 
 def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
-    def caption(view):
+    def caption(view, begun_at=0):
         watch = make_watch()
+        watch.begun_at = begun_at
         watch.observe(view, {}, 0.0)
         watch.coordination = Term(1, "a"), SimpleNamespace(reason="no move pays: it does 0 samples/s", assignments=())
         return run_table(watch).caption.plain.splitlines()[1:]
 
     assert caption(VIEW) == ["rebalancing: no move pays: it does 0 samples/s"]
     assert caption(SwarmView(2, (peer("a", 0),))) == ["the run waits: nobody serves stage 1"]
-    assert caption(SwarmView(2, ())) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
+    assert caption(SwarmView(2, ())) == ["the run waits: nobody serves stage 0, 1"]
+    assert caption(SwarmView(2, ()), 3) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
 
 
 def test_a_coordinator_commands_no_terminal():
     watch = make_watch()
+    watch.begun_at = 1
     reason = "[/b] [red]\x1b[2J\nrun over"
     watch.coordination = Term(1, "a"), SimpleNamespace(reason=reason, assignments=())
     console = Console(width=200, file=io.StringIO(), force_terminal=False)
@@ -221,7 +224,7 @@ def test_who_looks_on_is_told_that_the_run_went_back(capsys):
         live.update(watch)
     out = capsys.readouterr().out
     assert out.count("gone back") == 1
-    assert "The run has gone back from optimizer step 7: see events.jsonl." in out
+    assert "The run has gone back from optimizer step 7 to 5." in out
 
 
 def test_a_run_is_finished_where_nobody_is_left_who_made_the_last_step():

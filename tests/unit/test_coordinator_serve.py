@@ -105,9 +105,28 @@ async def test_who_resumes_looks_for_living_peers_first(tmp_path: Path, answers:
         assert dht.addresses == ([PEER] if answers else ())
     assert tried[0] == [PEER]
     if not answers:
-        with pytest.raises(UserError, match="nobody answers at the 1 addresses"):
+        with pytest.raises(UserError, match=r"has begun, nobody answers at .* --resume, if there is one elsewhere"):
             async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
                 pass
+
+
+async def test_who_has_stopped_a_run_before_its_first_step_learns_how_to_begin_it_anew(tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def open_own(addresses: Sequence[str]) -> AsyncIterator[SimpleNamespace]:
+        if addresses:
+            raise NobodyAnswers("no initial peer answers")
+        yield SimpleNamespace()
+
+    known = KnownPeers(tmp_path)
+    known.keep([PEER])
+    (tmp_path / "metrics.jsonl").touch()
+    opened: Any = open_own
+    with pytest.raises(UserError, match=f"begin anew once {tmp_path / 'peers'} is removed"):
+        async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+            pass
+    (tmp_path / "peers").unlink()
+    async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -222,6 +241,14 @@ async def test_a_run_under_other_settings_is_told_by_them() -> None:
             "The run has no peers; the same command with --resume memory://bucket/run goes on from its last checkpoint",
         ),
         ((), False, False, None, "The run has no peers; the same command begins it."),
+        (
+            (0,),
+            False,
+            False,
+            None,
+            "The run's peers wait for a peer of stage 1; the same command coordinates them again. If they are all gone "
+            "by then, the same command begins it, once OUTPUT/peers is removed.",
+        ),
     ],
 )
 def test_who_stops_a_coordinator_learns_what_now(
@@ -229,6 +256,8 @@ def test_who_stops_a_coordinator_learns_what_now(
 ) -> None:
     if is_begun:
         (tmp_path / "metrics.jsonl").write_text("{}\n")
+    if stages:
+        (tmp_path / "peers").touch()
     peers = tuple(PeerView(peer_id=f"p{stage}", stage=stage, state=PeerState.SERVING) for stage in stages)
     service: Any = SimpleNamespace(watch=SimpleNamespace(view=SwarmView(2, peers)))
     store = None if url is None else CheckpointStore(url)

@@ -1,7 +1,10 @@
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
+
+import pytest
 
 from swarm_peer.runtime.host.processes import run_loop
 
@@ -20,22 +23,31 @@ from swarm_peer.runtime.host.processes import signals_set
 async def main():
     told = anyio.Event()
     async with signals_set(told):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            print("goes on", flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
         await told.wait()
         print("leaves in order", flush=True)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await anyio.sleep(0.01)
+        print("still", flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         await anyio.sleep_forever()
 
 try:
     anyio.run(main)
-except KeyboardInterrupt:
-    print("ends at once")
+finally:
+    print("does not end at once")
 """
 
 
-def test_the_first_signal_ends_a_peer_in_order_and_the_second_at_once():
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["leaves in order", "ends at once"], done.stderr
+@pytest.mark.parametrize(("command", "said"), [((), []), (("nohup",), ["goes on"])])
+def test_the_first_signal_ends_a_peer_in_order_and_the_second_at_once(command, said):
+    done = subprocess.run([*command, sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [*said, "leaves in order", "still"], done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 class FailedTask:

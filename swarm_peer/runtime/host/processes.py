@@ -123,15 +123,23 @@ def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def signals_set(event: anyio.Event) -> AsyncIterator[None]:
-    """While the context is open, SIGTERM and SIGINT set the event. A second signal ends the process at once."""
+    """While the context is open, SIGTERM, SIGINT and SIGHUP set the event. A second signal ends the process at once.
+
+    SIGHUP tells of a terminal that was closed, perhaps twice: both the kernel and the shell send it. nohup has a
+    program ignore it, and this one does then.
+    """
 
     async def listen(received: AsyncIterator[signal.Signals]) -> None:
         log.info("leaving reason=%s", (await anext(received)).name)
         event.set()
-        await anext(received)
-        raise KeyboardInterrupt
+        again = await anext(received)
+        while again == signal.SIGHUP:
+            again = await anext(received)
+        log.warning("leaving_at_once reason=%s", again.name)
+        os._exit(128 + again)  # libp2p's daemon ends within seconds of its owner
 
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, *hangup) as received:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listen, received)
             try:
