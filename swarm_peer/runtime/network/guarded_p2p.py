@@ -227,8 +227,9 @@ def explain_start_failure(error: Exception, initial_peers: Sequence[str]) -> Use
         # The daemon says the same of all of them.
         details = "" if NO_BOOTSTRAP in text else f" ({text[-160:]})"
         return NobodyAnswers(
-            f"no initial peer answers; tried {', '.join(initial_peers)}: check that one of them runs, and the run, that the "
-            f"address and its port are right, and that no firewall is between. Any peer's address will do, beside "
-            f"an invite if there is one (in the last peer_started or addresses_changed line of its log){details}"
+            f"no initial peer answers; tried {', '.join(initial_peers)}: check that the run is not over, that one of "
+            f"them runs, that the address and its port are right, and that no firewall is between. Any peer's address "
+            f"will do, beside an invite if there is one (in the last peer_started or addresses_changed line of its "
+            f"log){details}"
         )
     return UserError(f"the libp2p daemon did not start: {text[-300:]}")
