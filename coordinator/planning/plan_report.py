@@ -212,7 +212,7 @@ def _square_cube(report: dict[str, Any]) -> Table | None:
 def _training(training: dict[str, Any]) -> str:
     text = (
         f"Training on {_tokens(training['tokens'])} tokens: {training['steps']:,.0f} optimizer steps, "
-        f"[bold]{_duration(training['days'])}[/bold], {training['sent_bytes'] / 1e12:,.2f} TB sent"
+        f"[bold]{_duration(training['days'])}[/bold], {training['sent_bytes'] / 1e9:,.1f} GB sent"
     )
     if training["dollars"]:
         text += (
