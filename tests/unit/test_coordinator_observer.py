@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import pytest
 
+from coordinator.config_files import load_manifest
 from coordinator.watch import observer
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -21,16 +22,7 @@ from swarm_peer.runtime.network.bootstrap import Entrance
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import EndRecord
 
-MANIFEST = RunManifest.model_validate(
-    {
-        "name": "test",
-        "model": {"config": {"model_type": "gpt2"}},
-        "stages": {"count": 2},
-        "data": {"sequence_length": 12},
-        "training": {"steps": 30, "global_batch_size": 2, "microbatch_size": 2},
-        "optimizer": {"learning_rate": 0.01},
-    }
-)
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
@@ -110,7 +102,12 @@ async def test_who_looks_at_a_run_whose_peers_have_gone_learns_whether_it_is_ove
     async def refresh(stages: range) -> SwarmView:
         return SwarmView(len(stages))
 
-    run: Any = SimpleNamespace(run_id="run", manifest=MANIFEST, dht=Dht(), directory=SimpleNamespace(refresh=refresh))
+    run: Any = SimpleNamespace(
+        run_id="run",
+        manifest=load_manifest(CONFIGS / "demo.yaml"),
+        dht=Dht(),
+        directory=SimpleNamespace(refresh=refresh),
+    )
     if is_over:
         with pytest.raises(UserError, match="the run is over: all is done"):
             await observer.look_once(run)
