@@ -167,10 +167,10 @@ async def _open_where_it_was(
                 check_output(output)
         if dht is None and not is_resumed and (known or has_begun(output)):
             raise UserError(
-                f"the run of {output} {'has begun' if has_begun(output) else 'has had peers'}, nobody answers at the "
-                f"addresses in {output / PEERS}, and without its peers it would begin anew: carry on with "
-                f"--initial-peers and the address of any of them (the last peer_started or addresses_changed line of "
-                f"its log), {_without_peers(output)}, or name another --output"
+                f"the run of {output} {'has begun (metrics.jsonl)' if has_begun(output) else 'has had peers'}, nobody "
+                f"answers at the addresses in {output / PEERS}, and without its peers it would begin anew: carry on "
+                f"with --initial-peers and the address of any of them (the last peer_started or addresses_changed line "
+                f"of its log), {_without_peers(output)}, or name another --output"
             )
         if dht is None:
             dht = await opened.enter_async_context(open_own(()))

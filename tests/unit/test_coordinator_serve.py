@@ -105,7 +105,9 @@ async def test_who_resumes_looks_for_living_peers_first(tmp_path: Path, answers:
         assert dht.addresses == ([PEER] if answers else ())
     assert tried[0] == [PEER]
     if not answers:
-        with pytest.raises(UserError, match=r"has begun, nobody answers at .* --resume, if there is one elsewhere"):
+        with pytest.raises(
+            UserError, match=r"has begun \(metrics.jsonl\), nobody answers at .* --resume, if there is one elsewhere"
+        ):
             async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
                 pass
 
