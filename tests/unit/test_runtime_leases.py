@@ -755,6 +755,21 @@ async def test_one_stage_mate_of_several_cannot_end_a_pass(swarm: Swarm) -> None
     assert a.ledger.current_pass > 0
 
 
+async def test_a_pass_that_is_over_ends_though_the_first_stage_mate_asked_refuses_all_of_it(swarm: Swarm) -> None:
+    """It is the only one that says so, and one is not enough; the others were not asked then."""
+    peers = [await swarm.add(name, *[500] * 40) for name in "abcd"]
+    behind = max(peers, key=lambda peer: peer.peer_id)
+    for peer in peers:
+        if peer is not behind:
+            peer.ledger.begin_pass(2)
+    for slice_id in await behind.has_leased(8):
+        behind.leases._let_go(slice_id)
+    behind.ledger.release(behind.peer_id)
+    behind.changed.notify()
+    with anyio.fail_after(10):
+        await until(lambda: behind.ledger.current_pass == 2 and len(behind.leases._held) == 8)
+
+
 async def test_a_stage_mate_cannot_fill_memory_with_facts(swarm: Swarm) -> None:
     begins = iter(range(0, 10**9, 4 * MAX_FACTS))
 

@@ -277,7 +277,9 @@ class SliceLeases:
                 wanted = await self._ask({first}, wanted)
             live = self._mates.live()
             asked = [slice_id for slice_id in wanted if ledger.grant(slice_id, self._me, live).granted]
-            kept = await self._ask(mates - {first}, asked) if asked else []
+            # The first one refuses all of a pass that is over, and others have to say so as well.
+            is_behind = self._mates.lacks_witnesses(ledger)
+            kept = await self._ask(mates - {first}, asked) if asked or is_behind else []
         finally:
             self._asking = set()
         if generation != self.generation:

@@ -68,6 +68,10 @@ class ReadingMates:
             ledger.begin_pass(ledger.current_pass + 1)  # this peer cannot have missed the end of more than one
             self._passes = {mate: self._passes[mate] for mate in ahead}
 
+    def lacks_witnesses(self, ledger: SampleLedger) -> bool:
+        """Whether a stage-mate has said that the ledger's pass is over, and too few others have."""
+        return any(self._passes.get(mate, 0) > ledger.current_pass for mate in self.present())
+
     def forget_passes(self) -> None:
         """Forget the passes that stage-mates are in: the ledger is another one."""
         self._passes.clear()
