@@ -1367,6 +1367,22 @@ async def test_it_is_waited_for_too_if_it_has_all_of_the_difference_already():
         assert staying.trainer.strategy.pending_samples == 2 * SAMPLES
 
 
+@pytest.mark.parametrize("averaging", [{"mode": "periodic", "inner_steps": 2}, {"mode": "synchronous"}])
+async def test_what_arrives_while_a_round_of_a_period_ends_is_kept_for_the_next_one(monkeypatch, averaging):
+    """Over a slow link nothing may arrive in time otherwise, round after round."""
+    monkeypatch.setattr(handover_module, "CHUNK_BYTES", 512)
+    async with Swarm(make_manifest(averaging=averaging)) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        staying.rounds.enter(Phase.ENDING)
+        assert not await leaving.handover.hand_over(), "it cannot be added to a round that ends"
+        transfers = staying.rounds.current.transfers
+        if averaging["mode"] == "synchronous":
+            assert not transfers, "the average at the end of the round is of what has been added"
+        else:
+            size = len(transfers[leaving.peer_id].data)
+            assert transfers[leaving.peer_id].received == set(range(0, size, 512))
+
+
 def arrived_whole(leaving):
     """What has been sent of a peer's work: all of it."""
     works = leaving.trainer.strategy.give_away()
@@ -1386,9 +1402,10 @@ async def test_a_difference_may_arrive_in_several_rounds_of_a_period(monkeypatch
 
         async def two_arrive(peer, body, tensors=(), *, timeout_s):
             if body.op == "gradient_chunk":
-                if staying.rounds.current.number == 0 and len(arrived) == 2:
-                    staying.rounds.enter(Phase.ENDING)
                 arrived.append(body.offset)
+                if staying.rounds.current.number == 0 and len(arrived) == 3:
+                    staying.rounds.enter(Phase.ENDING)
+                    raise RoundClosed("it was so when this part arrived")
             return await call(peer, body, tensors, timeout_s=timeout_s)
 
         leaving.transport.call = two_arrive

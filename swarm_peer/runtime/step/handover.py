@@ -22,6 +22,7 @@ import torch
 from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.data.ranges import MAX_RANGES, merge_ranges, num_windows
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
@@ -277,7 +278,7 @@ class GradientHandover:
         """Take in one part of a stage-mate's gradient."""
         self._check_mate(caller)
         await self._admission.open_soon(call.round_number)
-        self._check_round(call.round_number)
+        self._check_round(call.round_number, is_part=True)
         [chunk] = tensors if len(tensors) == 1 else [memoryview(b"")]
         if call.offset % CHUNK_BYTES or chunk.nbytes != min(CHUNK_BYTES, self._num_bytes - call.offset):
             raise InvalidMessage(f"{chunk.nbytes} bytes at {call.offset} of a gradient of {self._num_bytes} bytes")
@@ -347,13 +348,16 @@ class GradientHandover:
         if not self._is_mate(caller):
             raise NotServing("only announced stage-mates hand over their gradients")
 
-    def _check_round(self, round_number: int) -> None:
-        present = self._rounds.current.number
-        if round_number == present and self._admission.is_leaving:
+    def _check_round(self, round_number: int, *, is_part: bool = False) -> None:
+        step, averaging = self._rounds.step, self._context.resolved.manifest.averaging
+        if round_number == step.round_number and self._admission.is_leaving:
             # Not that it ends the round: the caller would wait for that, and so would this peer for the caller.
             raise NotServing("this peer is leaving, too")
-        if round_number != present or not self._admission.is_open:
-            raise RoundClosed(f"round {round_number} is ending here; this peer is in round {present}")
+        # Parts that arrive as a round ends fit the next one as well, if this one ends without an average.
+        averages = averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline)
+        is_kept = is_part and step.phase is Phase.ENDING and not averages
+        if round_number != step.round_number or not (self._admission.is_open or is_kept):
+            raise RoundClosed(f"round {round_number} is ending here; this peer is in round {step.round_number}")
 
     def _add(self, giver: str, data: torch.Tensor, call: CommitGradientCall, entered: Round) -> None:
         """Check the gradient and add it to this peer's own; in the device thread."""
