@@ -276,8 +276,9 @@ async def _serve(service: RunService, options: RunOptions) -> None:
             store = None if service.ended == FINISHED else options.plan.store
             if store is not None and (newest := await to_thread.run_sync(store.newest, service.manifest)):
                 step, path, made = newest.optimizer_step, newest.address, service.watch.optimizer_step
-                way = f"Go on from optimizer step {step} of {made} with the same command and --resume {path}"
-                is_old = 0 < options.plan.every < made - step
-                elsewhere = "A coordinator that has acted meanwhile may have written a newer one"
-                print(f"{way}. {elsewhere}, into its own OUTPUT." if is_old else way, flush=True)
+                print(
+                    f"Go on from optimizer step {step} of {made} with the same command and --resume {path}", flush=True
+                )
+                if 0 < options.plan.every < made - step:
+                    print("A coordinator that has acted meanwhile may have a newer one in its own OUTPUT.", flush=True)
         tasks.cancel_scope.cancel()

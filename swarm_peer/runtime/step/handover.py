@@ -304,7 +304,6 @@ class GradientHandover:
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
-        await self._admission.open_soon(call.round_number)
         # The reply to a repeated call must not come before the first call has added the gradient.
         async with self._committing:
             if call.transfer not in self._committed:
@@ -313,6 +312,7 @@ class GradientHandover:
 
     async def _commit_once(self, caller: str, call: CommitGradientCall) -> None:
         self._check_mate(caller)
+        await self._admission.open_soon(call.round_number)
         self._check_round(call.round_number)
         transfer = self._rounds.current.transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
