@@ -271,6 +271,26 @@ def test_who_stops_a_coordinator_learns_what_now(
     assert not is_begun or f"the same command with --resume {place} goes on from its last checkpoint" in what_now
 
 
+@pytest.mark.parametrize(("made", "is_behind"), [(60, False), (120, True)])
+async def test_who_has_ended_a_run_learns_where_a_newer_checkpoint_may_be(
+    made: int, is_behind: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A standby that acted for a while has written those of that time into its own folder."""
+
+    async def run() -> bool:
+        return False
+
+    service: Any = SimpleNamespace(
+        run=run, ended="its operator has ended it", manifest=MANIFEST, watch=SimpleNamespace(optimizer_step=made)
+    )
+    newest = SimpleNamespace(optimizer_step=50, address="CHECKPOINT")
+    store: Any = SimpleNamespace(newest=lambda _: newest)
+    await serve._serve(service, RunOptions(output=Path("run"), plan=CheckpointPlan(store, every=50)))
+    said = capsys.readouterr().out
+    assert f"Go on from optimizer step 50 of {made} with the same command and --resume CHECKPOINT\n" in said
+    assert ("may have a newer one in its own OUTPUT" in said) is is_behind
+
+
 def test_a_run_that_is_ended_without_a_coordinator_is_over_in_its_folder(tmp_path: Path) -> None:
     note_end(tmp_path)
     assert not has_ended(tmp_path), "no run is of this folder"
