@@ -724,6 +724,16 @@ class Invariants:
             if beginning.parent is not None and beginning.ids is not None:
                 yield number, beginning.ids
 
+    def forked(self) -> dict[Place, tuple[bytes, ...]]:
+        """The updates of stage 0 in rounds of which there are several, and the microbatches of each.
+
+        Halves of the stage have gone on without each other, and one gives its updates up.
+        """
+        beginnings = self.records.beginnings.items()
+        made = {place: begun.ids for place, begun in beginnings if place[0] == 0 and begun.ids is not None}
+        num_of_round = Counter(place[1:3] for place in made)
+        return {place: ids for place, ids in made.items() if num_of_round[place[1:3]] > 1}
+
     def line(self, place: Place) -> Iterator[tuple[Place, Beginning]]:
         """All that has led to a place, the newest first."""
         while True:

@@ -72,9 +72,8 @@ class ShortInvariants(Invariants):
             return
         newest = max(self._pass_at, key=lambda place: (place[2], place[1]))
         self.records.passes = self._pass_at[newest]
-        counted = {
-            name for ids in (*dict(self.history(newest)).values(), *self._given_up()) for name in self.names(ids)
-        }
+        updates = [*dict(self.history(newest)).values(), *self.forked().values()]
+        counted = {name for ids in updates for name in self.names(ids)}
         missing = [name for name in self._samples_before(self._pass_at[newest]) if name not in counted]
         told = self.records.told_lost[0] + self.records.told_lost[None] + self.gone_back_in_vain(0)
         if 0 not in self.records.ends:  # the run has ended early: whether what was given up was read again is not known
@@ -85,15 +84,6 @@ class ShortInvariants(Invariants):
                 f"{len(missing)} samples of passes that are over are in no update, such as {missing[:3]}; "
                 f"{excused} were reported lost, or held by peers as they died"
             )
-
-    def _given_up(self) -> Iterator[tuple[bytes, ...]]:
-        """The microbatches of all updates of stage 0 in rounds of which there are several."""
-        updates: dict[tuple[int, int], list[tuple[bytes, ...]]] = {}
-        for (stage, first_round, number, _), beginning in self.records.beginnings.items():
-            if stage == 0 and beginning.ids is not None:
-                updates.setdefault((first_round, number), []).append(beginning.ids)
-        for of_round in updates.values():
-            yield from of_round if len(of_round) > 1 else ()
 
     def _samples_before(self, current_pass: int) -> list[SampleId]:
         """The samples of all passes that are over."""
