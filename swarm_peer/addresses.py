@@ -99,13 +99,18 @@ def peer_address(text: str) -> str:
 
 
 def check_peer_addresses(values: tuple[str, ...]) -> None:
-    """Check initial peers as they are typed; invites are read later, and so is @FILE, which names a file of peers.
+    """Check initial peers as they are typed: addresses and invites. @FILE, which names a file of them, is read later.
 
     Raises:
-        UserError: see peer_address
+        UserError: see peer_address; or an invite is damaged
     """
+    # Only where there is something to check: `--help` is to be quick, and these packages take addresses from here.
+    from swarm_peer.wire.passes import Invite
+
     for value in values:
-        if not value.startswith(("@", INVITE_PREFIX)):
+        if value.startswith(INVITE_PREFIX):
+            Invite.parse(value)
+        elif not value.startswith("@"):
             peer_address(value)
 
 

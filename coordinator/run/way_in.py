@@ -72,14 +72,18 @@ class WayIn:
         has_lapsed = self._has_lapsed(book)
         if told == self._told and not has_lapsed:
             return
-        moved = own != self._printed[0]
+        moved, news = own != self._printed[0], ""
         addresses = [*own, *peers]
         invites = [book.standing(self._run_key, addresses).text()] if self._is_private else addresses
         self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}{self._data_dir}"
         if has_lapsed or is_worth_printing(told, self._printed):
+            if has_lapsed:
+                news = "The invite above was revoked. "
+            elif self._printed[0]:
+                news = "The addresses above hold no longer. " if moved else "There are other peers to name now. "
             self._printed = told
             while_ = ", as long as the coordinator or one of the peers named lives" if peers else ""
-            self._say(f"Peers join with{while_}:\n\n  {self.line}\n")
+            self._say(f"{news}Peers join with{while_}:\n\n  {self.line}\n")
         if moved and not self._is_announced and not any(is_public(address) or is_loopback(address) for address in own):
             self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
         write_addresses(self._output / COORDINATOR, own)

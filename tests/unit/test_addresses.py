@@ -73,6 +73,8 @@ def test_options_are_checked_as_typed():
     check_peer_addresses(("@addresses.txt", f"1.2.3.4:5/{ID}"))
     with pytest.raises(UserError, match="nonsense"):
         check_peer_addresses((f"1.2.3.4:5/{ID}", "nonsense"))
+    with pytest.raises(UserError, match="this invite is damaged"):
+        check_peer_addresses(("swarm-invite-lMQgavLkz0Gna4dp",))
     check_own_addresses(("0.0.0.0:0", "/ip6/::/tcp/1"), ("host.example.org:1", "/ip4/1.2.3.4/tcp/1"))
 
 

@@ -163,7 +163,9 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
         return bool(said)
 
     assert tell()
+    assert said[0].startswith("Peers join with:")
     assert tell(0)
+    assert said[0].startswith("There are other peers to name now. Peers join with, as long as")
     assert "one of the peers named lives" in said[0]
     assert not tell(0, 1)
     assert tell(0, 1, 2), "the line printed last names one of three"
@@ -171,6 +173,7 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
     assert tell(1, 3, 4), "one of three again"
     way_in._dht = SimpleNamespace(addresses=PRIVATE_OWN)
     way_in.tell(public(1, 3, 4))
+    assert said[-2].startswith("The addresses above hold no longer. Peers join with")
     assert "This machine has no public address" in said[-1]
     assert (tmp_path / "coordinator").read_text().split() == PRIVATE_OWN
 
@@ -188,6 +191,7 @@ def test_a_line_whose_invite_was_revoked_is_told_anew(tmp_path):
     assert len(said) == 2
     assert way_in.line != before
     assert way_in.line in said[-1]
+    assert said[-1].startswith("The invite above was revoked. Peers join with")
 
 
 def test_an_invite_stays_short():
