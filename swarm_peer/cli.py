@@ -85,9 +85,9 @@ class LineFormatter(logging.Formatter):
 
 
 class RepeatFilter(logging.Filter):
-    """Lets the same complaint about a record of the DHT through once a minute: each look finds that record again."""
+    """Lets the same complaint through once a minute, if each look at the DHT or try to write repeats it."""
 
-    EVENT = "invalid_record"
+    EVENTS = ("invalid_record", "look_incomplete", "peers_not_kept")
     EVERY_S = 60.0
     MOST_REMEMBERED = 1024
 
@@ -98,7 +98,7 @@ class RepeatFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is to be written."""
         message = record.getMessage()
-        if not message.startswith(self.EVENT):
+        if not message.startswith(self.EVENTS):
             return True
         if record.created < self._next_s.get(message, 0.0):
             return False

@@ -50,7 +50,7 @@ def run(monkeypatch, capsys):
     return run_line
 
 
-def test_a_bad_record_is_complained_of_once_a_minute():
+def test_what_each_look_finds_again_is_complained_of_once_a_minute():
     filter_ = swarm_peer.cli.RepeatFilter()
 
     def passes(message, at_s):
@@ -61,6 +61,8 @@ def test_a_bad_record_is_complained_of_once_a_minute():
     revoked, expired = "invalid_record key=1 reason=revoked", "invalid_record key=1 reason=expired"
     assert [passes(revoked, at_s) for at_s in (0.0, 0.5, 59.0, 60.0, 61.0)] == [True, False, False, True, False]
     assert passes(expired, 61.0)
+    full = "peers_not_kept path=peers reason=no space", "look_incomplete work=invites reason=no space"
+    assert [[passes(message, at_s) for at_s in (0.0, 2.0)] for message in full] == [[True, False], [True, False]]
     assert all(passes("moving from=1 to=2", at_s) for at_s in (0.0, 1.0)), "what happens twice is told twice"
     assert [passes(f"invalid_record key={number}", 0.0) for number in range(3000)] == [True] * 3000
     assert len(filter_._next_s) <= filter_.MOST_REMEMBERED
