@@ -394,12 +394,12 @@ class Invariants:
         kept = {made_at: held.intersection(ids) for made_at, ids in own.items() if made_at < state.optimizer_step}
         self.records.own_work[HOST.get().name, loop._stage] = kept
 
-    async def _replayed(self, call: Any, loop: Any, *args: Any) -> Any:
+    async def _replayed(self, call: Any, loop: Any, *args: Any, **options: Any) -> Any:
         """Who applies the updates that stage-mates made without it reports what it had itself."""
         metrics, strategy = loop._context.metrics, loop._trainer.strategy
         pending, before = strategy.pending_samples, metrics.lost_samples._value.get()
         with _taking_over(loop._stage):
-            result = await call(*args)
+            result = await call(*args, **options)
         told, lost = metrics.lost_samples._value.get() - before, pending - strategy.pending_samples
         if lost > told:
             self.tube.violation(f"{HOST.get()} drops {lost} samples for the updates of others, and reports {told:.0f}")

@@ -259,9 +259,9 @@ def term_is_the_clock() -> Any:
 def replay_loss_not_told() -> Any:
     """A peer that applies the updates that stage-mates made without it does not report its own work as lost."""
 
-    async def replay(original: Any, loop: Any, donors: Any) -> Any:
+    async def replay(original: Any, loop: Any, donors: Any, **options: Any) -> Any:
         with patch.object(loop.reports, "lose", lambda *args, **options: None):
-            return await original(loop, donors)
+            return await original(loop, donors, **options)
 
     return _wrapped(StepLoop, "_replay", replay)
 

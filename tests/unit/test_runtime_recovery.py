@@ -2365,6 +2365,22 @@ def offer_updates(follower, monkeypatch, ledger=b""):
     monkeypatch.setattr(joining, "fetch_state", fetch)
 
 
+async def test_a_newcomer_asks_for_no_update_of_the_round_that_its_stage_mates_are_in(follower, monkeypatch):
+    """While they vote on it, the answer waits; and one of them may wait for the newcomer before it votes."""
+    offer_updates(follower, monkeypatch)
+    follower.peers = [PeerView(peer_id="n", stage=1, state=PeerState.SERVING, round_number=9)]
+
+    async def greet(stage, peers):
+        return 5
+
+    async def choose():
+        return ["m"], FIRST_TIMELINE
+
+    follower.steps._gossip.greet = greet
+    await follower.steps.catch_up(["m"], choose)
+    assert (follower.steps.step.round_number, follower.steps.step.phase) == (5, Phase.OPEN)
+
+
 async def test_no_more_updates_are_replayed_than_the_run_can_have_made(follower, monkeypatch):
     offer_updates(follower, monkeypatch)
     monkeypatch.setattr(joining, "last_credible_round", lambda rounds: max(rounds) + 2)

@@ -165,7 +165,7 @@ class StepLoop:
             is_elsewhere = timeline not in (None, self.step.timeline)  # the run has gone back just now
             if newest <= self.step.round_number and not is_elsewhere:
                 break
-            if is_elsewhere or not await self._replay(donors):
+            if is_elsewhere or not await self._replay(donors, until=newest):
                 min_round = 0 if is_elsewhere else self.step.round_number + 1
                 await self._catch_up_by_state(donors, min_round, timeline=timeline)
         self._rounds.enter(Phase.OPEN)
@@ -289,7 +289,7 @@ class StepLoop:
             newest, mates = None, [peer.peer_id for peer in self._view().serving(self._stage)]
             with anyio.move_on_after(GREETING_S):
                 newest = await self._gossip.greet(self._stage, mates)
-            if newest == self.step.round_number or not await self._replay(holders):
+            if newest == self.step.round_number or not await self._replay(holders, until=newest):
                 return
 
     def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
@@ -375,25 +375,26 @@ class StepLoop:
         """The ledger of a state, which stage 0 alone has."""
         return None if self._leases is None else await self._leases.read_ledger(data)
 
-    async def _replay(self, donors: Sequence[str]) -> bool:
-        """Apply the updates that stage-mates made since this peer's state.
+    async def _replay(self, donors: Sequence[str], until: int | None = None) -> bool:
+        """Apply the updates that stage-mates made since this peer's state. Returns whether there was any.
 
-        Returns:
-            whether there was any
+        Args:
+            until: the round that they are in, if known. While they vote on its update, they make a peer that asks for
+                it wait, and one of them may wait for this peer before it votes
         """
         before = self.step.round_number
-        while True:
+        while until is None or self.step.round_number < until:
             step = self.step
             try:
                 update = await self._downloads.update_after(donors, step)
                 ledger = await self._read_ledger(update.ledger)
             except CallError as error:
                 log.info("replayed rounds=%d until=%d reason=%s", step.round_number - before, step.round_number, error)
-                return step.round_number > before
-            num_pending = self._trainer.strategy.pending_samples
-            apply = partial(self._trainer.apply, list(update.tensors.values()))
+                break
+            num_pending, gradients = self._trainer.strategy.pending_samples, list(update.tensors.values())
             with anyio.CancelScope(shield=True):
-                await self._device_thread.run(Priority.STEP, apply)
+                await self._device_thread.run(Priority.STEP, partial(self._trainer.apply, gradients))
             self.reports.lose(num_pending - self._trainer.strategy.pending_samples, step, step.timeline)
             begun = step.round_number + 1, update.history_hash, step.timeline, update.ledger, step.next_lineage
             self._begin_anew(ledger, *begun)
+        return self.step.round_number > before
