@@ -1383,6 +1383,58 @@ async def test_what_arrives_while_a_round_of_a_period_ends_is_kept_for_the_next_
             assert transfers[leaving.peer_id].received == set(range(0, size, 512))
 
 
+async def test_a_difference_is_sent_to_one_stage_mate_alone_while_all_wait_for_the_leaving_peer(monkeypatch):
+    monkeypatch.setattr(handover_module, "CHUNK_BYTES", 512)
+    async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        others = [staying, *[await swarm.add(name, 1) for name in "de"]]
+        for peer in others:
+            peer.rounds.enter(Phase.ENDING)
+        assert not await leaving.handover.hand_over()
+        assert sorted(len(peer.rounds.current.transfers) for peer in others) == [0, 0, 1]
+
+
+async def test_who_leaves_as_well_takes_no_parts_while_its_round_ends():
+    async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        staying.admission.leave()
+        staying.rounds.enter(Phase.ENDING)
+        assert not await leaving.handover.hand_over()
+        assert not staying.rounds.current.transfers
+
+
+async def test_commits_for_a_later_round_hold_up_no_other_ones():
+    async with Swarm(make_manifest()) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        liar = await swarm.add("d", 1)
+        early = CommitGradientCall(
+            manifest=swarm.manifest.hash,
+            stage=1,
+            round_number=1,
+            transfer=bytes(16),
+            samples=(1,),
+            sha256=bytes(32),
+            counted=(),
+            counts=(),
+        )
+        call = leaving.transport.call
+        lies = []
+
+        async def end_first(peer, body, tensors=(), *, timeout_s):
+            if peer == liar.peer_id:
+                raise NotServing("it takes nothing")
+            if body.op == "commit_gradient":
+                staying.rounds.enter(Phase.ENDING)
+                lies.append(asyncio.ensure_future(liar.transport.call(staying.peer_id, early, timeout_s=60.0)))
+                await asyncio.sleep(0.01)
+            return await call(peer, body, tensors, timeout_s=timeout_s)
+
+        leaving.transport.call = end_first
+        with anyio.fail_after(2):
+            assert not await leaving.handover.hand_over(), "it is told at once that the round ends"
+        lies[0].cancel()
+
+
 def arrived_whole(leaving):
     """What has been sent of a peer's work: all of it."""
     works = leaving.trainer.strategy.give_away()

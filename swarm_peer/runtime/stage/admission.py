@@ -68,7 +68,8 @@ class RoundAdmission:
         return self._rounds.step.phase is Phase.OPEN and self._leaving
 
     @property
-    def _serves(self) -> bool:
+    def serves(self) -> bool:
+        """Whether this peer has weights and is not draining."""
         return self._rounds.step.phase in (Phase.OPEN, Phase.ENDING) and not self._leaving
 
     def leave(self) -> None:
@@ -144,8 +145,8 @@ class RoundAdmission:
         present = self._rounds.step.round_number
         if round_number > present + MAX_ROUNDS_HELD:
             raise NotServing(f"this peer is in round {present}, too far behind round {round_number}")
-        await self._changed.wait_for(lambda: round_number <= self._rounds.step.round_number or not self._serves)
-        if not self._serves:
+        await self._changed.wait_for(lambda: round_number <= self._rounds.step.round_number or not self.serves)
+        if not self.serves:
             raise NotServing("not serving, or draining")
         if round_number < self._rounds.step.round_number:
             raise self._closed(round_number)

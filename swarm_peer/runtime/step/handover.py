@@ -22,7 +22,6 @@ import torch
 from swarm_peer.errors import Busy, CallError, CallTimeout, InvalidMessage, NotServing, PeerUnreachable, RoundClosed
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.data.ranges import MAX_RANGES, merge_ranges, num_windows
-from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
@@ -124,7 +123,7 @@ class GradientHandover:
         if not samples:
             on_gone()
             return True
-        answer = await self._offer(given, works, on_gone)
+        answer = await self._offer(given, works, on_gone, may_end=may_end_round)
         if answer.mates_end_round and may_end_round:
             return False
         on_gone()
@@ -134,16 +133,15 @@ class GradientHandover:
             await self._lose(given, samples, answer.reason)
         return True
 
-    async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None]) -> _Answer:
+    async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None], may_end: bool) -> _Answer:
         """Offer the gradient to one stage-mate after the other."""
         samples = tuple(samples for _, samples in works)
         data = await self._context.threads.run(_flatten, [tensor for sums, _ in works for tensor in sums])
         mates, busy, begun_s = await self._mates_to_ask(data), set[str](), self._clock.monotonic_s()
         reason, ending = "there is no stage-mate", set[str]()  # by their last answers
         for mate in mates:
-            is_resumed = mate in self._sent
+            is_resumed, is_committing = mate in self._sent, False
             sent = self._sent.setdefault(mate, Transfer(self._context.random.token(16), data, set()))
-            is_committing = False
             try:
                 if mate in busy:
                     await anyio.sleep(BUSY_PAUSE_S)
@@ -163,6 +161,8 @@ class GradientHandover:
                 ending.discard(mate)
                 if isinstance(error, RoundClosed | Busy):
                     ending.add(mate)
+                if isinstance(error, RoundClosed) and is_committing and may_end:
+                    break  # it has all of it, and waits with all others for this peer: it may add it in the next round
                 if isinstance(error, Busy) and self._clock.monotonic_s() < begun_s + BUSY_PATIENCE_S:
                     busy.add(mate)
                     mates.append(mate)  # after those that may be free
@@ -304,6 +304,8 @@ class GradientHandover:
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
+        if self._is_mate(caller):  # who has left since may repeat a call of before
+            await self._admission.open_soon(call.round_number)
         # The reply to a repeated call must not come before the first call has added the gradient.
         async with self._committing:
             if call.transfer not in self._committed:
@@ -312,7 +314,6 @@ class GradientHandover:
 
     async def _commit_once(self, caller: str, call: CommitGradientCall) -> None:
         self._check_mate(caller)
-        await self._admission.open_soon(call.round_number)
         self._check_round(call.round_number)
         transfer = self._rounds.current.transfers.get(caller)
         if transfer is None or transfer.id != call.transfer:
@@ -326,8 +327,7 @@ class GradientHandover:
             raise InvalidMessage(f"gradients of {call.samples} samples, beside {self._trainer.num_samples}")
         if sum(samples for _, samples in call.counted) > call.samples[0]:
             raise InvalidMessage(f"microbatches of more than the gradient's {call.samples[0]} samples")
-        if num_windows(call.held) > self._most_held:
-            num_held = num_windows(call.held)
+        if (num_held := num_windows(call.held)) > self._most_held:
             raise InvalidMessage(f"gradients said to be of {num_held} samples of a period of at most {self._most_held}")
         # Admitted like a microbatch, since this peer averages only when nothing is inside the round.
         async with self._admission.enter(call.round_number, always=True) as entered:
@@ -353,9 +353,9 @@ class GradientHandover:
         if round_number == step.round_number and self._admission.is_leaving:
             # Not that it ends the round: the caller would wait for that, and so would this peer for the caller.
             raise NotServing("this peer is leaving, too")
-        # Parts that arrive as a round ends fit the next one as well, if this one ends without an average.
+        # Parts that arrive as a round of a period ends fit the next one as well, if this one ends without an average.
         averages = averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline)
-        is_kept = is_part and step.phase is Phase.ENDING and not averages
+        is_kept = is_part and self._admission.serves and averaging.mode == "periodic" and not averages
         if round_number != step.round_number or not (self._admission.is_open or is_kept):
             raise RoundClosed(f"round {round_number} is ending here; this peer is in round {step.round_number}")
 
