@@ -208,6 +208,7 @@ def test_who_has_counted_nothing_keeps_the_next_rounds_waiting_no_more():
     begin_counting(book, 0)
     peers = [AUTHOR.peer_id, ME.peer_id]
     now = 111.0
+    book.count_own(0, RoundCount(2, 2))
     assert book.active(peers, 10.0) == set()
     begin_counting(book, 1)
     assert book.active(peers, 10.0) == {ME.peer_id}
@@ -228,9 +229,24 @@ def test_who_claims_and_counts_nothing_keeps_the_next_rounds_waiting_no_more():
     peers = [AUTHOR.peer_id, ME.peer_id]
     book.merge([signed(0, claimed=2, loss_sum=0.0)])
     now = 111.0
+    book.count_own(0, RoundCount(2, 2))
     book.active(peers, 10.0)
     begin_counting(book, 1)
     assert book.active(peers, 10.0) == {ME.peer_id}
+
+
+def test_who_counts_nothing_while_nobody_can_is_not_to_blame():
+    """A later stage may be away. Each would otherwise claim the whole of the next global batch."""
+    now = 100.0
+    book = make_book(clock=ReadClock(lambda: now))
+    begin_counting(book, 0)
+    peers = [AUTHOR.peer_id, ME.peer_id]
+    book.merge([signed(0, claimed=2, loss_sum=0.0)])
+    book.count_own(0, RoundCount(0, 2))
+    now = 111.0
+    assert book.active(peers, 10.0) == set()
+    begin_counting(book, 1)
+    assert book.active(peers, 10.0) == set(peers)
 
 
 def test_counts_of_far_rounds_are_ignored():

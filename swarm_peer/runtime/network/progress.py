@@ -208,12 +208,15 @@ class ProgressBook:
         Some peer may announce stage 0 and never count anything, since its data cannot be read or no other peer can
         reach it. It must not keep its share of the global batch for ever, nor have the others wait in each round: if it
         has counted nothing in a round for so long, it is not active before it counts a sample, be it one more than the
-        global batch has. The others do not go by what it claims: nothing may come of that.
+        global batch has. The others do not go by what it claims: nothing may come of that. As long as nobody counts
+        anything, it is not to blame: a later stage may be away.
         """
         known, oldest, began_s = set(peers), self._context.clock.monotonic_s() - patience_s, self._step().began_s
         late = {peer for peer in known if max(self._heard_at.get(peer, 0.0), began_s) < oldest}
         counted = {life.peer_id for life, count in self.counter.counts(self.round_number) if count.samples}
-        self._silent = (self._silent & known) | (late - counted - {self.author.peer_id})
+        self._silent &= known
+        if counted:
+            self._silent |= late - counted - {self.author.peer_id}
         return known - late - self._silent
 
     def forget_past(self) -> None:
