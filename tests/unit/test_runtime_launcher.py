@@ -18,7 +18,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, HopFailed, InvalidMessage, RoundClosed, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, ranges_of
-from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
@@ -780,6 +780,22 @@ async def test_who_was_left_out_of_small_rounds_launches_one_microbatch_more_tha
         world.changed.notify()
         await settle()
         assert not world.executor.running, "it had a place a moment ago"
+
+
+async def test_who_has_had_too_many_lives_in_a_round_launches_nothing_that_nobody_would_hear_of():
+    now = 100.0
+    async with World(clock=ReadClock(lambda: now)) as world:
+        for life in range(MAX_LIVES):
+            world.progress.counter.merge(1, Life(ME, life + 100), RoundCount(0, SAMPLES))
+        drain(world)
+        world.enter(1)
+        await settle()
+        drain(world)
+        now += 2 * world.manifest.limits.hop_timeout_s + 1.0
+        world.changed.notify()
+        await settle()
+        assert not world.progress.counter.may_count(1, world.progress.author)
+        assert not world.executor.running
 
 
 async def test_the_counts_of_the_last_microbatches_are_told_at_once(monkeypatch):

@@ -238,18 +238,17 @@ class MicrobatchLauncher:
         """Whether this peer has had no place in a global batch for as long as others wait for one that counts nothing.
 
         In small rounds they may have taken all places before it begins. So it launches one microbatch beyond them: once
-        that counts, the others leave it its share again.
+        that counts, the others leave it its share again. They hear of no count of one with too many lives in the round.
         """
+        counter, known_as = self._progress.counter, (present.number, self._life)
         has_waited = self._context.clock.monotonic_s() - self._claimed_at_s > self._patience_s
-        return has_waited and not self._progress.counter.count_of(present.number, self._life).claimed
+        return has_waited and counter.may_count(*known_as) and not counter.count_of(*known_as).claimed
 
     def _wants_samples(self) -> bool:
         """Whether the run trains in this round, and its global batch is not full yet."""
         step = self._rounds.step
-        return step.optimizer_step < self._manifest.training.steps and not self._is_full(step.round_number)
-
-    def _is_full(self, round_number: int) -> bool:
-        return self._progress.counter.is_full(round_number)
+        is_full = self._progress.counter.is_full(step.round_number)
+        return step.optimizer_step < self._manifest.training.steps and not is_full
 
     def _take_waiting(self, present: Round) -> _Batch:
         """Take a waiting batch, first those with a place in this global batch: others may have to wait for one."""
@@ -306,7 +305,7 @@ class MicrobatchLauncher:
                 outcome, reason, later_round = error.code, str(error), getattr(error, "round_number", None) or 0
             if outcome == RoundClosed.code:
                 self._admission.saw_round(later_round)
-                if self._rounds.current is present and not self._is_full(present.number):
+                if self._rounds.current is present and not self._progress.counter.is_full(present.number):
                     # Some peer knows of counts that this one has not heard of. Perhaps their author died after telling.
                     await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(1))
                     await anyio.sleep(RELAUNCH_PAUSE_S)
