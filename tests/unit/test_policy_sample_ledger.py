@@ -183,6 +183,16 @@ def test_the_next_pass_begins_when_all_slices_are_finished() -> None:
     assert list(ledger.facts()) == [WindowRange(2, 0, 0, 1)]
 
 
+def test_the_ends_of_the_last_pass_that_is_over_are_told_to_whoever_lacks_one() -> None:
+    ledger = SampleLedger(NUM_SLICES)
+    finish_pass(ledger)
+    assert ledger.counted(SliceId(0, 2)) == (WindowRange(0, 2, 0, 3, True),)
+    assert not list(ledger.facts())
+    finish_pass(ledger, 1)
+    assert ledger.counted(SliceId(0, 2)) == ()
+    assert ledger.counted(SliceId(1, 2)) == (WindowRange(1, 2, 0, 3, True),)
+
+
 def test_a_ledger_that_fell_behind_takes_others_word_for_passes_that_are_over() -> None:
     ledger = ledger_of([WindowRange(0, 0, 0, 1), WindowRange(5, 1, 0, 2)])
     ledger.begin_pass(5)

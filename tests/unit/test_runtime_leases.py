@@ -770,6 +770,20 @@ async def test_a_pass_that_is_over_ends_though_the_first_stage_mate_asked_refuse
         await until(lambda: behind.ledger.current_pass == 2 and len(behind.leases._held) == 8)
 
 
+async def test_those_that_lack_the_end_of_a_slice_learn_it_from_the_only_one_that_is_a_pass_ahead(swarm: Swarm) -> None:
+    """They do not believe it alone that the pass is over, and it refuses the slice for ever."""
+    peers = [await swarm.add(name, *[500] * 4) for name in "abc"]
+    ahead, *behind = sorted(peers, key=lambda peer: peer.peer_id)
+    ends = [WindowRange(0, index, 0, 500, True) for index in range(4)]
+    ahead.ledger.add(ends)
+    for peer in behind:
+        peer.ledger.add([*ends[:3], WindowRange(0, 3, 0, 500)])
+    assert [peer.ledger.current_pass for peer in (ahead, *behind)] == [1, 0, 0]
+    assert await behind[0].leases._ask({ahead.peer_id}, [SliceId(0, 3)]) == []
+    behind[0].leases.end_round(0, {})
+    assert behind[0].ledger.current_pass == 1
+
+
 async def test_a_stage_mate_cannot_fill_memory_with_facts(swarm: Swarm) -> None:
     begins = iter(range(0, 10**9, 4 * MAX_FACTS))
 

@@ -111,6 +111,7 @@ class SampleLedger:
         self.num_slices = num_slices
         self.current_pass = 0
         self._passes: dict[int, _DataPass] = {}
+        self._last_over: tuple[int, dict[int, int]] = (-1, {})  # the last pass that is over, and its finished slices
         self._orders: dict[tuple[int, str], list[int]] = {}
 
     # --- facts
@@ -187,9 +188,13 @@ class SampleLedger:
         return slice_id.pass_number < self.current_pass or bool(state and slice_id.slice_index in state.finished)
 
     def counted(self, slice_id: SliceId) -> tuple[WindowRange, ...]:
-        """All facts about a slice of a pass that is not over; they are sent with the answer to a request."""
+        """All facts about a slice of a pass that is not over, or of the last one that is.
+
+        Peers send them with the answer to a request. A peer that asks for a slice of a pass that is over lacks its end.
+        """
         state = self._passes.get(slice_id.pass_number, _DataPass())
-        num_windows = state.finished.get(slice_id.slice_index)
+        number, finished = self._last_over
+        num_windows = (finished if slice_id.pass_number == number else state.finished).get(slice_id.slice_index)
         if num_windows is not None:
             return (WindowRange(*slice_id, 0, num_windows, True),)
         return tuple(state.begun.get(slice_id.slice_index, CountedWindows()).facts(slice_id))
@@ -344,6 +349,8 @@ class SampleLedger:
     def _advance(self) -> None:
         while len(self._passes.get(self.current_pass, _DataPass()).finished) == self.num_slices:
             self.current_pass += 1
+        if (last := self._passes.get(self.current_pass - 1)) is not None:
+            self._last_over = self.current_pass - 1, last.finished
         for old in [number for number in self._passes if number < self.current_pass]:
             del self._passes[old]
 
