@@ -235,7 +235,8 @@ def test_who_claims_and_counts_nothing_keeps_the_next_rounds_waiting_no_more():
     assert book.active(peers, 10.0) == {ME.peer_id}
 
 
-def test_who_counts_nothing_while_nobody_can_is_not_to_blame():
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_who_counts_nothing_while_nobody_can_is_not_to_blame(comes_back):
     """A later stage may be away. Each would otherwise claim the whole of the next global batch."""
     now = 100.0
     book = make_book(clock=ReadClock(lambda: now))
@@ -245,8 +246,26 @@ def test_who_counts_nothing_while_nobody_can_is_not_to_blame():
     book.count_own(0, RoundCount(0, 2))
     now = 111.0
     assert book.active(peers, 10.0) == set()
+    if comes_back:
+        book.count_own(0, RoundCount(2, 2))
+        assert book.active(peers, 10.0) == set()
     begin_counting(book, 1)
     assert book.active(peers, 10.0) == set(peers)
+
+
+def test_who_waits_for_a_silent_peer_and_then_counts_all_of_a_round_waits_once():
+    """With one microbatch in a round, it has no reason to look any more once that has counted."""
+    now = 100.0
+    book = make_book(clock=ReadClock(lambda: now))
+    begin_counting(book, 0)
+    peers = [AUTHOR.peer_id, ME.peer_id]
+    now = 111.0
+    assert book.active(peers, 10.0) == set()
+    book.count_own(0, RoundCount(0, GLOBAL_BATCH))
+    now = 112.0
+    book.count_own(0, RoundCount(GLOBAL_BATCH, GLOBAL_BATCH))
+    begin_counting(book, 1)
+    assert book.active(peers, 10.0) == {ME.peer_id}
 
 
 def test_counts_of_far_rounds_are_ignored():

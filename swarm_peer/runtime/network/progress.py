@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import isnan, nan
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
@@ -68,6 +69,9 @@ class ProgressBook:
         self._step = step
         self._counted_timeline = 0  # the first round of the timeline that the counts are of
         self._silent: set[str] = set()  # peers that have counted nothing since they kept a round waiting
+        self._looked = 0, set[str](), 0.0  # the last look of `active` in this round: its number, late peers, patience
+        self._claimed_s = nan  # when this peer first had a claim in this round
+        self._counted_s = nan  # when somebody's first sample counted in it
         self._heard_at: dict[str, float] = {}  # when a count of each peer last grew, in this round
         self._num_messages = 0
 
@@ -93,6 +97,7 @@ class ProgressBook:
             timeline=self.timeline,
         )
         if self.counter.merge(round_number, self.author, count):
+            self._note_times(round_number, count.samples, count.claimed)
             self._keep(round_number, self.author, seal(record, self._run, self._identity))
         return record
 
@@ -171,6 +176,7 @@ class ProgressBook:
             before = self.counter.count_of(record.round_number, author)
             if self.counter.merge(record.round_number, author, record.count()):
                 self._keep(record.round_number, author, envelope)
+                self._note_times(record.round_number, record.samples)
                 self._heard_at[peer_id] = self._context.clock.monotonic_s()
                 if record.samples > before.samples:
                     self._silent.discard(peer_id)
@@ -208,19 +214,33 @@ class ProgressBook:
         Some peer may announce stage 0 and never count anything, since its data cannot be read or no other peer can
         reach it. It must not keep its share of the global batch for ever, nor have the others wait in each round: if it
         has counted nothing in a round for so long, it is not active before it counts a sample, be it one more than the
-        global batch has. The others do not go by what it claims: nothing may come of that. As long as nobody counts
-        anything, it is not to blame: a later stage may be away.
+        global batch has. The others do not go by what it claims: nothing may come of that. Where this peer has waited
+        for so long itself until anything counted, nobody is to blame: a later stage was away.
         """
         known, oldest, began_s = set(peers), self._context.clock.monotonic_s() - patience_s, self._step().began_s
         late = {peer for peer in known if max(self._heard_at.get(peer, 0.0), began_s) < oldest}
-        counted = {life.peer_id for life, count in self.counter.counts(self.round_number) if count.samples}
-        self._silent &= known
-        if counted:
-            self._silent |= late - counted - {self.author.peer_id}
+        self._looked = self.round_number, late, patience_s
+        self._silent = (self._silent & known) | self._to_blame()
         return known - late - self._silent
+
+    def _to_blame(self) -> set[str]:
+        """The peers that were late at the last look, and have counted nothing in a round in which others could."""
+        round_number, late, patience_s = self._looked
+        counted = {life.peer_id for life, count in self.counter.counts(round_number) if count.samples}
+        could_count = bool(counted) and not self._counted_s - self._claimed_s >= patience_s
+        return late - counted - {self.author.peer_id} if could_count else set()
+
+    def _note_times(self, round_number: int, samples: int, claimed: int = 0) -> None:
+        if round_number == self.round_number:
+            now = self._context.clock.monotonic_s()
+            self._claimed_s = now if claimed and isnan(self._claimed_s) else self._claimed_s
+            self._counted_s = now if samples and isnan(self._counted_s) else self._counted_s
 
     def forget_past(self) -> None:
         """Forget the counts of all rounds before the previous one; after a change of the timeline, all."""
+        # A peer that counts the last samples of a round does not look for others any more in it.
+        self._silent |= self._to_blame() if self.timeline == self._counted_timeline else set()
+        self._looked, self._claimed_s, self._counted_s = (self.round_number, set(), 0.0), nan, nan
         self._heard_at.clear()
         oldest = self.round_number - 1 if self.timeline == self._counted_timeline else MAX_ROUND
         self._counted_timeline = self.timeline
@@ -229,9 +249,11 @@ class ProgressBook:
 
     async def wait_until_over(self, round_number: int) -> None:
         """Wait until the global batch of the round is full, or a stage-mate is in a later round."""
-        await self._context.changed.wait_for(
-            lambda: self.counter.is_full(round_number) or self.newest_round_seen > round_number
-        )
+        await self._context.changed.wait_for(lambda: self.is_over(round_number))
+
+    def is_over(self, round_number: int) -> bool:
+        """Whether the global batch of the round is full, or a stage-mate is in a later round."""
+        return self.counter.is_full(round_number) or self.newest_round_seen > round_number
 
     def saw_round(self, round_number: int) -> None:
         """Note that a stage-mate is in this round."""
