@@ -1390,8 +1390,20 @@ async def test_a_difference_is_sent_to_one_stage_mate_alone_while_all_wait_for_t
         others = [staying, *[await swarm.add(name, 1) for name in "de"]]
         for peer in others:
             peer.rounds.enter(Phase.ENDING)
+        leaving.progress.saw_round(1)
         assert not await leaving.handover.hand_over()
         assert sorted(len(peer.rounds.current.transfers) for peer in others) == [0, 0, 1]
+
+
+async def test_a_stage_mate_that_ends_its_round_early_keeps_no_other_one_from_taking_a_difference(monkeypatch):
+    """It may have been told of a later round by a lie."""
+    async with Swarm(make_manifest(averaging={"mode": "periodic", "inner_steps": 2})) as swarm:
+        _, leaving, staying = await group_of_two(swarm)
+        other = await swarm.add("d", 1)
+        monkeypatch.setattr(leaving.handover._rng, "shuffle", lambda mates: mates.sort(key=other.peer_id.__eq__))
+        staying.rounds.enter(Phase.ENDING)
+        assert await leaving.handover.hand_over()
+        assert other.trainer.strategy.pending_samples == SAMPLES
 
 
 async def test_who_leaves_as_well_takes_no_parts_while_its_round_ends():

@@ -135,7 +135,7 @@ class GradientHandover:
 
     async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None], may_end: bool) -> _Answer:
         """Offer the gradient to one stage-mate after the other."""
-        samples = tuple(samples for _, samples in works)
+        samples, progress = tuple(samples for _, samples in works), self._swarm.progress
         data = await self._context.threads.run(_flatten, [tensor for sums, _ in works for tensor in sums])
         mates, busy, begun_s = await self._mates_to_ask(data), set[str](), self._clock.monotonic_s()
         reason, ending = "there is no stage-mate", set[str]()  # by their last answers
@@ -161,8 +161,8 @@ class GradientHandover:
                 ending.discard(mate)
                 if isinstance(error, RoundClosed | Busy):
                     ending.add(mate)
-                if isinstance(error, RoundClosed) and is_committing and may_end:
-                    break  # it has all of it, and waits with all others for this peer: it may add it in the next round
+                if isinstance(error, RoundClosed) and is_committing and may_end and progress.is_over(given.number):
+                    break  # it has all of it, and waits with the others for this peer: it may add it in the next round
                 if isinstance(error, Busy) and self._clock.monotonic_s() < begun_s + BUSY_PATIENCE_S:
                     busy.add(mate)
                     mates.append(mate)  # after those that may be free
