@@ -784,6 +784,28 @@ async def test_those_that_lack_the_end_of_a_slice_learn_it_from_the_only_one_tha
     assert behind[0].ledger.current_pass == 1
 
 
+async def test_a_slice_whose_end_nobody_tells_is_passed_over_until_the_round_ends(swarm: Swarm) -> None:
+    """A stage-mate refuses it, as one of a pass that is over. It may have taken over a ledger without these ends."""
+    a, b, c = [await swarm.add(name, *[500] * 4) for name in "abc"]
+    for peer in (a, b, c):
+        peer.task.cancel()
+    for slice_id in sorted(a.leases._held):
+        a.leases._let_go(slice_id)
+    for peer in (a, b, c):
+        a.ledger.release(peer.peer_id)
+    a.ledger.add([*(WindowRange(0, index, 0, 500, True) for index in range(3)), WindowRange(0, 3, 0, 500)])
+    b.ledger.begin_pass(1)
+    unfinished = SliceId(0, 3)
+    assert a.ledger.wanted(a.peer_id, 4, {a.peer_id}) == [unfinished]
+    assert await a.leases._ask({b.peer_id}, [unfinished]) == []
+    assert [slice_id.pass_number for slice_id in a.ledger.wanted(a.peer_id, 4, {a.peer_id})] == [1] * 4
+    assert await a.leases._ask({b.peer_id}, [SliceId(1, 0)]) == [SliceId(1, 0)]
+    a.leases.end_round(0, {})
+    assert a.ledger.wanted(a.peer_id, 4, {a.peer_id}) == [unfinished]
+    for peer in (a, b, c):
+        peer.start()
+
+
 async def test_a_stage_mate_cannot_fill_memory_with_facts(swarm: Swarm) -> None:
     begins = iter(range(0, 10**9, 4 * MAX_FACTS))
 

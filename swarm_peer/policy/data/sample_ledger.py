@@ -67,6 +67,8 @@ MAX_UNHELD_EMPTY = 32
 # Facts in one ledger beyond two for each slice of a pass: gaps, and later passes. A ledger with this many takes 0.1 s
 # to encode.
 MAX_SPARE_FACTS = 1 << 16
+# Passes from the oldest one on whose slices this peer passes over on a stage-mate's word.
+MAX_PASSED_OVER = 8
 # Orders of slices that are cached: those of one peer, for the passes that are under way at the same time.
 MAX_ORDERS = 4
 
@@ -103,6 +105,7 @@ class SampleLedger:
     Attributes:
         num_slices: slices in a pass
         current_pass: the oldest pass with an unfinished slice; all samples of earlier passes have counted
+        passed_over: slices not to want for now: a stage-mate says that their pass is over, and not how they end
     """
 
     def __init__(self, num_slices: int):
@@ -110,6 +113,7 @@ class SampleLedger:
             raise ValueError(f"a pass of {num_slices} slices: 1 to {MAX_SLICES} go")
         self.num_slices = num_slices
         self.current_pass = 0
+        self.passed_over: set[SliceId] = set()
         self._passes: dict[int, _DataPass] = {}
         self._last_over: tuple[int, dict[int, int]] = (-1, {})  # the last pass that is over, and its finished slices
         self._orders: dict[tuple[int, str], list[int]] = {}
@@ -246,11 +250,16 @@ class SampleLedger:
     def _free(self, pass_number: int, peer: str, live_peers: Collection[str]) -> Iterator[SliceId]:
         state = self._passes.get(pass_number, _DataPass())
         taken = {index for index, owner in state.owners.items() if owner == peer or owner in live_peers}
+        taken |= {slice_id.slice_index for slice_id in self.passed_over if slice_id.pass_number == pass_number}
         begun = [SliceId(pass_number, index) for index in state.begun if index not in taken]
         yield from sorted(begun, key=lambda slice_id: _rank(slice_id, peer))
         for slice_index in self._order(pass_number, peer):
             if not (slice_index in state.finished or slice_index in state.begun or slice_index in taken):
                 yield SliceId(pass_number, slice_index)
+
+    def pass_over(self, slices: Iterable[SliceId]) -> None:
+        """Add to `passed_over`. A lie goes no further than a few passes, since `wanted` looks through all of them."""
+        self.passed_over.update(each for each in slices if each.pass_number < self.current_pass + MAX_PASSED_OVER)
 
     def grant(self, slice_id: SliceId, peer: str, live_peers: Collection[str]) -> Grant:
         """Lease a slice to a peer, unless it is finished or another live peer leases it."""

@@ -160,6 +160,7 @@ class SliceLeases:
             news = ledger.note(ranges)
             self._contest(news if author != self._me else (), author)
         self._told = self._unnamed = ()
+        ledger.passed_over.clear()
         self._ended = round_number
         for slice_id in [known for known in self._held if ledger.is_finished(known)]:
             self._let_go(slice_id)
@@ -325,6 +326,8 @@ class SliceLeases:
                 refused.add(slice_id)
                 if slice_id in wanted and owner is not None and owner != self._me and owner in self._mates.live():
                     ledger.note_lease(slice_id, owner)
+            over = {each for each, owner in answer.refused if owner is None and each.pass_number < answer.current_pass}
+            ledger.pass_over(over.intersection(wanted).difference(item.slice_id for item in answer.facts))
             if ledger is self._ledger:
                 told = merge_ranges([*self._told, *(item for item in answer.facts if item.slice_id in wanted)])
                 if len(told) > MAX_FACTS:  # more than good stage-mates tell in a round: without them, nothing is read
