@@ -25,22 +25,22 @@ Two live peers never hold a lease of the same slice, as long as each knows of th
    of all counts that have not been added yet, its own included. It counts windows only while it holds the lease.
 
 The owner of a slice finds its end by reading. Other peers can claim only a few ends (`credible`). A peer that did not
-believe a true end takes the slice for unfinished; when it asks for the slice, it is told, or it reads on to the end.
+believe a true end asks for the slice, and is told, also of the last pass that is over; or it reads on to the end.
 
-A refusal names the owner, for `note_lease`: the peer does not want the slice again while the owner lives. A peer that
-has restarted knows of no leases; it is granted the slices that others believe it to lease.
+A refusal names the owner, for `note_lease`: the peer does not want the slice again while the owner lives. If it names
+none, and tells no end though the pass is over, the peer passes the slice over until the round ends. A peer that has
+restarted knows of no leases; it is granted the slices that others believe it to lease.
 
 A peer can miss news, and hearsay would then keep it from a slice forever. So whenever a peer asks a stage-mate, it also
 names the slices that it believes the stage-mate to lease, `leases(stage_mate)`. The answer holds the `corrections`, for
 `release`: those that the stage-mate neither leases nor is asking for. Counts that arrive after their round are added
 then.
 
-Where averages come every so many rounds, stage-mates may end rounds without each other, and go on together. At the
-next average, each tells the others of all samples that it brings (`note`).
+Where stage-mates average every so many rounds, some may end rounds without others. At the next average, each tells all
+samples that it brings (`note`).
 
 Two gaps remain. A count that is under way when its author dies may arrive after another peer has begun to read the
 slice. And a peer that all others believe dead may still be counting. `add` returns how many samples counted twice.
-
 Everything here is pure, and belongs to one thread at a time.
 """
 
