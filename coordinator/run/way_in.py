@@ -80,7 +80,7 @@ class WayIn:
             if has_lapsed:
                 news = "The invite above was revoked. "
             elif self._printed[0]:
-                news = "The addresses above hold no longer. " if moved else "There are other peers to name now. "
+                news = "The coordinator has other addresses now. " if moved else "There are other peers to name now. "
             self._printed = told
             while_ = ", as long as the coordinator or one of the peers named lives" if peers else ""
             self._say(f"{news}Peers join with{while_}:\n\n  {self.line}\n")

@@ -173,7 +173,7 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
     assert tell(1, 3, 4), "one of three again"
     way_in._dht = SimpleNamespace(addresses=PRIVATE_OWN)
     way_in.tell(public(1, 3, 4))
-    assert said[-2].startswith("The addresses above hold no longer. Peers join with")
+    assert said[-2].startswith("The coordinator has other addresses now. Peers join with")
     assert "This machine has no public address" in said[-1]
     assert (tmp_path / "coordinator").read_text().split() == PRIVATE_OWN
 
