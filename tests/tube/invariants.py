@@ -653,7 +653,8 @@ class Invariants:
             self._check_lacking(stage, lacking, told)
 
     def _check_lacking(self, stage: int, lacking: set[bytes], told: int) -> None:
-        missing, died = self.size(lacking - self.brought_by_gone(stage)), self.records.died[stage]
+        unreported = self.brought_by_gone(stage) | self._held_apart(stage)
+        missing, died = self.size(lacking - unreported), self.records.died[stage]
         if missing > told + died:
             self.tube.violation(
                 f"the updates of stage {stage} lack {missing} samples; its peers held {died} as they died, and {told} "
@@ -667,6 +668,14 @@ class Invariants:
             if of_stage == stage and (peer, stage) not in self.records.stayed:
                 brought.update(ids)
         return brought
+
+    def _held_apart(self, stage: int) -> set[bytes]:
+        """What the weights of the peers that are there hold: who has gone on alone tells as it meets the others."""
+        replicas = [host.peer._replica for host in self.tube.peers() if host.peer is not None]
+        steps = [replica.step for replica in replicas if replica is not None and replica.stage == stage]
+        places = [(stage, step.timeline.first_round, step.round_number, step.history_hash) for step in steps]
+        known = [place for place in places if place in self.records.beginnings]
+        return {each for place in known for _, ids in self.history(place) for each in ids}
 
     def size(self, ids: Iterable[bytes]) -> int:
         """How many samples microbatches are of."""
