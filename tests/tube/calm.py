@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -49,12 +49,19 @@ class Accounts(NamedTuple):
         )
 
 
-def check_accounts(watch: Invariants, before: Accounts, now: Accounts) -> None:
+def check_accounts(watch: Invariants, begun: Mapping[Host, Accounts], hurried: Collection[Host]) -> None:
     """While all are together, no sample gets lost, and none counts twice.
 
     After halves of stage 0 have gone on without each other, one gives its updates up, and reports their samples lost.
     Who has heard that they have counted takes them for repeated if another peer, that has not heard, reads their slice.
+
+    Args:
+        begun: what each had reported before
+        hurried: those that have moved since, and had no time to hand over what they held
     """
+    looked_at = [host for host in begun if host not in hurried]
+    before = Accounts(sum(begun[host].lost for host in looked_at), sum(begun[host].repeated for host in looked_at))
+    now = Accounts.of(looked_at)
     repeated = now.repeated - before.repeated
     if now.lost != before.lost or repeated > _num_read_again(watch) * len(watch.tube.peers()):
         watch.tube.violation(f"samples get lost, or count twice, though all are together: {before} became {now}")

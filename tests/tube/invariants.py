@@ -131,6 +131,7 @@ class Records:
     stayed: set[tuple[str, int]] = field(default_factory=set)
     ends: dict[int, Place] = field(default_factory=dict)
     moves: int = 0
+    moves_of: Counter[str] = field(default_factory=Counter)
     rewinds: int = 0
     forks: int = 0
     doubled: int = 0
@@ -497,6 +498,7 @@ class Invariants:
         moved = await call(replica, stage)
         if moved:
             self.records.moves += 1
+            self.records.moves_of[HOST.get().name] += 1
             self.tube.world.note("move", HOST.get(), replica.stage, stage)
             self.tube.check_not_emptied(HOST.get(), replica.stage, LOOKED_S)
         return bool(moved)
