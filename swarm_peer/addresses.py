@@ -104,7 +104,7 @@ def check_peer_addresses(values: tuple[str, ...]) -> None:
     Raises:
         UserError: see peer_address; or an invite is damaged
     """
-    # Imported here, so that `--help` stays quick, and since these packages import this one.
+    # Imported here, so that `--help` stays quick, and since that module imports this one.
     from swarm_peer.wire.passes import Invite
 
     for value in values:

@@ -78,7 +78,7 @@ class WayIn:
         self.line = f"swarm-peer --stage auto --initial-peers {' '.join(invites)}{self._data_dir}"
         if has_lapsed or is_worth_printing(told, self._printed):
             if has_lapsed:
-                news = "The invite above was revoked. "
+                news = "The invite above holds no longer. "
             elif self._printed[0]:
                 news = "The coordinator has other addresses now. " if moved else "There are other peers to name now. "
             self._printed = told

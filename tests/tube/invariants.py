@@ -130,7 +130,6 @@ class Records:
     own_timelines: dict[tuple[str, int], int] = field(default_factory=dict)
     stayed: set[tuple[str, int]] = field(default_factory=set)
     ends: dict[int, Place] = field(default_factory=dict)
-    moves: int = 0
     moves_of: Counter[str] = field(default_factory=Counter)
     rewinds: int = 0
     forks: int = 0
@@ -497,7 +496,6 @@ class Invariants:
     async def _moved(self, call: Any, mover: Any, replica: Any, stage: int) -> bool:
         moved = await call(replica, stage)
         if moved:
-            self.records.moves += 1
             self.records.moves_of[HOST.get().name] += 1
             self.tube.world.note("move", HOST.get(), replica.stage, stage)
             self.tube.check_not_emptied(HOST.get(), replica.stage, LOOKED_S)

@@ -821,7 +821,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.violations, outcome.trace_hash, outcome.log = world.violations, world.trace_hash, world.log
     outcome.steps = len(tube._committed[0])
     outcome.strikes = dict(world.strikes)
-    outcome.moves, outcome.rewinds, outcome.forks = records.moves, records.rewinds, records.forks
+    outcome.moves, outcome.rewinds, outcome.forks = records.moves_of.total(), records.rewinds, records.forks
     outcome.doubled, outcome.lost = records.doubled, tube.lost
     outcome.checked, outcome.validated, outcome.passes = records.checked, records.validated, records.passes
     outcome.events = world.num_events

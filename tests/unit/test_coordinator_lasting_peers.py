@@ -191,7 +191,7 @@ def test_a_line_whose_invite_was_revoked_is_told_anew(tmp_path):
     assert len(said) == 2
     assert way_in.line != before
     assert way_in.line in said[-1]
-    assert said[-1].startswith("The invite above was revoked. Peers join with")
+    assert said[-1].startswith("The invite above holds no longer. Peers join with")
 
 
 def test_an_invite_stays_short():

@@ -1444,7 +1444,9 @@ async def test_commits_for_a_later_round_hold_up_no_other_ones():
         leaving.transport.call = end_first
         with anyio.fail_after(2):
             assert not await leaving.handover.hand_over(), "it is told at once that the round ends"
-        lies[0].cancel()
+        [lie] = lies
+        assert not lie.done(), "it still waits for its round"
+        lie.cancel()
 
 
 def arrived_whole(leaving):

@@ -67,7 +67,7 @@ MAX_UNHELD_EMPTY = 32
 # Facts in one ledger beyond two for each slice of a pass: gaps, and later passes. A ledger with this many takes 0.1 s
 # to encode.
 MAX_SPARE_FACTS = 1 << 16
-# Passes from the oldest one on whose slices this peer passes over on a stage-mate's word.
+# A stage-mate's word can have this peer pass over slices of so many passes, the oldest ones.
 MAX_PASSED_OVER = 8
 # Orders of slices that are cached: those of one peer, for the passes that are under way at the same time.
 MAX_ORDERS = 4
@@ -105,7 +105,7 @@ class SampleLedger:
     Attributes:
         num_slices: slices in a pass
         current_pass: the oldest pass with an unfinished slice; all samples of earlier passes have counted
-        passed_over: slices not to want for now: a stage-mate says that their pass is over, and not how they end
+        passed_over: slices that `wanted` leaves out: a stage-mate says that their pass is over, but not where they end
     """
 
     def __init__(self, num_slices: int):

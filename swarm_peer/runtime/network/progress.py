@@ -227,8 +227,9 @@ class ProgressBook:
         """The peers that were late at the last look, and have counted nothing in a round in which others could."""
         round_number, late, patience_s = self._looked
         counted = {life.peer_id for life, count in self.counter.counts(round_number) if count.samples}
-        could_count = bool(counted) and not self._counted_s - self._claimed_s >= patience_s
-        return late - counted - {self.author.peer_id} if could_count else set()
+        # A difference with nan is not that long: this peer had no claim, or heard of all counts before the round began.
+        waited_in_vain = self._counted_s - self._claimed_s >= patience_s
+        return late - counted - {self.author.peer_id} if counted and not waited_in_vain else set()
 
     def _note_times(self, round_number: int, samples: int, claimed: int = 0) -> None:
         if round_number == self.round_number:

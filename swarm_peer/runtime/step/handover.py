@@ -304,7 +304,7 @@ class GradientHandover:
 
     async def handle_commit(self, caller: str, call: CommitGradientCall, tensors: Sequence[memoryview]) -> Reply:
         """Add a gradient that has arrived whole to this peer's own, once, however often the call is repeated."""
-        if self._is_mate(caller):  # a peer that has left since may repeat an earlier call, and waits for nothing here
+        if self._is_mate(caller):  # one that has left repeats a call that was answered, or is refused below
             await self._admission.open_soon(call.round_number)
         # The reply to a repeated call must not come before the first call has added the gradient.
         async with self._committing:
