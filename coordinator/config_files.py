@@ -48,7 +48,7 @@ def read_yaml(path: Path) -> Any:
         UserError: it cannot be read, or is no YAML
     """
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UserError(f"cannot read {path}: {reason}; check the path") from error

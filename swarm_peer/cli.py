@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from math import inf
 from typing import Annotated, Any
@@ -17,7 +19,12 @@ from swarm_peer import __version__
 from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
 from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
-from swarm_peer.errors import Interrupted, SwarmError, UserError
+from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault
+
+log = logging.getLogger(__name__)
+
+# torch makes sockets there whose names add 34 bytes, and with its last byte a socket's path has at most 108.
+MAX_TEMPORARY_BYTES = 73
 
 # Control characters and Unicode's ends of lines, by their escapes. Peers choose much of what the log and errors quote:
 # a line break would begin a line that looks like the log's own, and a terminal would obey the rest.
@@ -125,6 +132,8 @@ def configure_logging(level: str) -> None:
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenizers warn about every fork otherwise
     os.environ.setdefault("USE_LEGACY_BFLOAT16", "0")
+    # Child processes of this one's interpreter import no modules from the folder that it was started in.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 
 def run_app(application: App) -> Callable[[], None]:
@@ -133,6 +142,7 @@ def run_app(application: App) -> Callable[[], None]:
     def run() -> None:
         name = application.name[0]
         try:
+            _check_surroundings()
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
         except (UserError, CycloptsError, ValidationError) as error:
             print(f"{name}: {on_one_line(_explain(name, error))}", file=sys.stderr)
@@ -140,10 +150,43 @@ def run_app(application: App) -> Callable[[], None]:
         except SwarmError as error:
             print(f"{name}: {on_one_line(str(error))}", file=sys.stderr)
             sys.exit(130 if isinstance(error, Interrupted) else 1)
+        except OSError as error:
+            if (fault := machine_fault(error)) is None:
+                raise
+            log.debug("machine_fault", exc_info=True)
+            print(f"{name}: {on_one_line(fault)}", file=sys.stderr)
+            sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)
 
     return run
+
+
+def _check_surroundings() -> None:
+    """Check, and set right where possible, what of its surroundings a program cannot do without.
+
+    Raises:
+        UserError: something that the user can mend
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # the terminal may know few letters, and models write any
+    for argument in sys.argv[1:]:
+        # Python reads bytes that are no text in the locale's encoding as lone surrogates.
+        if any(0xD800 <= ord(character) <= 0xDFFF for character in argument):
+            raise UserError(
+                f"{argument!a} is no text in this shell's encoding ({sys.getfilesystemencoding()}): type it in "
+                f"that encoding, or rename the file"
+            )
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise UserError(f"{error.strerror}: name a folder that can be written to in TMPDIR") from error
+    if (length := len(os.fsencode(folder))) > MAX_TEMPORARY_BYTES:
+        raise UserError(
+            f"the path of the folder for temporary files has {length} bytes, and sockets in it can have "
+            f"{MAX_TEMPORARY_BYTES}: name a folder with a shorter one in TMPDIR ({folder})"
+        )
 
 
 def _explain(program: str, error: UserError | CycloptsError | ValidationError) -> str:

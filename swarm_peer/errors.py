@@ -17,6 +17,10 @@ SwarmError
     └── HopFailed           a later stage could not be reached  -> try again, the peer itself is well
 """
 
+from __future__ import annotations
+
+import errno
+import os
 from typing import ClassVar
 
 
@@ -136,6 +140,35 @@ def first_line(error: Exception) -> str:
     """The first line of an exception's message, short enough to be part of a one-line message."""
     text = str(error).strip()
     return text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__
+
+
+def machine_fault(error: BaseException) -> str | None:
+    """Say what this machine lacks, where, and what to do, if that has led to an error; None if something else has.
+
+    Errors that the files themselves may be to blame for, such as a missing one, are none of these.
+    """
+    seen = set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, OSError) and cause.errno in _REMEDIES:
+            place = f": {cause.filename}" if cause.filename else ""
+            return f"{os.strerror(cause.errno)}{place}; {_REMEDIES[cause.errno]}"
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+_ANOTHER_FOLDER = "(--output for a run, --cache-dir for what is downloaded, TMPDIR for temporary files)"
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"free some space, or name a folder elsewhere {_ANOTHER_FOLDER}"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"let this user use it, or name another folder {_ANOTHER_FOLDER}"),
+    errno.EROFS: f"name a folder that can be written to {_ANOTHER_FOLDER}",
+    errno.ENAMETOOLONG: f"name a folder with a shorter path {_ANOTHER_FOLDER}",
+    **dict.fromkeys((errno.ENOLCK, errno.ENOSYS), f"name a folder whose file system has locks {_ANOTHER_FOLDER}"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "let this process open more files, with `ulimit -n 65536`"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), f"mend that disk, or name a folder elsewhere {_ANOTHER_FOLDER}"),
+    errno.ENOMEM: "end what else uses this machine's memory",
+}
 
 
 def forget_frames(error: BaseException) -> None:

@@ -1,15 +1,21 @@
-"""Replaces files so that a reader, or who comes after a crash, finds all of the old content or all of the new."""
+"""Replaces files so that a reader, also one after a crash, finds all of the old content or all of the new; locks."""
 
 from __future__ import annotations
 
+import logging
 import os
-from errno import EBADF, EINVAL, ENOTSUP
+from collections.abc import Callable
+from errno import EBADF, EINVAL, ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 ANYBODY = 0o666  # but for what the umask takes away
 OWNER = 0o600
 # A file system that does not sync folders says one of these.
 UNABLE = {EBADF, EINVAL, ENOTSUP}
+# A file system without locks says one of these: Lustre as it is often mounted, NFS without its lock daemon.
+WITHOUT_LOCKS = {ENOSYS, ENOLCK, ENOTSUP, EOPNOTSUPP}
 
 
 def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> None:
@@ -46,3 +52,22 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def lock(function: Callable[[int, int], None], descriptor: int, operation: int, folder: Path) -> None:
+    """Lock a file, until it is closed, where its file system has locks. Elsewhere the process goes on without one.
+
+    Args:
+        function: `fcntl.flock`, whose lock forked children hold as well, or `fcntl.lockf`
+        folder: where the file is, to be named in the log
+
+    Raises:
+        BlockingIOError: another process holds it, and `operation` is not to wait
+        OSError: as for any other use of the file
+    """
+    try:
+        function(descriptor, operation)
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        log.warning("not_locked folder=%s reason=%s", folder, error.strerror)

@@ -185,7 +185,8 @@ def open_checkpoint(
         contents = Contents.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
         # Names that lead elsewhere are none of these.
         expected = {MANIFEST, *(_stage_file(stage) for stage in range(len(contents.stages)))}
-        if set(contents.files) != expected or contents.optimizer_step != optimizer_step_of(folder):
+        named_step = optimizer_step_of(folder) if is_checkpoint_name(folder) else contents.optimizer_step
+        if set(contents.files) != expected or contents.optimizer_step != named_step:
             raise CheckpointDamaged(folder, f"{name} does not belong to it")
         if wanted is not None and contents.manifest != wanted.hash:
             raise CheckpointUnfit(folder, f"it is of manifest {contents.manifest}, and the run's is {wanted.hash}")
@@ -213,6 +214,11 @@ def open_checkpoint(
 def folder_name(optimizer_step: int, version: int) -> str:
     """The name of a checkpoint's folder; `version` counts the checkpoints of this optimizer step before it."""
     return f"step-{optimizer_step:08d}" + (f".{version}" if version else "")
+
+
+def is_checkpoint_name(folder: str) -> bool:
+    """Whether a folder has the name of a checkpoint, rather than one that a person has given it."""
+    return FOLDER.fullmatch(folder.rpartition("/")[2]) is not None
 
 
 def optimizer_step_of(folder: str) -> int:

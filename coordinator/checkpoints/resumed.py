@@ -49,7 +49,7 @@ def find_resumed(output: Path, timeline: Timeline) -> Checkpoint | None:
     """
     path = output / RESUMED
     try:
-        note = Resumed.model_validate_json(path.read_text())
+        note = Resumed.model_validate_json(path.read_text(encoding="utf-8"))
         if (note.optimizer_step, note.first_round) != (timeline.first_optimizer_step, timeline.first_round):
             return None
         checkpoint = find_checkpoint(note.address)

@@ -25,6 +25,7 @@ from coordinator.checkpoints.folder import (
     Fits,
     age_of,
     folder_name,
+    is_checkpoint_name,
     one_line,
     open_checkpoint,
     optimizer_step_of,
@@ -177,6 +178,14 @@ class CheckpointStore:
                 if not isinstance(error, CheckpointIncomplete):
                     reasons.append(error.reason)
 
+    def itself(self) -> Checkpoint | None:
+        """The checkpoint that the base folder itself is, under whatever name; None if it is none.
+
+        Raises:
+            UserError: it is damaged, or the store does not answer
+        """
+        return open_checkpoint(self._files, self._files.base) if self._is_complete(self._files.base) else None
+
     def named(self, name: str) -> Checkpoint:
         """The checkpoint in the folder of this name, or the one of the same optimizer step that has replaced it.
 
@@ -290,12 +299,13 @@ def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
     Raises:
         UserError: there is none, or it is damaged
     """
-    name = url.rstrip("/").rpartition("/")[2]
-    if (match := FOLDER.fullmatch(name)) is not None:
-        base, own = url.rstrip("/").removesuffix(name) or ".", int(match[1])
-        if optimizer_step not in (None, own):
-            raise UserError(f"--step {optimizer_step}: {url} is the checkpoint of step {own}; leave one of them out")
-        return CheckpointStore(base).named(name)
+    if (itself := _checkpoint_itself(url)) is not None:
+        if optimizer_step not in (None, itself.optimizer_step):
+            raise UserError(
+                f"--step {optimizer_step}: {url} is the checkpoint of step {itself.optimizer_step}; leave one of them "
+                f"out"
+            )
+        return itself
     store, below = CheckpointStore(url), CheckpointStore(f"{url.rstrip('/')}/{CHECKPOINTS}")
     if store.is_empty and not below.is_empty:
         store = below
@@ -308,3 +318,11 @@ def find_checkpoint(url: str, optimizer_step: int | None = None) -> Checkpoint:
             f"begun with --checkpoint-every 0, or by swarm-coordinator local without it, has written none"
         )
     return checkpoint
+
+
+def _checkpoint_itself(url: str) -> Checkpoint | None:
+    """The checkpoint whose folder this is, or one that has replaced it; None if it is no checkpoint's folder."""
+    if not is_checkpoint_name(url.rstrip("/")):
+        return CheckpointStore(url).itself()
+    base, _, name = url.rstrip("/").rpartition("/")
+    return CheckpointStore(base or ("/" if url.startswith("/") else ".")).named(name)

@@ -62,7 +62,7 @@ def kept_token(folder: Path | None) -> str:
     if folder is None:
         return secrets.token_urlsafe(18)
     with suppress(OSError, ValueError):
-        if len(known := (folder / TOKEN).read_text().strip()) >= 20 and known.isascii():
+        if len(known := (folder / TOKEN).read_text(encoding="utf-8").strip()) >= 20 and known.isascii():
             return known
     token = secrets.token_urlsafe(18)
     try:

@@ -51,7 +51,7 @@ class Gpu(Section):
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """All entries of gpus.yaml."""
-    content = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text())
+    content = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
     return tuple(Gpu.model_validate(entry) for entry in content)
 
 

@@ -80,7 +80,7 @@ def read_text_files(files: Sequence[Path]) -> list[str]:
         UserError: one of them cannot be read
     """
     try:
-        return [path.read_text(errors="replace") for path in files]
+        return [path.read_text(encoding="utf-8", errors="replace") for path in files]
     except OSError as error:
         raise UserError(f"--files: cannot read {error.filename}: {error.strerror}; correct the path") from error
 

@@ -129,7 +129,7 @@ def read_run(folder: Path) -> RecordedRun:
 def _read(path: Path, kind: type[AnyLine]) -> tuple[Sequence[AnyLine], int]:
     """The lines of a file, and how many are none: the last one may be cut off."""
     try:
-        texts = path.read_text(errors="replace").splitlines()
+        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return [], 0
     except OSError as error:

@@ -38,7 +38,7 @@ def read_known(path: Path) -> list[str]:
         UserError: the file cannot be read
     """
     try:
-        lines = path.read_text().split()
+        lines = path.read_text(encoding="utf-8").split()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return []
     except (OSError, UnicodeDecodeError) as error:

@@ -145,7 +145,7 @@ def _known_in(folder: Path) -> list[str]:
 
 def _invites_in(folder: Path) -> list[str]:
     with suppress(OSError):  # there is none, or it is for its owner alone
-        return [(folder / INVITE).read_text().strip()]
+        return [(folder / INVITE).read_text(encoding="utf-8").strip()]
     return []
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm_peer.errors import InvalidMessage, UserError
-from swarm_peer.files import OWNER, replace_file
+from swarm_peer.files import OWNER, lock, replace_file
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.passes import MAX_TICKETS_REVOKED, Invite, Revocations, Revoked
 from swarm_peer.wire.records import seal, unseal
@@ -115,7 +115,7 @@ class InviteBook:
     def kept(self, run_key: Identity) -> Invite | None:
         """The invite in the folder; None if there is none, or it is damaged, or holds no longer."""
         with suppress(OSError, UserError):
-            known = Invite.parse((self._folder / INVITE).read_text().strip())
+            known = Invite.parse((self._folder / INVITE).read_text(encoding="utf-8").strip())
             if known.run_id == run_key.peer_id and not self._is_over(known):
                 return known
         return None
@@ -132,7 +132,7 @@ class InviteBook:
         path = self._folder / ISSUED
         with self._locked():
             # Not appended to: a power failure could leave half a line.
-            known = path.read_text() if path.exists() else ""
+            known = path.read_text(encoding="utf-8") if path.exists() else ""
             replace_file(path, known + json.dumps(asdict(issued)) + "\n")
 
     @contextmanager
@@ -144,7 +144,7 @@ class InviteBook:
         """
         folder = os.open(self._folder, os.O_RDONLY)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            lock(fcntl.flock, folder, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), self._folder)
             yield
         finally:
             os.close(folder)
@@ -153,7 +153,7 @@ class InviteBook:
         """All invites that were given to somebody, the oldest first."""
         path, issued = self._folder / ISSUED, list[Issued]()
         try:
-            for line in path.read_text().splitlines() if path.exists() else ():
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
                 issued.append(Issued(**json.loads(line)))
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
@@ -165,7 +165,7 @@ class InviteBook:
     def members(self) -> dict[str, list[str]]:
         """The peers that have come, by the key of their ticket, as the run's coordinator has seen them."""
         try:
-            return dict(json.loads((self._folder / MEMBERS).read_text()))
+            return dict(json.loads((self._folder / MEMBERS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):  # the coordinator writes it anew
             return {}
 

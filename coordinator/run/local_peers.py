@@ -21,6 +21,9 @@ from swarm_peer.runtime.host.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
+# The program swarm-peer. `python -m` would look for modules in the folder that this program was started in first, and
+# take its datasets.py or queue.py for the libraries of these names.
+RUN_PEER = "import sys; sys.path[:] = filter(None, sys.path); from swarm_peer.cli import run; run()"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 # A peer that is told to go finishes what is in flight (10 s) and stops its processes.
 PEER_LEAVE_TIMEOUT_S = 25.0
@@ -81,7 +84,9 @@ class LocalPeer:
 
     def last_words(self) -> str:
         """The last line of its log that is not blank."""
-        lines = [line for line in self.log_file.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line for line in self.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+        ]
         return lines[-1] if lines else "(no output)"
 
 
@@ -186,7 +191,7 @@ def launch_peer(
     options: Sequence[str],
     log_file: Path,
     threads: int,
-    program: Sequence[str] = (sys.executable, "-m", "swarm_peer.cli"),
+    program: Sequence[str] = (sys.executable, "-c", RUN_PEER),
 ) -> Process:
     """Start a program as a child process that dies with this one; the default for `Launch`."""
     parent = os.getpid()

@@ -13,6 +13,7 @@ from coordinator.watch.metrics_file import METRICS, last_step
 from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.files import lock
 
 
 def check_output(output: Path, steps: int | None = None, *, is_resumed: bool = False) -> None:
@@ -65,11 +66,11 @@ def lock_folder(output: Path) -> IO[str]:
         UserError: another one holds it, or the folder cannot be written to
     """
     try:
-        file = (output / ".lock").open("w")
+        file = (output / ".lock").open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror}); name another folder") from error
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: forked children would hold it as well
+        lock(fcntl.lockf, file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, output)  # forked children would hold flock's
     except OSError as error:
         file.close()
         if not isinstance(error, BlockingIOError):

@@ -137,7 +137,7 @@ def read_places(path: Path) -> Places:
         UserError: it is neither
     """
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if lines and "," in lines[0]:
             return _from_table([line.split(",") for line in lines[1:]])
         return _from_matrix([[float(value) for value in line.split()] for line in lines])

@@ -57,7 +57,7 @@ def read_trace(path: Path, rng: random.Random) -> Trace:
         UserError: it cannot be read, or holds neither
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UserError(f"--trace: cannot read {path}: {reason}; check the path") from error

@@ -33,7 +33,7 @@ def read_events(folder: Path) -> list[Event]:
         OSError: the file is there and cannot be read
     """
     try:
-        lines = (folder / EVENTS).read_text(errors="replace").splitlines()
+        lines = (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [event for line in lines if (event := _parse(line)) is not None]
@@ -136,7 +136,7 @@ class Journal:
         if not events or self._path is None:
             return
         try:
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 if self._is_cut:
                     file.write("\n")
                 file.writelines(json.dumps(event) + "\n" for event in events)

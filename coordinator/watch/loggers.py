@@ -125,7 +125,7 @@ class WandbLogger(StepLogger):
         import wandb
 
         id_file = output / "wandb-id"
-        known = id_file.read_text().strip() if resume and id_file.exists() else ""
+        known = id_file.read_text(encoding="utf-8").strip() if resume and id_file.exists() else ""
         try:
             self._run = wandb.init(
                 project=WANDB_PROJECT,
@@ -139,7 +139,7 @@ class WandbLogger(StepLogger):
             )
             # wandb drops rows whose own step does not grow.
             self._run.define_metric("*", step_metric="optimizer_step")
-            id_file.write_text(f"{self._run.id}\n")
+            id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         except (wandb.Error, OSError) as error:
             raise UserError(
                 f"--log-to wandb: cannot begin: {' '.join(str(error).split())}; log in with `wandb login`, or set "

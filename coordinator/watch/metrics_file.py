@@ -186,7 +186,7 @@ class MetricsFile:
             if line is None:
                 self._rewrite()
             else:
-                with self._path.open("a") as file:
+                with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
             self._is_whole = True
         except OSError as error:
@@ -211,7 +211,7 @@ def whole_lines(path: Path) -> list[MetricsLine]:
         UserError: another version of this program wrote them
     """
     lines: list[MetricsLine] = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             fields = json.loads(line)
         except ValueError:

@@ -31,7 +31,7 @@ def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
         "manifest": manifest.model_dump(mode="json"),
     }
     try:
-        (output / RUN_FILE).write_text(json.dumps(about, indent=2) + "\n")
+        (output / RUN_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("run_file_not_written path=%s reason=%s", output / RUN_FILE, error.strerror)
 
@@ -39,7 +39,7 @@ def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
 def read_run_file(folder: Path) -> dict[str, Any]:
     """Read what `write_run_file` has written; empty if it is not there, or of another form."""
     try:
-        about = json.loads((folder / RUN_FILE).read_text())
+        about = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}

@@ -72,7 +72,7 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         # safetensors makes a file that nobody else can read.
         shutil.copymode(partial / "config.json", partial / "model.safetensors")

@@ -89,7 +89,7 @@ class ModelSource:
         if (path := self.fetch(file)) is None:
             return None
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):

@@ -1,10 +1,12 @@
 """The command lines as newcomers type them: what --help shows, and one line for each mistake, before anything heavy."""
 
+import errno
 import io
 import json
 import logging
 import re
 import sys
+import tempfile
 from itertools import pairwise
 
 import pytest
@@ -16,7 +18,7 @@ from coordinator.config_files import PEERS, RUNS, find_file
 from coordinator.planning.peers_file import load_peers
 from coordinator.query import queries
 from coordinator.run import found_runs
-from swarm_peer.errors import InvalidMessage, SwarmError, UserError
+from swarm_peer.errors import InvalidMessage, SwarmError, UserError, machine_fault
 from swarm_peer.runtime.network.transport import check_body, error_from_body
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import GreetCall
@@ -128,6 +130,93 @@ def test_the_error_that_ends_a_program_is_one_line_and_commands_no_terminal(erro
     assert said.endswith("\n")
     assert said[:-1].isprintable()
     assert r"stop\x1b]0;owned\x07" in said
+
+
+MACHINE = {
+    errno.ENOSPC: "No space left on device: /data/x; free some space, or name a folder elsewhere (--output",
+    errno.EROFS: "Read-only file system: /data/x; name a folder that can be written to (--output",
+    errno.EACCES: "Permission denied: /data/x; let this user use it, or name another folder (--output",
+    errno.EMFILE: "Too many open files: /data/x; let this process open more files, with `ulimit -n 65536`",
+    errno.ENOLCK: "No locks available: /data/x; name a folder whose file system has locks (--output",
+    errno.EIO: "Input/output error: /data/x; mend that disk, or name a folder elsewhere (--output",
+}
+
+
+@pytest.mark.parametrize("code", MACHINE)
+def test_what_the_machine_lacks_is_one_line(code, monkeypatch, capsys):
+    app = swarm_peer.cli.make_app("swarm-peer", "")
+
+    @app.default
+    def fail():
+        raise OSError(code, "as a library says it", "/data/x")
+
+    monkeypatch.setattr(sys, "argv", ["swarm-peer"])
+    with pytest.raises(SystemExit) as ended:
+        swarm_peer.cli.run_app(app)()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(f"swarm-peer: {MACHINE[code]}")
+    assert said.count("\n") == 1
+
+
+def test_a_library_that_hides_what_the_machine_lacks_does_not_hide_it_from_people():
+    def deep():
+        try:
+            try:
+                raise PermissionError(errno.EACCES, "Permission denied", "/home/x/.cache")
+            except OSError as error:
+                raise ValueError("no such data set") from error
+        except ValueError:
+            raise RuntimeError("cannot load") from None
+
+    with pytest.raises(RuntimeError) as caught:
+        deep()
+    assert machine_fault(caught.value).startswith("Permission denied: /home/x/.cache; let this user use it")
+    assert machine_fault(FileNotFoundError(errno.ENOENT, "no such file", "book.txt")) is None
+    looped = ValueError()
+    looped.__context__ = looped
+    assert machine_fault(looped) is None
+
+
+@pytest.mark.parametrize("words", [("--name", "caf\udce9"), ("--initial-peers", "@\ud800")])
+def test_bytes_that_are_no_text_are_refused(words, run):
+    code, _, err = run("swarm-peer", *words)
+    assert code == 2
+    assert re.fullmatch(
+        r"swarm-peer: '@?(caf)?\\u[0-9a-f]{4}' is no text in this shell's encoding \(utf-8\): type it .*\n", err
+    )
+
+
+def test_a_terminal_that_lacks_letters_gets_escapes(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    app = swarm_peer.cli.make_app("swarm-peer", "")
+    app.default(lambda: print("caf\xe9 \u6f22"))
+    monkeypatch.setattr(sys, "argv", ["swarm-peer"])
+    swarm_peer.cli.run_app(app)()
+    stdout.flush()
+    assert stdout.buffer.getvalue() == b"caf\xe9 \\u6f22\n"
+
+
+@pytest.mark.parametrize("length", [73, 74])
+def test_a_folder_for_temporary_files_has_a_path_that_sockets_can_have(length, run, monkeypatch):
+    folder = "/" + "x" * (length - 1)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: folder)
+    code, _, err = run("swarm-peer", "--version")
+    assert code == (0 if length == 73 else 2)
+    if length == 74:
+        said = "the path of the folder for temporary files has 74 bytes, and sockets in it can have 73: name a folder"
+        assert err == f"swarm-peer: {said} with a shorter one in TMPDIR ({folder})\n"
+
+
+def test_a_machine_without_a_folder_for_temporary_files_says_so(run, monkeypatch):
+    def nowhere():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    code, _, err = run("swarm-coordinator", "status")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "No usable temporary directory found in ['/tmp']: name a folder that can be written to in TMPDIR" in err
 
 
 def test_what_a_model_writes_commands_no_terminal(run, monkeypatch):

@@ -242,6 +242,32 @@ def test_a_folder_that_is_named_is_the_one_that_is_opened(world, tmp_path):
     assert find_checkpoint(f"{world.url}/step-00000005").path.endswith("/step-00000005")
 
 
+@pytest.mark.parametrize("name", ["best", "step-5", "run 3, before the new data"])
+def test_a_checkpoint_may_have_any_name(world, name):
+    world.save(5, 7)
+    world.fs.cp(f"{world.path}/step-00000005", f"{world.path}/{name}", recursive=True)
+    checkpoint = find_checkpoint(f"{world.url}/{name}/", 5)
+    assert checkpoint.optimizer_step == 5
+    assert_same(checkpoint.load_stage(1), state_of(1, 5))
+    assert find_checkpoint(checkpoint.address).optimizer_step == 5  # as a coordinator that is started again finds it
+    with pytest.raises(UserError, match=r"^--step 7: .* is the checkpoint of step 5; leave one of them out$"):
+        find_checkpoint(f"{world.url}/{name}", 7)
+    assert find_checkpoint(world.url).optimizer_step == 7
+
+
+def test_a_link_to_a_checkpoint_is_that_checkpoint(tmp_path):
+    CheckpointStore(str(tmp_path)).save(5, MANIFEST, states_of(5))
+    (tmp_path / "latest").symlink_to("step-00000005")
+    assert find_checkpoint(str(tmp_path / "latest")).optimizer_step == 5
+
+
+def test_a_checkpoint_with_another_steps_name_is_refused(world):
+    world.save(5)
+    world.fs.cp(f"{world.path}/step-00000005", f"{world.path}/step-00000006", recursive=True)
+    with pytest.raises(UserError, match=r"checkpoint\.json does not belong to it"):
+        find_checkpoint(f"{world.url}/step-00000006")
+
+
 class Killed(BaseException):
     """Nobody cleans up."""
 

@@ -16,7 +16,7 @@ from coordinator.cli import app
 from coordinator.config_files import load_manifest
 from coordinator.run import local, serve
 from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes, notes_at_start
-from coordinator.run.local_peers import LocalPeers
+from coordinator.run.local_peers import LocalPeers, launch_peer
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions
 from swarm_peer.errors import Interrupted, SwarmError, UserError
@@ -100,6 +100,16 @@ async def test_peers_leave_stage_by_stage(tmp_path, monkeypatch):
     async with machine.peers.running():
         machine.peers.start("auto", "chooses")
     assert left == list(range(13))
+
+
+def test_a_folder_of_ones_own_has_modules_of_any_name(tmp_path, monkeypatch):
+    """Such as a project's datasets.py, where its owner tries a run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("datasets", "queue", "token"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the folder was imported')")
+    process = launch_peer(["--version"], tmp_path / "log", 1)
+    assert process.wait(30) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().startswith("swarm-peer ")
 
 
 def test_two_programs_never_train_into_one_folder(tmp_path):

@@ -1,13 +1,17 @@
-"""A file is replaced as a whole, or stays as it was."""
+"""A file is replaced as a whole, or stays as it was; locks where there are some; text is UTF-8 everywhere."""
 
+import ast
+import fcntl
 import os
 from contextlib import nullcontext
-from errno import EINVAL, EIO
+from errno import EAGAIN, EINVAL, EIO, ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
 import pytest
 
-from swarm_peer.files import OWNER, replace_file, sync
+from swarm_peer.files import OWNER, lock, replace_file, sync
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_file_is_replaced_and_nobody_else_may_read_a_secret(tmp_path: Path) -> None:
@@ -61,3 +65,44 @@ def test_some_file_systems_sync_no_folders(
     monkeypatch.setattr(os, "fsync", fail)
     with nullcontext() if is_fine else pytest.raises(OSError, match="failed"):
         sync(path)
+
+
+@pytest.mark.parametrize("code", [ENOSYS, ENOLCK, EOPNOTSUPP])
+def test_a_file_system_without_locks_is_no_reason_to_stop(
+    tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    lock(fail, 0, fcntl.LOCK_EX, tmp_path)
+    assert f"not_locked folder={tmp_path} reason={os.strerror(code)}" in caplog.text
+
+
+@pytest.mark.parametrize("code", [EAGAIN, EIO])
+def test_a_lock_that_another_process_holds_or_a_broken_disk_is_one(tmp_path: Path, code: int) -> None:
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(OSError, match=os.strerror(code)):
+        lock(fail, 0, fcntl.LOCK_EX, tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["swarm_peer", "coordinator"])
+def test_text_is_utf8_whatever_the_locale_says(folder: str) -> None:
+    """Files come from other machines, and go to them."""
+    calls = [
+        (path, node)
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    found = [(path, node) for path, node in calls if _is_of_text(node)]
+    assert len(found) > 5, "the test finds calls"
+    for path, node in found:
+        assert any(k.arg == "encoding" for k in node.keywords), f"{path}:{node.lineno}: which encoding?"
+
+
+def _is_of_text(node: ast.Call) -> bool:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    modes = {a.value for a in node.args if isinstance(a, ast.Constant)} & {"r", "w", "a", "x", "rt", "wt"}
+    return name in ("read_text", "write_text") or (name == "open" and bool(modes))

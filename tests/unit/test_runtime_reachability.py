@@ -185,9 +185,8 @@ def test_a_sight_is_read_as_it_is_written():
 
 
 @pytest.fixture
-def first(tmp_path, monkeypatch):
+def first():
     """The first of some ports that nobody listens on."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -228,10 +227,3 @@ def test_a_port_that_is_taken_is_passed_over_unless_it_is_named(first, monkeypat
         monkeypatch.setattr(ports, "MAX_PORTS", 1)
         with pytest.raises(UserError, match="no port from"), chosen(first):
             pass
-
-
-def test_a_user_without_a_folder_gets_a_port_all_the_same(first, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with chosen(first) as address:
-        assert address.endswith(f"/{first}")

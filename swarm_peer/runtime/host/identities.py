@@ -66,7 +66,7 @@ class KeptFile:
 def locked(folder: Path, name: str) -> IO[str] | None:
     """The lock of that name in a folder, held until it is closed; None if another process holds it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = (folder / f"{name}.lock").open("w")
+    lock = (folder / f"{name}.lock").open("w", encoding="utf-8")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -34,7 +34,7 @@ def host_memory() -> tuple[int, int]:
 
     That is the machine's, or what the tightest of the control groups that this process is in has; a container is one.
     """
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in _MACHINE.read_text().splitlines()}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in _MACHINE.read_text(encoding="utf-8").splitlines()}
     free_bytes, all_bytes = 1024 * kib["MemAvailable"], 1024 * kib["MemTotal"]
     for limit, used in _limits():
         free_bytes, all_bytes = min(free_bytes, max(limit - used, 0)), min(all_bytes, limit)
@@ -44,7 +44,7 @@ def host_memory() -> tuple[int, int]:
 def _limits() -> Iterator[tuple[int, int]]:
     """Limit and use in bytes of each group with a limit that this process is in, from the inside out."""
     with suppress(OSError):  # no Linux
-        for line in _GROUPS.read_text().splitlines():
+        for line in _GROUPS.read_text(encoding="utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers == "":
                 files, mount = _V2, _ROOT
@@ -60,6 +60,9 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _read(folder: Path, files: _Files) -> tuple[int, int]:
-    limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
-    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    limit, used = (
+        int((folder / files.limit).read_text(encoding="utf-8")),
+        int((folder / files.used).read_text(encoding="utf-8")),
+    )
+    counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
     return limit, used - int(counts.get(files.reclaimable, 0))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.host.identities import locked, state_folder
 
 # A coordinator's. Peers leave it free, since invites name it.
 FIRST_PORT = 31337
@@ -20,8 +20,8 @@ MAX_PORTS = 256
 def with_port(address: str, first: int) -> Iterator[str]:
     """A multiaddress to listen on, with its port; one that names no port gets the first free one from `first` on.
 
-    While the context is open, no other process of this user chooses that port: two daemons of libp2p that begin at the
-    same moment would both listen on it, and report nothing.
+    While the context is open, no other process chooses that port: two daemons of libp2p that begin at the same moment
+    would both listen on it, and report nothing.
 
     Raises:
         UserError: the port is taken, or all are
@@ -42,10 +42,20 @@ def with_port(address: str, first: int) -> Iterator[str]:
 
 
 def _locked(port: int) -> AbstractContextManager[object] | None:
-    try:
-        return locked(state_folder(), f"port-{port}")
-    except OSError:  # this user has no folder to keep anything in
+    """Keep a port from other processes until the result is closed; None if another process has it.
+
+    On Linux that is an abstract Unix socket. Like the port, it belongs to one machine or network namespace, and ends
+    with its process; a lock on a file would be shared by all machines with the same home.
+    """
+    if sys.platform != "linux":
         return nullcontext()
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0swarm-port-{port}")
+    except OSError:
+        lock.close()
+        return None
+    return lock
 
 
 def _is_free(address: str) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from swarm_peer.files import lock
+
 log = logging.getLogger(__name__)
 
 PREFIX = "swarm-peer-"
@@ -49,7 +51,7 @@ def _locked_folder(parent: Path, held: ExitStack) -> Path:
     folder = Path(held.enter_context(made))
     with suppress(FileNotFoundError):
         file = held.enter_context((folder / LOCK).open("wb"))
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(fcntl.flock, file.fileno(), fcntl.LOCK_EX, folder)
     return folder
 
 
@@ -70,7 +72,7 @@ def is_in_memory(folder: Path) -> bool:
     number = folder.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     try:
-        mounts = MOUNTS.read_text(errors="replace").splitlines()
+        mounts = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     # As proc(5) has it: id, parent's id, device, root, mount point, options, any number of fields, "-", type, ...
@@ -79,12 +81,12 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
+    for path in parent.glob(f"{PREFIX}*/{LOCK}"):
         try:
             # Without a wait: another user may have made anything there.
-            with os.fdopen(os.open(lock, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent)
-                log.info("scratch_removed path=%s reason=the process that owned it is gone", lock.parent)
+                shutil.rmtree(path.parent)
+                log.info("scratch_removed path=%s reason=the process that owned it is gone", path.parent)
         except OSError:
             continue  # the folder is in use, or belongs to another user

@@ -116,7 +116,7 @@ async def _read_address_file(path: Path) -> list[str]:
         while not await file.exists():  # noqa: ASYNC110  # a file has no event to wait for
             await anyio.sleep(0.2)
     try:
-        addresses = (await file.read_text(errors="replace")).split()  # what is no text is no address
+        addresses = (await file.read_text(encoding="utf-8", errors="replace")).split()  # what is no text is no address
     except OSError as error:
         raise UserError(
             f"initial peers: cannot read {path} ({error.strerror}) within {ADDRESS_FILE_WAIT_S:.0f} s: check the path "
