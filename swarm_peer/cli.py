@@ -176,12 +176,20 @@ def _check_surroundings() -> None:
         if any(0xD800 <= ord(character) <= 0xDFFF for character in argument):
             raise UserError(
                 f"{argument!a} is no text in this shell's encoding ({sys.getfilesystemencoding()}): type it in "
-                f"that encoding, or rename the file"
+                f"that encoding, take a UTF-8 locale (LC_ALL=C.UTF-8), or rename the file"
             )
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
         raise UserError(f"{error.strerror}: name a folder that can be written to in TMPDIR") from error
+    for name in (
+        "TMPDIR",
+        "TEMP",
+        "TMP",
+        "TEMPDIR",
+    ):  # Python passes over a folder that does not work, and torch does not
+        if (named := os.environ.get(name)) and not os.access(named, os.W_OK | os.X_OK):
+            raise UserError(f"{name} names {named}, which is no folder that can be written to: correct or unset it")
     if (length := len(os.fsencode(folder))) > MAX_TEMPORARY_BYTES:
         raise UserError(
             f"the path of the folder for temporary files has {length} bytes, and sockets in it can have "

@@ -209,6 +209,16 @@ def test_a_folder_for_temporary_files_has_a_path_that_sockets_can_have(length, r
         assert err == f"swarm-peer: {said} with a shorter one in TMPDIR ({folder})\n"
 
 
+@pytest.mark.parametrize("name", ["TMPDIR", "TEMPDIR"])
+def test_a_folder_for_temporary_files_that_is_not_there_is_named(name, run, monkeypatch):
+    monkeypatch.setenv(name, "/nowhere")
+    code, _, err = run("swarm-peer", "--version")
+    assert (code, err) == (
+        2,
+        f"swarm-peer: {name} names /nowhere, which is no folder that can be written to: correct or unset it\n",
+    )
+
+
 def test_a_machine_without_a_folder_for_temporary_files_says_so(run, monkeypatch):
     def nowhere():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")

@@ -20,6 +20,7 @@ from test_wire_places import manifest
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network import guarded_p2p
 from swarm_peer.runtime.network.addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
 from swarm_peer.runtime.network.dht import REJOIN_TRIES, SwarmDHT, key_id_of
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
@@ -209,6 +210,12 @@ async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
     await p2p.dial(PeerID.from_base58(OTHER.peer_id))
     to = [str(address) for call in p2p._client.connect.await_args_list for address in call.args[1]]
     assert to == ["/ip4/127.0.0.1/tcp/22"] * dialled
+
+
+async def test_a_daemon_without_a_place_for_its_sockets_says_so(monkeypatch):
+    monkeypatch.setattr(guarded_p2p, "SOCKETS", "/nowhere")
+    with pytest.raises(UserError, match=r"^/nowhere cannot be written to, and libp2p's daemon keeps its sockets there"):
+        await GuardedP2P.create(host_maddrs=[])
 
 
 async def test_a_call_that_is_given_up_just_as_its_answer_comes_leaves_the_others_theirs(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -32,6 +33,8 @@ from swarm_peer.wire.messages import PROTOCOL
 
 log = logging.getLogger(__name__)
 
+# hivemind has the daemon's sockets here, whatever TMPDIR says.
+SOCKETS = "/tmp"
 # The daemon says this where no initial peer answers.
 NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 # To connect at announced addresses. Half of a caller's time is left for what libp2p itself knows of the peer.
@@ -68,7 +71,16 @@ class GuardedP2P(P2P):  # type: ignore[misc]
 
     @classmethod
     async def create(cls, *args: Any, **options: Any) -> GuardedP2P:
-        """Start a daemon, and connect to it; see hivemind's P2P."""
+        """Start a daemon, and connect to it; see hivemind's P2P.
+
+        Raises:
+            UserError: the daemon's sockets have no place
+        """
+        if not os.access(SOCKETS, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{SOCKETS} cannot be written to, and libp2p's daemon keeps its sockets there: allow it (in a "
+                f"read-only container, mount a tmpfs there)"
+            )
         p2p: GuardedP2P = await super().create(*args, **options)
         p2p._client.control._pending_calls = _PendingCalls()
         p2p._pacing = asyncio.create_task(pace_connections(p2p._child.pid))
